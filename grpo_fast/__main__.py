@@ -1,4 +1,4 @@
-"""The command `grpo-fast`, also `python -m grpo_fast`: says which package is missing."""
+"""Entry point of `grpo-fast` and of `python -m grpo_fast`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import sys
 
 
 def main() -> None:
-    """Runs `grpo_fast.cli`, which needs the extra "train"; the library needs torch and triton only.
-
-    A character that the terminal's encoding lacks (→ under LC_ALL=C) is shown as ?.
-    """
+    """Run the command line, or name the package of the extra "train" that is missing."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a caller may have put something else there
+        # Show ? for characters that the terminal cannot encode, such as → under LC_ALL=C. A caller
+        # may have replaced the stream by an object without an encoding.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         from grpo_fast.cli import app
@@ -21,8 +20,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "grpo_fast").startswith("grpo_fast"):
             raise
-        brings = "pip install 'grpo-fast[train]' brings what it needs"
-        sys.exit(f"grpo-fast: the package {error.name} is missing; {brings}")
+        remedy = "pip install 'grpo-fast[train]' installs all that the command needs"
+        sys.exit(f"grpo-fast: the package {error.name} is missing; {remedy}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The command line: `grpo-fast train`, `eval`, `export`, `doctor`, `bench`, and the commands that
-only show something: `recipes`, `config`, `plan`, `plot`, `data`.
+"""The command line `grpo-fast`, with the commands train, eval, export, doctor, bench, recipes,
+config, plan, plot and data.
 
-A command imports what it needs when it runs, so that `--help` and a typing mistake answer at once.
+Each command imports its modules when it runs, so that `--help` and errors of usage appear at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _print_version(wanted: bool) -> None:
 
 
 def _print_lines(*lines: str) -> None:
-    from grpo_fast.data import escape_control  # prompts and completions may hold anything
+    # Prompts and completions may contain control characters, which a terminal would obey.
+    from grpo_fast.data import escape_control
 
     for line in lines:
         typer.echo(escape_control(line))
@@ -53,25 +54,24 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_pri
 
 @app.callback()
 def main(version: Version = False, debug: Debug = False) -> None:
-    """Options of `grpo-fast` itself; the work is in the commands."""
+    """Accept the options that come before a command."""
 
 
 @app.command(cls=Worded)
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
-        Words,
-        key_values(
-            "Changes to the recipe: steps=50 optim.lr=1e-4 data=gsm8k.jsonl; "
-            "`grpo-fast config` lists all keys."
-        ),
+        Words, key_values("Changes to the recipe: steps=50 optim.lr=1e-4 …")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Write to this folder in the output_dir.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model by a recipe; metrics, curves and the model go to its output_dir."""
+    """Train a model as a recipe says, and write metrics, curves and the model to its output_dir.
+
+    `grpo-fast config` lists all keys.
+    """
     from grpo_fast.errors import SAVED, RunError, Stopped
     from grpo_fast.train import loop
     from grpo_fast.train.config.recipes import load_recipe, recipe_names
@@ -84,14 +84,15 @@ def train(
         says_where = config.resume == "auto" or any(w.startswith("output_dir=") for w in words)
         if name is not None:
             config.output_dir = str(run_folder(config.output_dir, name))
-        elif recipe in recipe_names() and not says_where:  # whose own folder may hold another run
-            taken, config.output_dir = config.output_dir, str(free_folder(config.output_dir))
-            if config.output_dir != taken and launched_rank() == 0:
-                typer.echo(f"{taken} holds another run; this one goes to {config.output_dir}")
+        elif recipe in recipe_names() and not says_where:
+            usual = config.output_dir
+            config.output_dir = str(free_folder(usual))
+            if config.output_dir != usual and launched_rank() == 0:
+                typer.echo(f"{usual} holds another run; this run goes to {config.output_dir}")
         try:
             loop.train(config)
         except Stopped as stopped:
-            # A second signal ends the process at once, also while Python shuts down.
+            # Let a second signal end the process at once, also while Python shuts down.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
@@ -110,13 +111,13 @@ def evaluate(
         ),
     ] = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run code it names: rewards, model classes.")
+        bool, typer.Option("--allow-code", help="Run code that the model or recipe names.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Accuracy on held-out questions: greedy; with samples=N also pass@k and maj@k.
+    """Measure accuracy on held-out questions: greedy, and with samples=N pass@k and maj@k.
 
-    Two models get the same questions: their paired difference, its standard error, its p-value.
+    Two models get the same questions. Their difference is shown with standard error and p-value.
     """
     from grpo_fast.errors import NonFiniteLogits
     from grpo_fast.train.evaluation import command
@@ -138,19 +139,19 @@ def evaluate(
 @app.command()
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(help="A run, for its newest checkpoint, or a checkpoint of it.")
+        str, typer.Argument(help="A run's folder (its newest checkpoint) or a checkpoint.")
     ],
     out: Annotated[str, typer.Argument(help="A new folder.")],
     debug: Debug = False,
 ) -> None:
-    """Write the model of a checkpoint as a folder that transformers loads (LoRA: merged)."""
+    """Write the model of a checkpoint in the format of transformers, with LoRA merged."""
     from grpo_fast.train.runs.export import export as write
 
     with told(debug, OSError):
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
-# Commands that were removed, and what took their place.
+# Commands of earlier versions, and their replacements.
 MOVED = {
     "reward-model": "python -m grpo_fast.examples.reward_model",
     "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)",
@@ -181,9 +182,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Test this machine; with a model, compare its rollouts with the trainer.
+    """Test this machine. With a model, compare its rollouts with the trainer.
 
-    The exit status is 1 if a self-test fails or the difference is above the threshold.
+    The exit status is 1 if a self-test fails or the difference exceeds the threshold.
     """
     with told(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import run
@@ -197,16 +198,15 @@ def doctor(
     add_help_option=False,
 )
 def bench(context: typer.Context) -> None:
-    """Measure kernels, rollouts and steps against their peers (in a checkout; --help: options).
+    """Measure kernels, rollouts and steps against other libraries. Needs a checkout.
 
-    The benchmarks are no part of the package: they call the peers, read the commit and write into
-    benchmarks/results/.
+    The benchmarks are not in the package, because they call the other libraries, read the commit
+    and write to benchmarks/results/.
     """
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "command.py").is_file():
-        expected = "a checkout (benchmarks/ beside grpo_fast/)"
-        error = f"bench: expected {expected}, found an installed package in {checkout}"
-        refuse(ValueError(error))
+        expected = "a checkout, which has the folder benchmarks/"
+        refuse(ValueError(f"bench: expected {expected}, got an installed package in {checkout}"))
     sys.path.insert(0, str(checkout))
     from benchmarks.command import main as run_benchmarks
 
@@ -215,11 +215,11 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def recipes() -> None:
-    """List the recipes: what each trains, its size, its time, what it needs."""
+    """List the recipes with subject, size, time and requirements."""
     from grpo_fast.train.config.recipes import recipe_table
 
-    for command, what, size, time, needs in recipe_table():
-        typer.echo(f"grpo-fast {command}\n    {what}; {size}; {time}; needs {needs}")
+    for command, subject, size, time, needs in recipe_table():
+        typer.echo(f"grpo-fast {command}\n    {subject}; {size}; {time}; needs {needs}")
 
 
 @app.command()
@@ -227,7 +227,7 @@ def config(
     section: Annotated[str, typer.Argument(help="A section such as optim, or a key.")] = "",
     debug: Debug = False,
 ) -> None:
-    """List every key of a run's configuration: its type, its default and what it means."""
+    """List every key of a run's configuration with type, default and meaning."""
     from grpo_fast.train.config import RunConfig
     from grpo_fast.train.config.listing import listed_keys
 
@@ -243,9 +243,9 @@ def plan(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict what fits into memory: tokens per micro-batch under each option, without weights.
+    """Predict how many tokens of a micro-batch fit into memory under each option.
 
-    Without gpu=… it plans for this machine: its GPU, or its main memory if it has none.
+    The weights are not loaded. Without gpu=… the plan is for this machine's GPU or main memory.
     """
     from rich.console import Console
 
@@ -280,7 +280,7 @@ def data(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show a data set as a run reads it: counts, skipped rows, prompts, gold answers."""
+    """Show a data set as a run reads it: counts, skipped rows, prompts and gold answers."""
     from grpo_fast.data import escape_control
     from grpo_fast.train.evaluation.data_view import data_lines
 

@@ -238,7 +238,7 @@ def _adapted(model: Any, config: ModelConfig) -> Any:
 
     torch.manual_seed(0)  # the same adapter for every provider
     settings = peft.LoraConfig(
-        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules=config.lora.target_modules,
+        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules="all-linear",
         init_lora_weights=False, task_type="CAUSAL_LM",
     )  # fmt: skip
     return peft.get_peft_model(model, settings)

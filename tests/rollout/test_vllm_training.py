@@ -58,7 +58,7 @@ def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp
 def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_path):
     """One that comes back in the middle waits for the next version."""
     ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
-             "loss.sampling_correction=token_truncate"]  # fmt: skip
+             "loss.corrections=[{high: 3}]"]  # fmt: skip
     calm = run(tmp_path / "calm", *words_of(*servers), *ahead)
     assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4  # a step older
     servers[0].faults = {GENERATE: [None] * 12 + [500]}

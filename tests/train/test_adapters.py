@@ -1,4 +1,4 @@
-"""Runs that start from an adapter that peft has saved: it is trained on, or merged."""
+"""Tests of runs that continue or merge an adapter saved by peft."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ FRESH = "model.lora={r: 2, alpha: 4}"
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """An adapter without a tokenizer, as peft saves it, with weights that are not zero."""
+    """Save an adapter with nonzero weights and without a tokenizer."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -93,10 +93,10 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     _, whole = run(tmp_path / "whole", recipe, *words, "steps=2")
     run(tmp_path / "parts", recipe, *words, "steps=1")
     _, parts = run(tmp_path / "parts", recipe, *words, "steps=2", "resume=auto")
-    assert parts[1] == whole[1]  # the first step of one is its last, with an evaluation
+    assert parts[1] == whole[1]  # the run of one step ends with an evaluation
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)
-    # The checkpoint's adapter on the model that it was trained on gives the saved model.
+    # Base model and checkpointed adapter together give the saved model.
     export(tmp_path / "parts", tmp_path / "exported")
     assert_same(merged_weights(tmp_path / "exported"), saved, 0)
     config = ModelConfig(

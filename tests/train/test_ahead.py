@@ -1,4 +1,4 @@
-"""`rollout.ahead`: a step's completions come from the weights that the step before began with."""
+"""Tests of `rollout.ahead`, which samples with the weights of the step before."""
 
 import json
 import shutil
@@ -19,18 +19,18 @@ from tests.train import ranks
 from tests.train.resuming import Leave, config_of, run
 
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
-PROMPT_S = 60  # what no test waits for
+PROMPT_S = 60  # longer than any test
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def holds(checkpoint):
-    """Return whether a checkpoint has completions that were sampled ahead."""
+    """Return True if a checkpoint contains completions that were sampled ahead."""
     return any(name.startswith("ahead.") for name in stored_in(checkpoint / "weights"))
 
 
 class Apart(ranks.Apart):
-    """In a thread, not before the policy has been updated."""
+    """Engine that samples in a thread and waits for the update of the policy."""
 
     def __init__(self, policy, options):
         super().__init__(policy, options)
@@ -54,7 +54,7 @@ class Apart(ranks.Apart):
 
 @pytest.fixture
 def apart(monkeypatch):
-    """The engines that runs build from here on: `Apart`, told of every update."""
+    """Let runs build engines of class `Apart`, which learn of every update."""
     built, apply = [], Optimizer.apply
 
     def applied(self):
@@ -70,7 +70,7 @@ def apart(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The result of a run that samples ahead."""
+    """Return the result of an undisturbed run."""
     return run(tmp_path_factory.mktemp("ahead") / "whole", *AHEAD)
 
 
@@ -83,11 +83,11 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     assert [row["sampling/staleness/max"] for row in rows] == [0, 1, 1]
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
-    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # what the loss corrects
+    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # the difference that the loss corrects
     asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
                      for x in (whole, plain))  # fmt: skip
     assert asked == others and len(asked) == 6
-    # Step 1 is sampled as ever, step 2 from the same random numbers with other weights.
+    # Step 1 is unchanged. Step 2 uses the same random numbers with older weights.
     others = training_rows(plain)
     assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
     assert rows[1] != others[1]
@@ -107,7 +107,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
     calls, generate = [], collector.generate
 
     def counted(*args, **options):
-        is_refill = len(options["seed"]) == 3  # prompts in place of some that were dropped
+        is_refill = len(options["seed"]) == 3  # prompts that replace dropped groups
         calls.extend([None] * is_refill)
         if is_refill and len(calls) == last:
             raise Stopped(signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
 
 
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
-    """And with the weights from before: the run is that of an engine that does not overlap."""
+    """The result equals that of an engine that does not overlap."""
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
     found = run(tmp_path / "apart", *options)
     assert [engine.overlapped for engine in apart] == [2]
@@ -138,7 +138,7 @@ def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, a
 
 
 def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
-    """As after kill -9: nothing but the checkpoints of whole steps is left."""
+    """Only the checkpoints of finished steps exist, as after kill -9."""
     options = [*AHEAD, "steps=4", "checkpoint.every=1", "checkpoint.keep=9", "minibatches=2"]
     whole = run(tmp_path / "whole", *options)
     saved = checkpoints_in(tmp_path / "whole")
@@ -152,14 +152,14 @@ def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
 
 
 def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
-    """The checkpoint has the rollout of the step that is left; the next one is sampled again."""
+    """The checkpoint contains the current rollout. The next one is sampled again."""
     begin = Collector.begin_ahead
 
     def begun(self, step, clock):
         begin(self, step, clock)
         if step == 2:
             apart[-1].moved.set()
-            Leave(monkeypatch, 1)  # the next forward pass, of the update
+            Leave(monkeypatch, 1)  # leaves in the next forward pass, which is an update
 
     with monkeypatch.context() as patched:
         patched.setattr(Collector, "begin_ahead", begun)
@@ -172,7 +172,7 @@ def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
 
 
 def test_completions_of_weights_that_are_older_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(TransformersEngine, "update", lambda *_, **__: None)  # it never hears
+    monkeypatch.setattr(TransformersEngine, "update", lambda *_, **__: None)  # ignores updates
     with pytest.raises(RuntimeError, match=r"weights at most 1 steps old .* step 3, got some of 2"):
         run(tmp_path / "run", *AHEAD)
     with pytest.raises(RuntimeError, match="at most 0 steps old"):

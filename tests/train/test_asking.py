@@ -1,4 +1,4 @@
-"""How questions are asked: through the chat template where the tokenizer has one, and said so."""
+"""Tests of the way of asking: chat template or plain text, and the log lines about it."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model without a chat template of its own, and one with a template."""
+    """Create a model without and one with a chat template."""
     folder = tmp_path_factory.mktemp("models")
     plain, chat = (tiny_folder(folder / name, seed=0) for name in ("plain", "chat"))
     tokenizer = AutoTokenizer.from_pretrained(chat)
@@ -117,11 +117,12 @@ def test_a_long_prompt_is_shown_without_its_middle(models):
 def test_a_folder_that_does_not_exist_is_named(questions):
     for model in ("nowhere", "runs/nowhere", "/nowhere"):
         result = invoke("eval", model, f"data={questions}", "task=jsonl")
-        assert refused(result, f"got '{model}': no such folder")
+        assert refused(result, f"'{model}': no such folder")
+    assert refused(invoke("eval", "nowhere"), "data: ", "no folder 'nowhere' exists here")
 
 
 def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
-    """A file of plain numbers asks for no format: a completion that is the number is right."""
+    """If the data do not ask for a format, a completion that is just the number is right."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import scorer_for
 
@@ -143,7 +144,7 @@ def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
 
 
 def test_the_file_of_plain_numbers_end_to_end(models, tmp_path, monkeypatch):
-    """Completions that match exactly, where strict was 0%."""
+    """Exact completions count as strictly right."""
     lines = [{"question": f"{i}?", "answer": i} for i in range(4)]
     file = write_lines(tmp_path / "q.jsonl", *lines)
     monkeypatch.setattr(rollout, "generate", lambda *_, **__: _said("0", "1", "it is 2", "9"))

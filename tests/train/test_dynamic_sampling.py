@@ -1,4 +1,4 @@
-"""Groups without spread are dropped and refilled; prompts.jsonl says how hard each prompt was."""
+"""Tests of dynamic sampling and of prompts.jsonl."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Every call of a fake `generate`: (prompts, seed). Completion i of p answers `p i`."""
+    """Replace `generate` and return its calls. Completion i of prompt p is `p i`."""
     calls = []
 
     def generate(policy, prompts, options, *, group_size, seed, engine):
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 def collected(queue, rewards, config, step=1):
-    policy = SimpleNamespace(tokenizer=None, template_kwargs={})  # the prompts are texts
+    policy = SimpleNamespace(tokenizer=None, template_kwargs={})  # prompts stay texts
     collector, clock = build_collector(config, policy, None, rewards, queue), Clock()
     samples, metrics, records = collector.next(step, clock)
     prompts = [example.prompt for example in collector.examples_of(samples)]
@@ -65,7 +65,7 @@ def collected(queue, rewards, config, step=1):
 
 
 def by_table(table, watched=None):
-    """Rewards by completion: those of a prompt's two samples; a prompt that is not there: 0, 0."""
+    """Return a reward function that reads the two rewards of each prompt, by default 0 and 0."""
 
     def total(*, completions):
         return [table.get(c.split()[0], (0, 0))[int(c.split()[1])] for c in completions]
@@ -98,11 +98,22 @@ def test_without_it_nothing_is_dropped(asked):
     assert not any(name.startswith(("dynamic", "prompts")) for name in found.metrics)
 
 
+@pytest.mark.parametrize(("spread", "warnings"), [({}, 1), ({"p0": (0, 1), "p1": (0, 1)}, 0)])
+@pytest.mark.usefixtures("asked")
+def test_a_run_warns_once_if_most_groups_have_equal_rewards(caplog, spread, warnings):
+    policy = SimpleNamespace(tokenizer=None, template_kwargs={})
+    rewards = by_table(spread)
+    collector = build_collector(configured(), policy, None, rewards, queue_of(3))
+    for step in range(1, 12):
+        collector.next(step, Clock())
+    assert sum("have equal rewards" in line for line in caplog.messages) == warnings
+
+
 def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     table = {"p1": (0, 1), "p4": (1, 0), "p5": (0, 3)}
     queue = queue_of(9)
     found = collected(queue, by_table(table), configured("rollout.dynamic.rounds=4"), step=7)
-    # Two of p0, p1, p2 are dropped; of p3, p4 one; p5 is the third to be kept.
+    # Two of p0, p1 and p2 are dropped, then one of p3 and p4. The group of p5 is kept.
     prompts, seeds = zip(*asked, strict=True)
     assert prompts == (["p0", "p1", "p2"], ["p3", "p4"], ["p5"])
     assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
@@ -118,7 +129,7 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     of_groups = {"asked": 6, "dropped": 3, "filled": 0, "rounds": 2}
     wanted = {f"dynamic_sampling/{name}": count for name, count in of_groups.items()}
     assert counts == wanted | {"prompts_consumed": 6}
-    assert found.metrics["reward"] == pytest.approx(5 / 12)  # of all that was sampled
+    assert found.metrics["reward"] == pytest.approx(5 / 12)  # over all samples
     assert found.metrics["frac_reward_zero_std"] == 1 / 2
     rows = [(r.prompt, r.reward, r.reward_std, r.use) for r in found.records]
     assert rows[:2] == [(0, 0, 0, "dropped"), (1, 0.5, math.sqrt(1 / 2), "kept")]
@@ -132,7 +143,7 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     config = configured("rollout.dynamic.rounds=2")
     found = collected(queue, by_table({"p2": (0, 1)}), config)
     prompts, _ = zip(*asked, strict=True)
-    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # round the training set
+    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # starts again at p0
     uses = "filled dropped kept dropped dropped dropped kept"
     assert " ".join(row.use for row in found.records) == uses
     assert found.prompts[::2] == ["p0", "p2", "p2"]
@@ -170,7 +181,7 @@ def run(folder, *words):
 
 
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # The sum has a spread in every group; exact_match has none in almost all of them.
+    # The weighted sum differs in every group, exact_match in almost none.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.symbols=3", "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

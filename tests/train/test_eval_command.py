@@ -1,4 +1,4 @@
-"""`grpo-fast eval`: what a recipe brings along, and two models side by side."""
+"""Tests of `grpo-fast eval`: settings from a recipe, and the comparison of two models."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A recipe of three test questions."""
+    """Write a recipe with three test questions."""
     for name, count in (("train", 2), ("test", 3)):
         lines = [{"question": f"{name} {i}+2?", "answer": f"#### {i + 2}"} for i in range(count)]
         write_lines(tmp_path / f"{name}.jsonl", *lines)
@@ -42,7 +42,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def asked(spied):
-    """The calls of the rollout."""
+    """Return the list of calls of the rollout."""
     return spied(rollout, "generate")
 
 
@@ -96,7 +96,7 @@ def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     save_config(load_recipe("sort"), tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):
         Source.of(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # a model's folder with a file of this name
+    (tmp_path / "config.json").write_text("{}")  # now it is a model's folder
     assert Source.of(str(tmp_path)).run is None
 
 
@@ -143,7 +143,7 @@ def test_two_models_on_the_command_line(models, recipe, tmp_path):
     written = json.loads(out.read_text())
     assert written["models"] == {"a": models[0], "b": models[1]}
     assert set(written["greedy"]["accuracy_strict"]) == {"a", "b", "difference", "se", "p", "n"}
-    assert invoke(*words).exit_code == 0  # over its own earlier results
+    assert invoke(*words).exit_code == 0  # overwrites its earlier results
     assert refused(invoke("eval", *models, models[0], "n=1"), "expected key=value, got")
     assert is_model("owner/name") and is_model(models[0])
     assert not is_model("n") and not is_model("data=a/b.jsonl")

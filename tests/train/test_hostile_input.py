@@ -132,8 +132,6 @@ def test_a_device_without_memory_and_one_that_is_not_here():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.attn=flash_attention_2"], "model.attn: expected auto or an attention"),
-        (["model.attn=evil/kernel"], "model.attn: expected auto or an attention"),
         ([CONFIG, "rollout.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
         ([CONFIG, "eval.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
         (["rollout.max_new_tokens=1000000"], "max_new_tokens: expected at most 61 behind a prompt"),

@@ -172,7 +172,7 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
     """torchao requires a learning rate that is a tensor and is filled in place."""
 
     class TensorRate(torch.optim.SGD):
-        def __init__(self, parameters, lr, betas, eps, weight_decay):
+        def __init__(self, parameters, lr, weight_decay):
             super().__init__(parameters, lr=torch.tensor(lr))
             self.rate = self.param_groups[0]["lr"]
 

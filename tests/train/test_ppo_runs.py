@@ -1,4 +1,4 @@
-"""Whole PPO runs of a tiny model: what must not change the result, and what a run leaves behind."""
+"""Tests of complete PPO runs: invariances of the result, and saved files."""
 
 import math
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def lines(folder, *overrides):
-    """The run's rows of steps and of updates, timings left out."""
+    """Train, and return the rows of steps and of updates without timings."""
     loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
     rows = steps_of(folder)
     return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
@@ -47,7 +47,7 @@ def steps(folder, *overrides):
     ],
 )
 def test_every_step_says_what_its_values_are_worth(tmp_path, spied, overrides):
-    """Values are fp32, also under autocast."""
+    """Values are fp32 even under autocast."""
     calls = spied(Critic, "values")
     first = steps(tmp_path / "a", *PPO, *overrides)
     assert {call.result.dtype for call in calls} == {torch.float32}
@@ -55,7 +55,7 @@ def test_every_step_says_what_its_values_are_worth(tmp_path, spied, overrides):
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
         assert {f"value/{x}" for x in ("loss", "mean", "error", "clip_ratio")} <= row.keys()
     assert any("value/explained_variance" in row for row in first)
-    assert first[0]["value/mean"] == 0 != first[1]["value/mean"]  # the head starts at zero
+    assert first[0]["value/mean"] == 0 != first[1]["value/mean"]  # the value head starts at zero
 
 
 def test_lora_with_a_critic_of_either_kind(tmp_path):
@@ -67,7 +67,7 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
         head = load_file(run / "critic" / "value_head.safetensors")
         assert head["weight"].abs().max() > 0
         assert (run / "critic" / "model.safetensors").is_file() == (kind == "model")
-        if kind == "model":  # merged: the adapter's own keys are gone, and it loads as a critic
+        if kind == "model":  # the adapter is merged, so the folder loads as a critic
             names = load_file(run / "critic" / "model.safetensors").keys()
             assert not any("lora" in name for name in names)
             again = load_recipe(str(run / "config.yaml"), [f"critic.path={run / 'critic'}"])
@@ -80,7 +80,7 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
 
 
 def test_critic_path(tmp_path):
-    """A critic's folder is one to start from; what is no model, or another width, is refused."""
+    """A saved critic can be loaded. Folders that do not fit are refused."""
     options = [*PPO, "critic.kind=model", "log.save_model=true"]
     steps(tmp_path / "run", *options)
     critic = tmp_path / "run" / "critic"
@@ -103,7 +103,7 @@ def test_the_critics_own_rate(tmp_path, spied):
 
 
 def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypatch):
-    """Memory runs out in the second update: what belongs to the weights before it stays."""
+    """If memory runs out in the second update, columns of the first weights stay."""
     seen, calls = [], [0]
     original = trainer.accumulate
 
@@ -132,7 +132,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 
 
 def test_beta_adapts(tmp_path):
-    """β ← β·(1 + N·G/horizon·clip(kl/target − 1, ±0.2)), from one step to the next."""
+    """β follows the formula of `KLWeight.after_step`."""
     adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
     for place in ("loss", "reward"):
         rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
@@ -144,12 +144,12 @@ def test_beta_adapts(tmp_path):
 
 
 def test_the_adapted_weight_is_the_one_that_is_used(tmp_path):
-    """A beta that has moved is felt: loss = policy term + beta·kl."""
+    """The loss uses the adapted weight."""
     rows = steps(
         tmp_path / "a", *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "kl.target=1e-9",
         "kl.horizon=2", "optim.lr=0.01", "steps=4",
     )  # fmt: skip
-    assert rows[-1]["beta"] == pytest.approx(0.1 * 0.8 * 1.2 * 1.2)  # the first kl is 0
+    assert rows[-1]["beta"] == pytest.approx(0.1 * 0.8 * 1.2 * 1.2)  # the first KL is 0
     for row in rows:
         expected = row["policy_loss"] + row["beta"] * row["kl"]
         assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -172,7 +172,7 @@ def test_a_weight_moves_by_a_fifth_at_most():
 
 
 def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
-    """One weight, one place: into the reward it takes the loss's beta, and the returns feel it."""
+    """With kl.into=reward the KL changes the returns and not the loss."""
     options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
     loss, losses = lines(tmp_path / "loss", *options, "log.every_update=true")
     options += ["kl.into=reward"]
@@ -182,7 +182,7 @@ def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
             expected = row["policy_loss"] + weight * row["kl"] + 0.5 * row["value/loss"]
             assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert loss[0]["reward"] == reward[0]["reward"]
-    assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # kl is 0 still
+    assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # the KL is still 0
     heavy = steps(tmp_path / "heavy", *options, "loss.beta=50")
     light = steps(tmp_path / "light", *options, "loss.beta=1e-9")
     assert heavy[1]["value/error"] > 1.01 * light[1]["value/error"]
@@ -209,12 +209,11 @@ def test_a_row_of_metrics_for_every_update(tmp_path):
             assert row[name] == pytest.approx(sum(u[name] for u in mine) / 4, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("limit", ["max_approx_kl=1e-4", "max_ref_kl=1e-4"])
-def test_after_an_early_stop_the_schedule_goes_on(tmp_path, limit):
-    """The first pass is too far; the rates are those of a run in which all updates are made."""
+def test_after_an_early_stop_the_schedule_goes_on(tmp_path):
+    """After an early stop the learning rates are those of a run with all updates."""
     options = [*PPO, "optim.lr=0.05", "inner_iterations=4", "minibatches=2", "steps=2",
                "reference.kind=frozen", "log.every_update=true"]  # fmt: skip
-    _, updates = lines(tmp_path / "stopped", *options, limit)
+    _, updates = lines(tmp_path / "stopped", *options, "max_approx_kl=1e-4")
     assert [row["update"] for row in updates] == [1, 2, 9, 10]
     for row in updates:
         expected = 0.05 * schedule("linear", int(row["update"]) - 1, 0, 16)
@@ -222,7 +221,7 @@ def test_after_an_early_stop_the_schedule_goes_on(tmp_path, limit):
 
 
 def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
-    """By the mean over all its minibatches and micro-batches, not by the latest of them."""
+    """The limit applies to the mean over the pass, not to its last minibatch."""
     options = [*PPO, "optim.lr=0.02", "inner_iterations=4", "minibatches=4", "steps=1",
                "log.every_update=true", "tokens_per_microbatch=20"]  # fmt: skip
     _, updates = lines(tmp_path / "free", *options)
@@ -231,7 +230,7 @@ def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
     means = [sum(k * n for k, n in part) / sum(n for _, n in part) for part in passes]
     lasts = [part[-1][0] for part in passes]
     assert means[0] < lasts[0]
-    limit = (means[0] + lasts[0]) / 2  # the first pass ends beyond it, and is within it as a whole
+    limit = (means[0] + lasts[0]) / 2  # between the mean and the last value of the first pass
     _, updates = lines(tmp_path / "stopped", *options, f"max_approx_kl={limit}")
     expected = next(i for i, mean in enumerate(means) if mean > limit) + 1
     assert expected > 1 and len(updates) == 4 * expected
@@ -248,7 +247,7 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
-    """A model of its own takes what the policy takes; so does a reference that is only watched."""
+    """A separate critic, and a reference with β = 0, take memory as well."""
     shape = Shape(2, 32, 64, 32, 16, 100, 10_000, False)
 
     def fixed(*overrides):

@@ -1,4 +1,4 @@
-"""One PPO step against dense fp64 arithmetic: values, rewards, advantages, gradients, packing."""
+"""Tests of one PPO step against dense fp64 arithmetic."""
 
 import copy
 import math
@@ -11,14 +11,19 @@ from grpo_fast import LossConfig, group_advantages
 from grpo_fast.attention import pack_groups
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.critic import Critic, token_weights, value_metrics
+from grpo_fast.train.update.critic import Critic, value_metrics
+from grpo_fast.train.update.gradients import token_weights
 from grpo_fast.train.update.precompute import precompute
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.tiny_steps import accumulate, batch_of, rollout_of
 
 GROUP = 3
-SHAPES = [(4, (5, 3, 1)), (2, (1, 4, 6)), (6, (2, 2, 7))]  # prompt, its completions
+SHAPES = [
+    (4, (5, 3, 1)),
+    (2, (1, 4, 6)),
+    (6, (2, 2, 7)),
+]  # lengths of a prompt and of its completions
 CUT = [0, 4, 5]  # completions without an EOS
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 0.0, 1.5, 1.0])
 
@@ -38,7 +43,7 @@ def make_batch(scores=SCORES, **options):
 
 
 def dense_values(critic, rollout, i):
-    """V of every state of a completion, the one after its last token included."""
+    """Return the values of all states of a completion, including the state after its end."""
     ids = torch.tensor([rollout.prompt_ids[i] + rollout.completion_ids[i]])
     with critic.trunk.generation():
         states = critic.trunk.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -46,7 +51,7 @@ def dense_values(critic, rollout, i):
 
 
 def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
-    """Advantages before whitening, and returns, of every completion; `kls`: None for zeros."""
+    """Return advantages before whitening and returns. `kls=None` means no KL."""
     rollout, advantages, returns = batch.samples, [], []
     for i, kl in enumerate(kls or [[0.0] * n for n in rollout.lengths]):
         values, n = dense_values(critic, rollout, i), len(kl)
@@ -69,17 +74,17 @@ def fixed(batch, policy, critic, **options):
 
 
 def column(batch, name):
-    """A column of the step's completion tokens, (R,)."""
+    """Return a column of the completion tokens, shape (R,)."""
     return getattr(batch.samples, name)
 
 
 def of_each(batch, name):
-    """The same as one tensor for each completion."""
+    """Return a column as one tensor per completion."""
     return column(batch, name).split(batch.samples.lengths)
 
 
 def check(batch, **expected):
-    """The named tensors of every completion, one after the other, against lists of numbers."""
+    """Compare columns with lists of numbers per completion."""
     for name, lists in expected.items():
         wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
         got = column(batch, name).double()
@@ -94,7 +99,7 @@ def test_advantages_and_returns(kind, budget, shared):
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
     advantages, returns = oracle(critic, batch, bootstrap=True, **options)
     check(batch, token_advantages=advantages, returns=returns)
-    # From 0 where a limit is the end of the task.
+    # Without bootstrap the value after a truncated completion is 0.
     critic.config = critic.config.model_copy(update={"bootstrap": False})
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
     ended, _ = oracle(critic, batch, bootstrap=False, **options)
@@ -104,7 +109,7 @@ def test_advantages_and_returns(kind, budget, shared):
 
 
 def test_lambdas_of_their_own():
-    """The returns by `lam_returns`, the advantages by a lambda of each length (VAPO)."""
+    """Returns use `lam_returns`, and advantages use a lambda that depends on the length."""
     policy = tiny_policy()
     options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
     critic = make_critic(policy, whiten=False, **options)
@@ -130,7 +135,7 @@ KL_BY_HAND = {
 
 @pytest.mark.parametrize("estimator", KL_BY_HAND)
 def test_the_kl_in_the_reward(estimator):
-    """r_t = −β·kl_t with d = ref_logp − logp, and the score at the last token."""
+    """The reward of a token is -β · KL, plus the score at the last token."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
@@ -148,7 +153,7 @@ def test_the_kl_in_the_reward(estimator):
 
 def test_whitening_is_over_the_whole_batch_after_masking():
     scores = SCORES.clone()
-    scores[7] = math.nan  # no verdict: its tokens count nowhere
+    scores[7] = math.nan  # a sample without a reward is left out everywhere
     policy = tiny_policy()
     plain = make_critic(policy, whiten=False)
     raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)
@@ -162,7 +167,7 @@ def test_whitening_is_over_the_whole_batch_after_masking():
         batch = make_batch(scores, mask_truncated=True, minibatches=3, budget=budget)
         got = column(fixed(batch, policy, make_critic(policy)), "token_advantages")
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
-    # The values are regressed to returns that no whitening touches.
+    # Whitening does not change the returns.
     mine, theirs = (column(each, "returns") for each in (batch, raw))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
@@ -213,12 +218,12 @@ def gradients(policy, critic, config, batch):
 @pytest.mark.parametrize("loss", ["clipped", "plain", "huber"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_value_heads_gradient(loss, aggregation):
-    """c_V·Σ w_t·dℓ/dV·h_t, with the hidden states of a dense forward pass in fp64."""
+    """Compare with autograd through a dense forward pass in fp64."""
     policy = tiny_policy()
-    critic = make_critic(policy, loss=loss, epsilon=0.1, delta=0.4, coef=0.7)
+    critic = make_critic(policy, loss=loss, epsilon=0.1, coef=0.7)
     batch = fixed(make_batch(), policy, critic)
     with torch.no_grad():
-        critic.head.bias += 0.15  # the values have moved on, some beyond the clip range
+        critic.head.bias += 0.15  # move some values out of the clip range
         critic.head.weight *= 0.8
     config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
     seen, found = gradients(policy, critic, config, batch)
@@ -239,8 +244,8 @@ def test_the_value_heads_gradient(loss, aggregation):
                 other = (o + (v - o).clamp(-0.1, 0.1) - target) ** 2 / 2
                 bounded += int(other > plain)
                 plain = torch.maximum(plain, other)
-            elif loss == "huber" and abs(v - target) > 0.4:
-                plain = 0.4 * ((v - target).abs() - 0.2)
+            elif loss == "huber" and abs(v - target) > 1:
+                plain = (v - target).abs() - 0.5
             total = total + weight_by_hand(aggregation, n, tokens, 9) * plain
     (0.7 * total).backward()
     metrics = seen.result()
@@ -275,7 +280,7 @@ def test_gradients_however_the_step_is_packed(kind, aggregation):
 
 
 def test_a_model_of_its_own_leaves_the_policy_alone():
-    """Its value loss moves the copy, and the policy's gradient is that without a value loss."""
+    """The value loss of a separate model does not change the policy's gradient."""
     policy = tiny_policy()
     config = LossConfig(loss_type="grpo")
     found = []
@@ -291,7 +296,7 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
-    """λ = γ = 1 and V = the group's mean: A_t = r − mean, so the gradient is `centered`'s."""
+    """With λ = γ = 1 and the group's mean as value, PPO has the gradient of `centered`."""
     policy = tiny_policy()
     critic = make_critic(policy, gamma=1, lam=1, whiten=False, bootstrap=False, coef=0.0)
     means = SCORES.view(-1, GROUP).mean(1).repeat_interleave(GROUP)
@@ -311,7 +316,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
     _, ppo = gradients(policy, critic, config, batch)
     centered = make_batch(group_advantages(SCORES, "centered", group_size=GROUP), budget=14)
     precompute(centered, policy, LossConfig(), keep_old=True)
-    # On top of PPO's: twice the gradient, where both are one.
+    # Both gradients are equal, so accumulating the second doubles the first.
     accumulate(policy, centered.minibatches[0], config)
     for name, parameter in policy.model.named_parameters():
         atol = 2e-6 * ppo[name].abs().max().item() + 1e-8
@@ -319,7 +324,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
-    """The loss does not read the reference; masked completions are in no mean."""
+    """Masked completions are left out of the reported KL."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or do not fit: refused in a line that names the file or weights."""
+"""Tests that damaged or unsuitable models are refused with the name of the file or weight."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A model's folder that may be damaged."""
+    """Return a copy of a model's folder, which the test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "m"))
 
 
@@ -44,7 +44,7 @@ def set_config(folder, **fields):
 
 FILE, UP = "model.safetensors", LAYER + "mlp.up_proj.weight"
 LARGER = [chr(0x4E00 + i) * 3 for i in range(99)]
-# What is done to a folder, or to its weights; what is said.
+# The damage, and the message.
 DAMAGE = {
     "truncated": (lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-1000]),
                   f"m/{FILE}", "not fully covered"),
@@ -93,7 +93,7 @@ def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
     assert str(folder) in message and "\n" not in message
 
 
-# A head of its own, and one tied to the embeddings.
+# A separate head, and a head tied to the embedding.
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
     folder = tiny_folder(tmp_path / "m", family)
@@ -104,7 +104,7 @@ def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
 
 
 def test_a_special_token_beyond_the_embedding(folder):
-    """As in Gemma 3's text models: only a prompt that spells it is refused."""
+    """Only prompts that contain the token are refused, as with Gemma 3."""
     from grpo_fast.rollout import Sampling, generate
 
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
@@ -126,7 +126,7 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
 
 
 def test_the_fields_of_a_folder_in_their_parts(tmp_path):
-    """A text model within another names a kernel of the hub: only code that is allowed may."""
+    """A nested text configuration must not name a kernel of the hub."""
     fields = {"model_type": "llama", "part": {"_attn_implementation_internal": "someone/kernel"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_fields(str(tmp_path), allow_code=True)["part"] == fields["part"]

@@ -1,4 +1,4 @@
-"""`data.task: traces`: one step is that of the flattened samples; checkpoints; bad files."""
+"""Tests of recorded rollouts: one step against dense passes, checkpoints, damaged files."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def collector(policy, path, **options):
 
 
 def tiny():
-    """A policy whose tokenizer nobody asks."""
+    """Return a policy with a tokenizer that must not be used."""
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 
@@ -70,7 +70,7 @@ def tiny():
 @pytest.mark.parametrize("credited", [0, 2, 4], ids=["rewards", "both", "credit"])
 @pytest.mark.parametrize("budget", [1000, 60])
 def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
-    """Against the formula on dense passes: Σ −A·logp over the sampled tokens, by their number."""
+    """Compare a step with the mean of -A · logp over sampled tokens of dense passes."""
     traces = records()
     for number, trace in enumerate(traces[:credited]):
         for node in trace["nodes"]:
@@ -106,7 +106,7 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
 
 
 def test_a_run_trains_on_traces(tmp_path):
-    """Weights move, a checkpointed run ends as one without a break, two passes have old logps."""
+    """A run changes the weights, resumes with equal bits, and has old logps in two passes."""
     config = settings(tmp_path, steps=3, inner_iterations=2, checkpoint={"every": 1})
     config["model"] = {"path": tiny_folder(tmp_path / "model")}
     config["rollout"] |= {"prompts_per_step": 1, "correct_sampling": True}
@@ -124,7 +124,7 @@ def test_a_run_trains_on_traces(tmp_path):
 
 
 def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
-    """A kept set of a node goes to the loss; trees and flattened rows agree on it."""
+    """The recorded sets of kept tokens reach the loss, with trees as with separate rows."""
     from grpo_fast.data import traces as module
 
     policy, read = tiny(), module.load_traces
@@ -154,7 +154,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 
 
 def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
-    """The model has 512 positions. Traces are checked by their own length, before step 1."""
+    """Traces are checked by their length only, before step 1."""
     config = settings(tmp_path, model={"path": tiny_folder(tmp_path / "model")})
     config["rollout"] |= {"max_new_tokens": 4096}
     assert train(validated(RunConfig, config))["steps"] == 1

@@ -1,4 +1,4 @@
-"""Few prompts, other prompts, prompts without answers, used folders: runs that a beginner makes."""
+"""Tests of runs with few prompts, prompts without answers, and folders of earlier runs."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def train(folder, *words):
 
 
 def test_words_of_a_file_are_symbols(tmp_path):
-    """A symbol tokenizer takes any jsonl: its words, those of the test prompts too."""
+    """The tokenizer `symbols` knows all words of a file, including those of the test split."""
     lines = [{"prompt": f"say w{i}", "answer": f"w{i} w0"} for i in range(6)]
     write_lines(tmp_path / "train.jsonl", *lines[:5])
     write_lines(tmp_path / "test.jsonl", lines[5])
@@ -55,11 +55,11 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     words = ("train", "sort", *TINY_SORT, "steps=0")
     first, second, third = (invoke(*words) for _ in range(3))
     assert "runs/sort holds" not in first.output
-    said = "runs/sort holds another run; this one goes to runs/sort-2"
+    said = "runs/sort holds another run; this run goes to runs/sort-2"
     assert second.output.splitlines()[0] == said
     assert third.output.splitlines()[0].endswith("goes to runs/sort-3")
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
-    assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # of the first, which has ended
+    assert invoke(*words, "resume=auto", "steps=1").exit_code == 2  # the first run has ended
     for name in os.listdir("runs"):
         assert load_recipe(f"runs/{name}/config.yaml").output_dir == f"runs/{name}"
     assert refused(invoke(*words, "output_dir=runs/sort"), "runs/sort is occupied", "--name")
@@ -75,7 +75,7 @@ def level(completions, level):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Eight prompts with a level each, and one with an answer as well."""
+    """Write a recipe of eight prompts with a level, of which one has an answer."""
     lines = [{"prompt": f"say {i}", "level": i} for i in range(8)]
     return texts_recipe(tmp_path, [*lines, {"prompt": "what?", "level": 3, "answer": "18"}], 2)
 
@@ -112,7 +112,7 @@ def test_a_run_on_prompts_alone(recipe, tmp_path, here):
 
 
 def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
-    """Of two held-out prompts none has an answer, of all nine one has."""
+    """Prompts without an answer are left out of the accuracy."""
     length = "rewards=[{name: length_penalty, options: {scale: 10}}]"
     words = ["steps=1", "log.progress=false", length]
     assert invoke("train", recipe, *words).exit_code == 0
@@ -122,7 +122,7 @@ def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
     assert invoke("eval", run, f"data={tmp_path}/d.jsonl", f"out={out}").exit_code == 0
     greedy = json.loads(out.read_text())["greedy"]
     assert greedy["eval_n"] == 9 and greedy["eval_accuracy_strict"] in (0, 1)
-    assert greedy["eval_accuracy_strict_se"] is None  # of one question
+    assert greedy["eval_accuracy_strict_se"] is None  # one question has no standard error
     assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "found nothing")
 
 

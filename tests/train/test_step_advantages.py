@@ -1,4 +1,4 @@
-"""What rewards become in a run: the running baseline, GDPO, rewards per token."""
+"""Tests of advantages in a run: running baseline, GDPO and rewards per token."""
 
 import json
 import math
@@ -10,8 +10,7 @@ from grpo_fast import group_advantages
 from grpo_fast.objective.baseline import RunningBaseline, running_baseline
 from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Samples
-from grpo_fast.train.collect.advantages import Advantages
-from grpo_fast.train.collect.collector import token_rewards
+from grpo_fast.train.collect.advantages import Advantages, token_rewards
 from grpo_fast.train.update.critic import rewards_with_kl
 from tests.train.resuming import run
 from tests.train.tiny_runs import sort
@@ -33,7 +32,9 @@ def test_the_mean_of_the_steps_before():
     assert seen == [0.5, 0.625, 0.625, 1.3125]
     assert running_baseline("baseline", {"running": False, "value": 1.0}) is None
     assert running_baseline("baseline", {"value": 1.0}) is None
-    assert running_baseline("baseline", {}).value == 0.0  # no constant: a running one
+    assert (
+        running_baseline("baseline", {}).value == 0.0
+    )  # without a constant the baseline is a running mean
     assert running_baseline("centered", {}) is None
     one = RunningBaseline(value=3.0)
     for state in (one.state_dict(), None):
@@ -46,7 +47,7 @@ def test_the_mean_of_the_steps_before():
 
 
 def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
-    """Advantage = reward − baseline, sample by sample; the first step's is `value`."""
+    """The baseline of a step depends on the steps before. It begins at `value`."""
     calls = spied(Advantages, "of")
     options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
     sort(tmp_path / "a", *RUNNING, *options)
@@ -60,7 +61,7 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
 
 
 def test_gdpo_takes_each_reward_apart(tmp_path, spied):
-    """Of the run's own rewards, by their weights."""
+    """GDPO normalises each reward of the run and applies the weights."""
     calls = spied(Advantages, "of")
     options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
     sort(tmp_path / "a", *options, "rewards.0.weight=2", "rewards.1.weight=0.5")
@@ -103,7 +104,7 @@ def metrics(found):
 def test_a_reward_at_the_last_token_is_one_of_the_whole_and_elsewhere_it_is_not(tmp_path, words):
     whole, last, first = (run(tmp_path / name, *words(name)) for name in ("whole", "last", "first"))
     assert metrics(last) == metrics(whole)
-    assert metrics(first)[1]["reward"] == metrics(whole)[1]["reward"]  # of the same completions
+    assert metrics(first)[1]["reward"] == metrics(whole)[1]["reward"]  # the completions are equal
     assert metrics(first)[1]["grad_norm"] != metrics(whole)[1]["grad_norm"]
 
 
@@ -115,7 +116,7 @@ def scored(total, per_token, lengths):
 
 
 def test_every_token_has_a_reward():
-    """By default all of it is at the last token; so is a lost one, and an empty one has none."""
+    """By default the last token has the reward. An empty completion has none."""
     plain = scored([1.0, 2.0], None, [3, 0])
     listed = scored([3.0, 4.0], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])], [2, 1])
     lost = [torch.tensor([1.0, 2.0]), torch.tensor([math.nan, math.nan])]
@@ -138,14 +139,16 @@ def test_the_kl_comes_on_top_of_the_rewards():
 
 # ------------------------------------------------------------------- None, and the batch of bnpo
 def test_gdpo_of_functions_that_do_not_apply_to_all():
-    """Two tasks, each with its own function: both teach. A sample that failed has no advantage."""
+    """Each of two tasks has a reward function. A sample whose reward failed has no advantage."""
     nan = math.nan
     scores = {
         "math": torch.tensor([1.0, 0.0, 1.0, nan, nan, nan]),
         "code": torch.tensor([nan, nan, nan, 0.0, 1.0, nan]),
         "form": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]),
     }
-    total = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0, nan])  # the last one is lost: `code` failed
+    total = torch.tensor(
+        [1.0, 0.0, 1.0, 1.0, 2.0, nan]
+    )  # the reward `code` of the last sample failed
     found = Advantages("gdpo", {}, 3, dict.fromkeys(scores, 1.0)).of(total, scores, [1] * 6)
     assert found[1] < 0 < found[0] and found[3] < 0 < found[4] and found[5] == 0
 

@@ -1,4 +1,4 @@
-"""A run that talks to a new user: its last lines, its pictures' words, numbers that are 0."""
+"""Tests of the messages of a run: closing lines, labels of pictures, shown numbers."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ from tests.tiny import tiny_folder
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """What `grpo-fast train` said of a run of two steps, and its folder."""
+    """Return the output of a run of two steps, and its folder."""
     folder = tmp_path_factory.mktemp("a run")
     result = invoke("train", write_recipe(folder), "steps=3")
     assert result.exit_code == 0, result.output
@@ -40,7 +40,7 @@ def test_the_last_lines_say_where_things_lie_and_what_to_type(finished):
     for command in commands:
         result = invoke(*shlex.split(command)[1:])
         assert result.exit_code == 0, result.output
-    assert (folder / "curves.png").is_file()  # plot writes into the run
+    assert (folder / "curves.png").is_file()  # `plot` writes into the run's folder
     assert result.output.strip() == str(folder / "curves.png")
 
 
@@ -117,14 +117,14 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     assert found.dtypes == expected and expected in render(found)[0].caption
     assert (
         found.memory["as configured"].fixed >= 16 * found.shape.parameters
-    )  # 4 bytes each, four times
+    )  # weights, gradients and two moments in fp32
     small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
     assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
 
 
 @pytest.fixture
 def online(monkeypatch):
-    """Nothing says that this machine is offline."""
+    """Remove all signs that this machine is offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -147,7 +147,9 @@ def test_without_a_network_one_sentence_and_no_retries(online, monkeypatch, tmp_
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(datasets.config, name, False)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")  # its reference first
+    model = invoke(
+        "train", "notebook", f"output_dir={tmp_path / 'run'}"
+    )  # loads the reference first
     result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
     assert len(asked) == 1 and asked[0][1] in (80, 443)
     for found, key in ((result, "data.name"), (model, "model.path")):
@@ -157,7 +159,7 @@ def test_without_a_network_one_sentence_and_no_retries(online, monkeypatch, tmp_
 
 
 def test_without_a_network_and_without_datasets(online, monkeypatch):
-    monkeypatch.setattr(online, "ENDPOINT", "http://127.0.0.1:9")  # nothing answers there
+    monkeypatch.setattr(online, "ENDPOINT", "http://127.0.0.1:9")  # no server has this address
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "datasets.config", raising=False)
     assert hub.is_offline() and online.HF_HUB_OFFLINE

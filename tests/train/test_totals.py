@@ -10,7 +10,7 @@ import torch
 from grpo_fast import LossConfig
 from grpo_fast.rollout import Samples, Sampling, generate
 from grpo_fast.train.update.batch import Totals
-from grpo_fast.train.update.critic import token_weights
+from grpo_fast.train.update.gradients import token_weights
 from grpo_fast.train.update.variance import gradient_variance
 from tests.pairs import pairs
 from tests.tiny import tiny_policy

@@ -1,4 +1,4 @@
-"""The training loop with tiny models: every recipe, and what must not change the result."""
+"""Tests of the training loop with tiny models: all recipes, and invariances of the result."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def close(one, other, names=("loss", "grad_norm", "reward", "entropy", "policy_l
 
 
 def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch, spied):
-    """Weights that stand still, the first step's prompts again: only the random numbers differ."""
+    """With constant weights and equal prompts, steps differ by their random numbers."""
     calls, take = spied(collector, "generate"), groups.PromptQueue.take
     monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
         groups.PromptQueue(queue.examples), count))  # fmt: skip
@@ -130,15 +130,14 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
 
 
 def test_the_policy_terms_gradient(tmp_path):
-    """Alone it is the loss's; beside a KL term and an entropy bonus its norm is reported."""
+    """Its norm is reported separately if the loss has other terms."""
     rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
     for row in rows:
         assert abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"]
     kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
     for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
         rows = sort(tmp_path / folder, *kl, *options)
-        # On policy and token-averaged the gradient of a token is −A/N; lengths are 1 to 4, so
-        # bounds must do.
+        # On policy the gradient of a token is -A / N. Lengths are 1 to 4, so only bounds are known.
         for row in rows:
             assert "policy_grad_norm" not in row
             assert 0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5
@@ -161,7 +160,7 @@ def test_the_policy_terms_gradient(tmp_path):
     ids=str,
 )
 def test_what_the_loss_and_the_clip_say_is_explained(tmp_path, capsys, overrides):
-    """The share of clipped tokens where there can be one, the loss of a single update."""
+    """The log explains the clip fraction and the loss of a single update."""
     sort(tmp_path / "run", "steps=2", *overrides)
     said = capsys.readouterr().out
     assert said.count("one update per batch: the loss itself says little") == (not overrides)
@@ -172,7 +171,7 @@ def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = Optimizer([weight], load_recipe("sort").optim, 20)
     bad, worse = math.nan, math.inf
-    for value in (bad, worse, 1.0, bad, bad, 1.0, worse):  # counted in a row, not in the whole run
+    for value in (bad, worse, 1.0, bad, bad, 1.0, worse):  # bad gradients count in a row
         before = weight.clone()
         weight.grad = torch.full((3,), value)
         assert math.isfinite(optimizer.step()) == (value == 1) != torch.equal(weight, before)
@@ -201,13 +200,17 @@ def test_schedules_and_a_gradient_of_each_step():
 
 def test_prompts_follow_one_another_round_and_round():
     queue = groups.PromptQueue([Example(f"p{i}", "x", None) for i in range(3)])
-    assert [[*queue.take(2)] for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]  # places
+    assert [[*queue.take(2)] for _ in range(3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]  # places in the training set
     assert [queue.number(place) for place in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [queue.example(place).prompt for place in (2, 3)] == ["p2", "p0"]
 
 
 def test_metrics_of_micro_batches_are_merged_by_tokens():
-    """One without tokens is no minimum."""
+    """A micro-batch without tokens is left out."""
     losses, names = LossMetrics(), ("loss", "entropy", "ratio/min", "ratio/max", "active_tokens")
     for *values, tokens in (
         (0.5, 1.0, -3.0, 2.0, 30.0), (0.0, 0.0, -9.0, 9.0, 0.0), (0.25, 4.0, -1.0, 7.0, 10.0),

@@ -1,4 +1,4 @@
-"""The policy: head rules, the self-check, loading and saving, LoRA, packing."""
+"""Tests of the policy: logit transforms, self-check, loading, saving, LoRA and packing."""
 
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ def test_self_check_finds_an_unknown_head_rule_and_layouts_that_are_ignored(monk
     policy = tiny_policy("qwen2")
     head = policy.lm.get_output_embeddings()
     monkeypatch.setattr(head, "forward", lambda x: 1.1 * nn.functional.linear(x, head.weight))
-    with pytest.raises(ValueError, match="a rule this trainer does not know"):
+    with pytest.raises(ValueError, match="does something that this trainer does not support"):
         self_check(policy)
     from grpo_fast.attention import TreeLayout, dispatch
 
@@ -84,10 +84,12 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
     moved = policy.logps(batch.packed)
     assert (moved - start).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
-    assert "attn" not in (tmp_path / "merged" / "config.json").read_text()  # of training
+    assert (
+        "attn" not in (tmp_path / "merged" / "config.json").read_text()
+    )  # the attention of training is not saved
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
     torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)
-    torch.testing.assert_close(policy.logps(batch.packed), moved)  # usable after the save
+    torch.testing.assert_close(policy.logps(batch.packed), moved)  # the policy works after saving
     with pytest.raises(ValueError, match="expected a peft model"):
         base.without_adapter()
 
@@ -145,7 +147,7 @@ def a_step(minibatches=2, budget=40, shared=True):
     return batch_of(rollout_of(GROUPS), torch.arange(12.0), **options)
 
 
-# 3 and 12 minibatches cut groups.
+# With 3 and 12 minibatches groups are split.
 @pairs(shared=[True, False], budget=[1, 13, 20, 40, 10**6], minibatches=[1, 2, 3, 4, 12])
 def test_a_step_in_micro_batches(shared, budget, minibatches):
     step = a_step(minibatches, budget, shared)

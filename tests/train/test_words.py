@@ -1,4 +1,4 @@
-"""Words `key=value` as every command reads them: refusals, and words made to break the reader."""
+"""Tests of words `key=value`: error messages, short forms and malformed words."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 from grpo_fast.errors import nearest_name
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.config.words import ELSEWHERE, dotted_keys, own_words, quoted
+from grpo_fast.train.config.words import dotted_keys, other_names, own_words, quoted
 from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.planning.plan import PlanSettings
 from tests.command_line import invoke, refused
@@ -27,7 +27,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
 @pytest.mark.parametrize(
     ("reader", "words", "message"),
     [
-        # the nearest key: in its own section, of another trainer's name, in other sections
+        # nearest keys in the same section, in other sections, and for names of other libraries
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
@@ -45,9 +45,9 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "trainer=1", "trainer: unknown key; known: seed, output_dir"),
         ("train", "🙂=1", "🙂: unknown key; known: seed, output_dir"),
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
-          for theirs, ours in ELSEWHERE.items()),
+          for theirs, ours in other_names().items()),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
-        # the nearest value
+        # nearest values
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
         ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
@@ -55,37 +55,33 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
         ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
-        *(("train", f"rollout.{word}", "rollout.engine: expected transformers (the default) or "
-           "vllm, which replace continuous batching, got continuous")
-          for word in ("engine=continuous", "continuous={pages: 64}")),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
-        # the form of a word
+        # words without the form key=value
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
         ("eval", "other", "a second model is a folder or a hub id owner/name"),
         # indices
-        ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is no index of a list of 2"),
+        ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is not an index of a list of 2"),
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
          "rewards: expected a weight that is not 0"),
-        ("train", "rewards.-1.weight=2", "'-1' is no index of a list of 2"),
-        ("train", "rewards.².weight=5", "'²' is no index of a list of 2"),
-        ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is no index of a list of 2"),
-        ("train", "steps.more=2", "steps.more: 'more' is below a value, no section"),
-        # values of another kind
+        ("train", "rewards.-1.weight=2", "'-1' is not an index of a list of 2"),
+        ("train", "rewards.².weight=5", "'²' is not an index of a list of 2"),
+        ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of"),
+        ("train", "steps.more=2", "steps.more: 'more' is below a value, not a section"),
+        # values of a wrong type
         *((reader, "seed=true", "seed: expected a number, got true")
           for reader in ("train", "eval")),
         ("plan", "gpu=true", "gpu: expected a number, got true"),
-        ("train", "eval.k=[1,true]", "eval.k.1: expected a number, got true"),
+        ("train", "eval.k=[1,true]", "eval.k: expected a number, got [1, True]"),
         ("train", "optim=3", "optim: expected a section of keys, got 3"),
         ("train", "optim={1: 2}", "optim.1: Keys should be strings"),
         ("train", "optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
         ("train", "optim.lr=fast", "optim.lr: Input should be a valid number"),
         ("train", "optim.lr=.nan", "optim.lr: Input should be a finite number, got nan"),
         ("train", "seed=1:30", "seed: Input should be a valid integer"),
-        ("train", "model.lora.target_modules=5", "model.lora.target_modules: Input should be a va"),
         ("train", "loss.temperature=-1", "loss.temperature: expected a finite number > 0"),
         ("train", "advantage_options.esp=1", "esp: expected one of ['clip_high', 'clip_low']"),
         ("train", "data.path=x", "data.path: expected none, task sort makes its own prompts, got"),
@@ -95,10 +91,9 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("plan", "prompt=1e18", "prompt: Input should be less than 1000000000000000000"),
         ("eval", "samples=0", "samples: Input should be greater than or equal to 1, got 0"),
         ("eval", "k=1,a", "k.1: Input should be a valid integer"),
-        # bounds, numbers beyond fp32 or beyond what torch seeds with
+        # numbers out of bounds
         ("train", "rollout.temperature=0", "rollout.temperature: "),
         ("train", "tokens_per_microbatch=0", "tokens_per_microbatch: "),
-        ("train", "optim.betas=[0.9,1.5]", "optim.betas.1: "),
         *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
             "rollout.max_new_tokens", "eval.max_new_tokens", "data.digits", "data.symbols",
             "data.n_test", "model.vocab_size")),
@@ -118,13 +113,16 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "data.task=gsm8k", "exactly one of path and name"),
         ("train", "data.chat=true", "expected none, task sort makes its own prompts"),
         ("train", "advantages=normalized advantage_options.eps=-1", "number >= 0, got -1"),
-        ("train", "loss.softcap=3", "expected none, the model's own is used, got 3.0"),
+        ("train", "loss.softcap=3", "loss.softcap: unknown key; known: loss_type"),
+        ("train", "loss.options.dleta=3", "LossConfig has no argument 'dleta'; nearest: delta"),
+        ("train", "loss.detla=3", "loss.detla: unknown key; nearest: delta"),
+        ("train", "loss.delta=-1", "loss.delta: expected None or a finite number > 0, got -1"),
         ("train", "eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, got [1, 8]"),
         *(("train", word,
          "loss.corrections conflicts with rollout.correct_sampling=false") for word in (
-            "loss.sampling_correction=sequence_mask", 'loss.corrections=[{"high":2}]',
-            "loss.sampling_ratio_cap=2")),
-        ("train", "rollout.correct_sampling=true loss.sampling_correction=null",
+            "loss.corrections=[{kind: mask, low: 0.5}]", 'loss.corrections=[{"high":2}]')),
+        ("train", "loss.sampling_correction=token_mask", "unknown key; here it is loss.correct"),
+        ("train", "rollout.correct_sampling=true loss.corrections=[]",
          "rollout.correct_sampling=true conflicts with loss.corrections=[]"),
         ("train", "advantages=baseline advantage_options.running=1", "expected true or false"),
         ("train", f"{RUNNING} advantage_options.decay=1", "decay: expected a number in [0, 1)"),
@@ -169,7 +167,6 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
              "kl.into=reward conflicts with loss.loss_type=kimi"))),
         ("train", f"kl.into=reward {KL}", "kl.into=reward conflicts with advantages=centered"),
         ("train", "kl.target=0.1", "loss.beta=0 conflicts with kl.target=0.1"),
-        ("train", "max_ref_kl=0.1", "reference.kind=none conflicts with max_ref_kl=0.1"),
         *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", f"{setting} conflicts with ")
           for word, setting in (
             ("rollout.temperature=0.7", "rollout.temperature=0.7"),
@@ -195,7 +192,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         *(("train", f"reference.kind={kind} reference.path=x",
          f"reference.path=x conflicts with kind={kind}")
           for kind in ("none", "synced")),
-        ("train", "rollout.replay_support=on", "expected one of auto, off, got True"),
+        ("train", "rollout.replay_support=on", "expected one of auto, off, got true"),
         ("train", "optim.states=8bit checkpoint.every=1",
          "optim.states=8bit conflicts with checkpoint.every"),
         ("train", "rollout.dynamic={} rollout.group_size=1 advantages=rewards", "group_size"),
@@ -222,7 +219,7 @@ HOSTILE = [
     "steps=5\n6", "steps=5\noptim: 3", "steps=!!int 5", "steps=!foo 5", "steps=*a", "steps=&a [*a]",
     "output_dir=!!binary aGk=", "rewards=!!set {a}", "rewards=!!omap [a: 1]", "optim={null: 2}",
     "optim={? [1] : 3}", "optim={2020-01-01: 2}", "optim={lr: 1, lr: 2}", "optim={<<: {lr: 1}}",
-    "advantage_options={null: 2}", "model.config={1: 2}", "optim.betas=[.nan]", "optim.lr=1e-400",
+    "advantage_options={null: 2}", "model.config={1: 2}", "optim.lr=[.nan]", "optim.lr=1e-400",
     "rewards=[]", "rewards.0=null", "rewards.0.options={1: 2}", "rewards.0.options.a.b.c=1e-6",
     "model=null", "model=PATH", "model=[]", "data={}", "data=", "data=x y", "data.task=5",
     "shuffle=off", "shuffle=true", "rollout.replay_support=on", "log.progress=TRUE", "k=1,,2",
@@ -232,22 +229,21 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
-@pytest.mark.parametrize("reader", READERS)
-def test_a_hostile_word_is_refused_shortly_or_kept(reader, word, tmp_path):
+def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
+    """All commands read words by the same functions, so `train` stands for the others."""
     try:
-        config = READERS[reader]([word])
+        config = load_recipe("sort", [word])
     except ValueError as error:
         assert type(error) is ValueError and 10 < len(str(error)) < 1500
         return
-    if reader == "train":
-        save_config(config, tmp_path / "config.yaml")
-        assert load_recipe(str(tmp_path / "config.yaml")) == config
+    save_config(config, tmp_path / "config.yaml")
+    assert load_recipe(str(tmp_path / "config.yaml")) == config
 
 
 def test_every_key_of_another_library_points_to_a_key_that_exists():
     keys = set(dotted_keys(RunConfig))
-    assert not set(ELSEWHERE) & {key for key in keys if "." not in key}
-    for ours in ELSEWHERE.values():
+    assert not set(other_names()) & {key for key in keys if "." not in key}
+    for ours in other_names().values():
         assert ours.partition("=")[0] in keys, ours
 
 
@@ -255,13 +251,12 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
     said = invoke("config").output.splitlines()
     keys = [line.partition(":")[0] for line in said[::2]]
     assert keys == list(dotted_keys(RunConfig))
-    # `checkpoint.…` has its sentences in comments.
-    silent = [key for key, text in zip(keys, said[1::2], strict=True) if not text.strip()]
-    assert all(key.startswith("checkpoint.") for key in silent), silent
+    assert all(text.strip().endswith(".") for text in said[1::2])
     lines = invoke("config", "optim").output.splitlines()
     assert "optim.lr: number = 1e-06" in lines and lines[0] == "optim: section"
     assert 'optim.schedule: constant | linear | cosine = "constant"' in lines
-    assert "    Learning rate." in lines and not any(x.startswith("model") for x in lines)
+    assert "    Learning rate after the warm-up." in lines
+    assert not any(line.startswith("model") for line in lines)
     assert invoke("config", "rollout.group_size").output.splitlines()[0].endswith("integer = 8")
     assert "data.task: sort | arithmetic" in invoke("config", "data").output
     assert refused(invoke("config", "optm"), "config: no key or section 'optm'; nearest: optim")
@@ -305,7 +300,7 @@ def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch
     names = ["recipes/mine.py:f", "recipes/own.py:g", "gsm8k_format", "other.py:h", "reward_model"]
     assert [reward.name for reward in config.rewards] == names
     assert config.rewards[-1].path == "recipes/weights"
-    # Words of the command line are relative to the working folder.
+    # Paths in words are relative to the working folder.
     assert load_recipe("recipes/r.yaml", ["data=own.py"]).data.path == "own.py"
     monkeypatch.chdir(folder)
     assert load_recipe("r.yaml").data.path == "q.jsonl"

@@ -1,1 +1,1 @@
-"""From prompts to advantages: which prompts a step asks, their completions and rewards."""
+"""Collection of the samples of a step: prompts, completions, rewards and advantages."""

@@ -1,10 +1,11 @@
-"""The samples that a step learns from, with their rewards and advantages."""
+"""Collection of the samples of a step with their rewards and advantages."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from grpo_fast.data import Example
 from grpo_fast.errors import require
-from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rewards import RewardSet
 from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
-from grpo_fast.train.collect.advantages import Advantages
+from grpo_fast.train.collect.advantages import Advantages, token_rewards
 from grpo_fast.train.collect.groups import PromptQueue, PromptRecord, Use, records_of, uses_of
 from grpo_fast.train.config import RolloutConfig
 from grpo_fast.train.config.base import Count
@@ -36,22 +37,26 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks, score
 
-# A step's samples; metrics and a record of every group that was sampled, dropped ones included.
+log = logging.getLogger(__name__)
+
+WATCHED_STEPS = 5  # latest steps whose groups are checked for a spread of rewards
+
+# Samples of a step, metrics, and records of all sampled groups, including dropped groups.
 Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
 
 
 @dataclass
 class CollectorState:
-    """The place in the training set, the state of the rewards, a running baseline."""
+    """State of the collector in a checkpoint."""
 
-    consumed: Count
+    consumed: Count  # next place in the training set
     rewards: RewardsState
     baseline: dict[str, float | None] | None
 
 
 @dataclass
 class Ahead:
-    """The samples of the next step, without rewards, and how long sampling took."""
+    """Samples of the next step without rewards, and the seconds that sampling took."""
 
     samples: Samples
     seconds: float
@@ -59,24 +64,26 @@ class Ahead:
 
 @dataclass
 class Collector:
-    """Turns prompts into samples with rewards and advantages.
+    """Sampling and scoring of prompts.
 
-    With `rollout.ahead` the completions of the next step come from the weights before this step's
-    updates. The prompt queue moves on only when a step takes its prompts. An engine with a device
-    of its own samples in a thread while the policy is trained; other engines sample before that.
+    With `rollout.ahead` the completions of the next step are sampled with the weights before this
+    step's updates. An engine on a separate device samples them in a thread while the policy is
+    trained. Other engines sample them before the training.
     """
 
     config: RolloutConfig
     policy: Policy
-    engine: Engine  # samples with the weights it was last given
+    engine: Engine
     rewards: RewardSet
     queue: PromptQueue
     advantages: Advantages
-    seed: int  # of the run; a step's random numbers follow from it and the step's number
-    steps: int  # of the run: nothing is sampled ahead after the last step
-    sampled: Ahead | None = None  # of the step after the current one
-    logged: dict[str, list[float]] = field(default_factory=dict)  # by reward functions, this step
-    coming: Future[tuple[Samples | None, float]] | None = None  # the same, while a thread samples
+    seed: int  # seed of the run
+    steps: int  # steps of the run
+    sampled: Ahead | None = None  # samples of the next step
+    logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
+    no_spread: deque[float] = field(default_factory=lambda: deque(maxlen=WATCHED_STEPS))
+    has_warned: bool = False
+    coming: Future[tuple[Samples | None, float]] | None = None  # samples that a thread computes
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
     )
@@ -84,8 +91,12 @@ class Collector:
     def next(self, step: int, clock: Clock) -> Collected:
         """Return the samples of a step.
 
-        With `rollout.dynamic` a group whose rewards are all alike is dropped, and the next prompt
-        is sampled in its place, for some rounds; dropped groups fill what is then missing.
+        With `rollout.dynamic` groups with equal rewards are replaced by groups of the next prompts.
+        After `rounds` replacements dropped groups fill the batch.
+
+        Args:
+            step: number of the step, counted from 1.
+            clock: measures the parts of the step.
         """
         dynamic = self.config.dynamic
         wanted = self.config.prompts_per_step
@@ -107,7 +118,7 @@ class Collector:
                 uses = uses_of(self._judged(samples), wanted)
                 while "filled" in uses and rounds < dynamic.rounds:
                     rounds += 1
-                    # The place in the training set makes the random numbers of each round differ.
+                    # The place in the training set gives each round different random numbers.
                     seed = (self.seed, step, self.queue.consumed)
                     places = self.queue.take(uses.count("filled"))
                     more, also_lost = self._scored(places, seed, clock)
@@ -122,7 +133,7 @@ class Collector:
         assert chosen.rewards is not None and samples.rewards is not None
         chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
         self.advantages.observe(samples.rewards)
-        # 4. Measure all that was sampled.
+        # 4. Compute metrics over all samples, those of dropped groups included.
         metrics = {
             **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
@@ -131,17 +142,24 @@ class Collector:
             **metrics,
             **staleness(samples, step, most=self.config.ahead),
         }
+        self._warn_without_spread(metrics["frac_reward_zero_std"])
         numbers = [self.queue.number(place) for place in samples.group[::size].tolist()]
         records = records_of(numbers, self._judged(samples), uses, step)
-        self.sampled = None  # only now: a step that is interrupted before this starts again
+        # Forget the samples at the end, so that an interrupted step can use them again.
+        self.sampled = None
         return chosen, metrics, records
 
     def begin_ahead(self, step: int, clock: Clock) -> None:
-        """Sample for the step after this one, if the run samples ahead and has not done so."""
+        """Sample the completions of the next step if the run samples ahead.
+
+        Args:
+            step: number of the current step.
+            clock: measures the time.
+        """
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
-        places = self.queue.next(self.config.prompts_per_step)  # the next step takes them
+        places = self.queue.next(self.config.prompts_per_step)  # not consumed before the next step
 
         def sample(by: Callable[..., Samples | None]) -> tuple[Samples | None, float]:
             start = time.perf_counter()
@@ -158,7 +176,7 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the samples of a thread, and raise its error here. Collective."""
+        """Wait for the thread that samples ahead, and raise its error. Collective call."""
         coming = self.coming
         self.coming = None
         if coming is None:
@@ -173,7 +191,7 @@ class Collector:
         return [self.queue.example(place) for place in samples.group.tolist()]
 
     def state_dict(self) -> CollectorState:
-        """Return the state without the samples of the next step."""
+        """Return the state, without the samples of the next step."""
         return CollectorState(
             self.queue.consumed, self.rewards.state_dict(), self.advantages.state_dict()
         )
@@ -184,7 +202,11 @@ class Collector:
         self.advantages.load_state_dict(state.baseline)
 
     def take_ahead(self, ahead: Ahead | None) -> None:
-        """Take the samples of the next step from a checkpoint. Raises ValueError for other ones."""
+        """Set the samples of the next step from a checkpoint.
+
+        Raises:
+            ValueError: the samples do not belong to the next prompts.
+        """
         if ahead is not None:
             samples = ahead.samples
             samples.check(self.policy.head.weight.shape[0])
@@ -198,7 +220,7 @@ class Collector:
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
     ) -> Samples | None:
-        """Sample the prompts at these places. A prompt's place is the number of its group."""
+        """Sample completions of the prompts at some places, with the places as group numbers."""
         prompts = [self.queue.example(place).prompt for place in places]
         options: dict[str, Any] = {"group_size": self.config.group_size, "seed": seed}
         samples = by(self.policy, prompts, self.config, engine=self.engine, **options)
@@ -209,21 +231,25 @@ class Collector:
     def _scored(
         self, places: range, seed: tuple[int, ...], clock: Clock, samples: Samples | None = None
     ) -> tuple[Samples, dict[str, Counter[str]]]:
-        """Score the samples of these places; None: sample them.
+        """Score the samples of some places, after sampling them if `samples` is None.
 
-        Returns the samples and, for each reward function, the number of lost ones by reason.
+        Returns:
+            The samples, and for each reward function the number of lost samples by reason.
         """
+        # 1. Sample, unless that was done ahead.
         if samples is None:
             samples = self._sample(generate, places, seed)
         assert samples is not None
         clock.lap("rollout", tokens=sum(samples.lengths))
         examples = self.examples_of(samples)
-        # A chat template is rendered once for a group, not once for each of its samples.
+        # Render the chat template once per group, because the samples share their prompt.
         size = self.config.group_size
         texts = prompt_texts(self.policy, [example.prompt for example in examples[::size]])
         sent = [text for text in texts for _ in range(size)]
+        # 2. Call the reward functions.
         self.rewards.progress = {"global_step": seed[1] - 1, "max_steps": self.steps}
         result = score(self.rewards, examples, samples.texts, samples.completion_ids, sent)
+        # 3. Store the rewards and the values that the functions logged.
         samples.rewards = result.total
         samples.scores = result.per_fn
         samples.extra = dict(result.extra)
@@ -235,11 +261,28 @@ class Collector:
         return samples, result.reasons
 
     def _judged(self, samples: Samples) -> Tensor:
-        """Return the (groups, G) rewards by which groups are kept or dropped."""
+        """Return the rewards that decide about dropping groups, shape (groups, G)."""
         dynamic = self.config.dynamic
         is_total = dynamic is None or dynamic.judged_by is None
         judged = samples.rewards if is_total else samples.scores[dynamic.judged_by]
         return judged.view(-1, self.config.group_size)
+
+    def _warn_without_spread(self, fraction: float) -> None:
+        """Log once that most groups of the latest steps have equal rewards.
+
+        Args:
+            fraction: share of the step's groups without a spread of rewards.
+        """
+        self.no_spread.append(fraction)
+        is_full = len(self.no_spread) == WATCHED_STEPS
+        mean = sum(self.no_spread) / len(self.no_spread)
+        if is_full and mean > 0.5 and not self.has_warned and self.config.group_size > 1:
+            self.has_warned = True
+            log.warning(
+                "%.0f%% of the groups in the last %d steps have equal rewards, and nothing is "
+                "learned from them: the prompts may be too easy or too hard "
+                "(rollout.dynamic={} replaces such groups)", 100 * mean, WATCHED_STEPS,
+            )  # fmt: skip
 
     def _dynamic_metrics(self, uses: list[Use], rounds: int) -> dict[str, float]:
         return {
@@ -249,21 +292,3 @@ class Collector:
             "dynamic_sampling/rounds": float(rounds),
             "prompts_consumed": float(self.queue.consumed),
         }
-
-
-def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
-    """Return (R,) rewards of the completion tokens, which sum to the samples' rewards.
-
-    Without rewards per token, and for a lost sample, all of it is at the last token.
-    """
-    lengths = torch.tensor(samples.lengths)
-    rewards = torch.zeros(len(samples.logps))
-    has_own = torch.zeros(len(samples), dtype=torch.bool)
-    if result.per_token is not None:
-        has_own = ~result.total.isnan()
-        rewards = torch.where(
-            has_own.repeat_interleave(lengths), torch.cat(result.per_token), rewards
-        )
-    at_end = ~has_own & (lengths > 0)
-    rewards[samples.rows[1:][at_end] - 1] = result.total[at_end]
-    return rewards

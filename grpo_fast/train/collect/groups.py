@@ -1,4 +1,4 @@
-"""The prompts of a run in their order, and what became of the group of each."""
+"""Order of the prompts of a run, and records of their groups of samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ Use = Literal["kept", "filled", "dropped"]
 class PromptQueue:
     """The training set in its order, repeated without end.
 
-    A place in this sequence is also the number of the prompt's group. `consumed` is the next place.
+    A place is an index into this endless sequence, and also the number of the prompt's group.
+
+    Args:
+        examples: the training set.
+        consumed: the next place.
     """
 
     def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
@@ -27,10 +31,11 @@ class PromptQueue:
         self.consumed = consumed
 
     def next(self, count: int) -> range:
-        """Return the next `count` places; the queue stays where it is."""
+        """Return the next places without consuming them."""
         return range(self.consumed, self.consumed + count)
 
     def take(self, count: int) -> range:
+        """Return and consume the next places."""
         places = self.next(count)
         self.consumed = places.stop
         return places
@@ -45,21 +50,26 @@ class PromptQueue:
 
 @dataclass
 class PromptRecord:
-    """A line of prompts.jsonl: a prompt that was sampled, and what became of its group."""
+    """Line of prompts.jsonl about a prompt that was sampled, and the use of its group."""
 
     step: Count
-    prompt: Count  # its index in the training set
-    reward: float | None  # mean of the samples that have a reward; None: no sample has one
+    prompt: Count  # index in the training set
+    reward: float | None  # mean over the samples with a reward; None if no sample has one
     reward_std: float | None
     use: Use
 
 
 def uses_of(judged: Tensor, wanted: int) -> list[Use]:
-    """Return the use of each group: kept if its rewards differ, else filled in or dropped.
+    """Decide which groups a step uses.
 
-    `wanted` groups are kept or filled in; lost samples (NaN) make no spread.
+    Groups with different rewards are kept. If they are too few, other groups are filled in, and the
+    rest is dropped.
+
+    Args:
+        judged: rewards of shape (groups, G). Samples without a reward are NaN and are ignored.
+        wanted: number of groups that the step uses.
     """
-    # Every comparison with NaN is false: a group of NaNs has its low above its high.
+    # A group without any reward gets the lowest value +inf and the highest value -inf: no spread.
     low = judged.nan_to_num(nan=torch.inf).amin(1)
     spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
     missing = wanted - sum(spread)
@@ -81,8 +91,10 @@ def records_of(
     """Return a record for each group.
 
     Args:
-        numbers: the index in the training set of each group's prompt.
-        judged: (groups, G) rewards.
+        numbers: index in the training set of each group's prompt.
+        judged: rewards of shape (groups, G).
+        uses: use of each group.
+        step: number of the step.
     """
     records = []
     for number, group, use in zip(numbers, judged.double(), uses, strict=True):

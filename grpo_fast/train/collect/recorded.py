@@ -1,4 +1,4 @@
-"""Recorded rollouts of agents in place of sampled ones: `data.task: traces`."""
+"""Recorded rollouts of agents, which `data.task: traces` uses instead of sampling."""
 
 from __future__ import annotations
 
@@ -26,10 +26,17 @@ from grpo_fast.train.models.policy import Policy
 
 
 class RecordedCollector(Collector):
-    """Takes each branch of the next tasks' traces as one sample.
+    """Collector that returns recorded traces as samples, one sample per branch of a trace.
 
-    Advantages are the recorded ones of the nodes, or follow from the rewards of a task's
-    `group_size` traces.
+    Advantages are recorded in the nodes of a trace, or are computed from the rewards of the
+    `group_size` traces of a task.
+
+    Args:
+        path: file of traces.
+        args, options: arguments of `Collector`.
+
+    Raises:
+        ValueError: a trace does not fit the model, or a task has a wrong number of traces.
     """
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
@@ -52,7 +59,7 @@ class RecordedCollector(Collector):
             need(branches, path, f"a sampled token in {task!r}", "none")
 
     def next(self, step: int, clock: Clock) -> Collected:
-        # 1. Rewards and advantages of the traces.
+        # 1. Compute the advantages of the next traces.
         places = self.queue.take(self.config.prompts_per_step)
         tasks = [str(self.queue.example(place).prompt) for place in places]
         traces = [trace for task in tasks for trace in self.traces[task]]
@@ -60,7 +67,7 @@ class RecordedCollector(Collector):
         lengths = [sum(len(branch.logps) for branch in trace.branches) for trace in traces]
         advantages = self.advantages.of(rewards, {}, lengths)
         self.advantages.observe(rewards)
-        # 2. A sample for each branch, with what its trace has.
+        # 2. Build a sample for each branch, with reward and advantage of its trace.
         owner = [n for n, trace in enumerate(traces) for _ in trace.branches]
         branches = [branch for trace in traces for branch in trace.branches]
         groups = [places[n // self.config.group_size] for n in owner]
@@ -69,7 +76,7 @@ class RecordedCollector(Collector):
         samples.check(self.policy.lm.get_input_embeddings().weight.shape[0])
         samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
         clock.lap("rollout")
-        # 3. Metrics: rewards count once for each trace.
+        # 3. Compute metrics, in which each trace counts once.
         size = self.config.group_size
         metrics = {
             **reward_metrics(rewards, {}, {}, size),
@@ -82,10 +89,17 @@ class RecordedCollector(Collector):
 
 
 def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Tensor) -> Samples:
-    """Build the table of recorded branches; `advantages` of those without recorded ones."""
+    """Return recorded branches as samples.
+
+    Args:
+        branches: the branches.
+        groups: number of each branch's group.
+        advantages: advantage of each branch, for branches without recorded advantages.
+    """
     counts = [len(branch.logps) for branch in branches]
     credit = [branch.advantages for branch in branches]
     own = [x if c is None else c.mean() for c, x in zip(credit, advantages, strict=True)]
+    # The loss needs advantages per token as soon as one branch has recorded ones.
     by_token = None
     if any(one is not None for one in credit):
         by_token = torch.cat([
@@ -110,7 +124,7 @@ def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Te
 def build_collector(
     config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
 ) -> Collector:
-    """Return the collector of a run: it samples, or reads the traces of `data.task: traces`."""
+    """Return the collector of a run, which samples completions or reads recorded traces."""
     size = config.rollout.group_size
     weights = {reward.name: reward.weight for reward in rewards.rewards}
     advantages = Advantages(config.advantages, config.advantage_options, size, weights)

@@ -1,6 +1,6 @@
-"""The run configuration: one pydantic tree, read from a recipe and changed by `key=value`.
+"""Configuration of a run: pydantic models that recipes fill and words `key=value` change.
 
-Every default exists once, the loss's in `LossConfig`. Nothing here loads a model.
+Defaults of the loss come from `LossConfig`. This package loads no models.
 """
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require

@@ -1,61 +1,76 @@
-"""The parts of every configuration: strict sections, their refusals, paths, bounded numbers."""
+"""Base class of all configuration sections, and the types that their fields share."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from grpo_fast.errors import require as require
 
 
 def home_path(path: str) -> str:
-    """`path` with its `~` written out. Raises ValueError where that stands for no home folder."""
+    """Return a path with `~` replaced by the home folder.
+
+    Raises:
+        ValueError: the path names the home folder of an unknown user.
+    """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        raise ValueError("expected the home folder of a known user behind ~ (./~ is a file's name)")
+        raise ValueError("expected the home folder of a known user (a file named ~ is ./~)")
     return expanded
 
 
 UserPath = Annotated[str, AfterValidator(home_path)]
-LIMIT = 1 << 53  # JSON's readers agree on the integers below
+LIMIT = 1 << 53  # larger integers change their value in JSON readers that use doubles
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
-Size = Annotated[int, Field(ge=1, le=1 << 20)]  # of something that is held in memory at once
-# For a choice of words: YAML takes this one for false.
+Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
+# YAML reads an unquoted `off` as false.
 Off = BeforeValidator(lambda value: "off" if value is False else value)
-Decay = Annotated[float, Field(ge=0, lt=1)]
-CommaList = BeforeValidator(  # k=1,4,8
-    lambda came: came if came is None or isinstance(came, list) else str(came).split(",")
+CommaList = BeforeValidator(  # reads k=1,4,8, which YAML takes for one string
+    lambda value: value if value is None or isinstance(value, list) else str(value).split(",")
 )
 
 
-def reward_sections(rewards: Any) -> Any:
-    """Return rewards given by their names alone as sections: rewards=myreward.py:reward."""
-    listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
-    if not isinstance(listed, list):
-        return listed
-    return [{"name": reward} if isinstance(reward, str) else reward for reward in listed]
-
-
 class Section(BaseModel):
-    """A part of the configuration: no unknown keys, finite numbers, checks on assignment too.
+    """Part of the configuration: refuses unknown keys and numbers that are not finite.
 
-    The docstring below a field is what `grpo-fast config` prints about the field.
+    The docstring below a field is the sentence that `grpo-fast config` prints for the field.
     """
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False,
         use_attribute_docstrings=True,
     )  # fmt: skip
+    more_keys: ClassVar[frozenset[str]] = frozenset()  # keys of the section that are not fields
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truths(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is expected. Pydantic would read 1 and 0."""
+        types = set(members(cls.model_fields[str(info.field_name)].annotation))
+        given = value if isinstance(value, list) else [value]
+        is_number = bool not in types and types & {int, float}
+        if is_number and any(isinstance(item, bool) for item in given):
+            raise ValueError("expected a number")
+        return value
 
 
 @contextmanager
 def named_in(section: str) -> Iterator[None]:
-    """Put the section's name before an error that names one of its fields."""
+    """Put the section's name in front of the message of a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -63,7 +78,7 @@ def named_in(section: str) -> Iterator[None]:
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """A type and all that it is made of: `list[int] | None` is made of list[int], int and None."""
+    """Yield a type and its parts: `list[int] | None` has the parts list[int], int and None."""
     yield annotation
     for part in get_args(annotation):
         yield from members(part)

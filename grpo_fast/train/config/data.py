@@ -1,4 +1,4 @@
-"""Prompts, rewards, sampling and evaluation: what a run asks, and how it is judged."""
+"""Sections of data, rewards, sampling and evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
 
-KEPT_AT_MOST = 512  # tokens of a step, with top_p alone
+KEPT_AT_MOST = 512  # tokens stored per sampled position if only top_p is set
 
 
 class DataConfig(Section):
@@ -21,29 +21,27 @@ class DataConfig(Section):
     path: UserPath | None = None
     """A file, or a folder with a training and a test split."""
     name: str | None = None
-    """Hub id of a dataset, for example openai/gsm8k, or owner/name:config."""
+    """Hub id of a data set, for example openai/gsm8k, or owner/name:config."""
     columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
-    """Names of the data's columns, for example {prompt: title, answer: reward_model.truth}."""
+    """Columns to read, for example {prompt: title, answer: reward_model.truth}."""
     prompt_template: str | None = None
-    """Text with {question} in it, or plain, hash or answer_tag."""
+    """Text with {question} in it, or plain, hash or answer_tag; null sends the question."""
     system_prompt: str | None = None
-    """System message in front of every question."""
+    """System message before every question; null sends none."""
     chat: bool | None = None
-    """Ask through the chat template; null does so if the model's tokenizer has a template."""
+    """Use the model's chat template; null uses it if the tokenizer has one."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, for example {enable_thinking: false}."""
     shots: Count = 0
-    """Worked examples in front of each question, the same ones for all questions."""
+    """Worked examples before each question, the same ones for all questions."""
     shots_tokens: Positive | None = None
-    """Tokens to fill with worked examples, drawn for each question; instead of `shots`."""
-    n_train: Positive | None = None
-    """Training examples; null means all."""
+    """Tokens to fill with worked examples, drawn anew for each question; replaces `shots`."""
     n_test: Size | None = None
-    """Test examples; null means all, or a tenth of a single file."""
+    """Test examples to use; null uses all, or a tenth of a file without a test split."""
     digits: int = Field(5, ge=1, le=4096)
-    """Length of a generated prompt."""
+    """Length of a generated prompt in symbols."""
     symbols: int = Field(10, ge=2, le=1 << 20)
-    """Number of different symbols of task: sort."""
+    """Number of different symbols in prompts of task: sort."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
@@ -52,16 +50,16 @@ class DataConfig(Section):
             came = "both" if self.path else "neither"
             require((self.path is None) != (self.name is None), "path", one, came)
             if self.shots_tokens and self.shots:
-                why = "both say how many worked examples there are; keep one"
+                why = "both set the number of worked examples; keep one"
                 raise conflict(f"shots_tokens={self.shots_tokens}", f"shots={self.shots}", why)
             return self
         is_traces = self.task == "traces"
         require(not is_traces or self.path, "path", "a file of traces", "none")
-        taken = () if is_traces else ("path",)
-        for name in (*taken, "name", "columns", "prompt_template", "system_prompt", "chat",
+        expected = f"none, task {self.task} makes its own prompts"
+        for name in ("path", "name", "columns", "prompt_template", "system_prompt", "chat",
                      "template_kwargs", "shots", "shots_tokens"):  # fmt: skip
-            value, made = getattr(self, name), f"none, task {self.task} makes its own prompts"
-            require(not value, name, made, repr(value))
+            value = getattr(self, name)
+            require(not value or (is_traces and name == "path"), name, expected, repr(value))
         return self
 
 
@@ -69,19 +67,19 @@ class RewardConfig(Section):
     name: str
     """A built-in reward, package.module:function or file.py:function."""
     convention: Literal[CONVENTIONS] | None = None  # type: ignore[valid-type]
-    """Whose arguments your function takes, see rewards/README; {verl: FUNCTION} sets both."""
+    """Library whose arguments the function takes; {verl: FUNCTION} sets name and convention."""
     label: str | None = None
-    """Name in the metrics; null means the function's name."""
+    """Name in the metrics; null uses the function's name."""
     weight: float = Field(1.0, ge=-1e30, le=1e30)
-    """Weight in the sum of the rewards."""
+    """Weight in the sum of the rewards; 0 logs the reward without training on it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     path: UserPath | None = None
-    """Hub id or local folder of a reward_model."""
+    """Folder or hub id of the model of reward_model."""
     timeout: float = Field(60.0, gt=0, le=1e6)
     """Seconds that a call in a worker process may take."""
     in_process: bool = False
-    """Call your function in the trainer's process instead of a worker process."""
+    """Call the function in the trainer's process instead of a worker process."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,21 +96,21 @@ class RewardConfig(Section):
         expected = f"{'a folder or hub id' if is_model else 'none'} for {self.name}"
         require(is_model == (self.path is not None), "path", expected, repr(self.path))
         if self.convention is not None and ":" not in self.name:
-            why = "it is for package.module:function or file.py:function"
+            why = "only package.module:function and file.py:function have one"
             raise conflict(f"convention={self.convention}", f"name={self.name}", why)
         if self.in_process and ":" not in self.name:
-            why = "it is for package.module:function or file.py:function; built-in ones need none"
+            why = "built-in rewards always run in the trainer's process"
             raise conflict("in_process=true", f"name={self.name}", why)
         return self
 
 
 class DynamicSamplingConfig(Section):
-    """Groups whose rewards are all alike teach nothing: they are dropped, other prompts asked."""
+    """Replacement of groups without a spread of rewards, from which nothing is learned."""
 
     rounds: Positive = 4
     """Times that further prompts are sampled before dropped groups fill the batch."""
     judged_by: str | None = None
-    """The reward whose spread counts; null means the weighted sum."""
+    """Label of the reward whose spread counts; null uses the weighted sum."""
 
 
 class RolloutConfig(Section, Sampling):
@@ -129,49 +127,45 @@ class RolloutConfig(Section, Sampling):
     correct_sampling: bool = False
     """Correct the loss by the ratio of the trainer's probabilities to the sampler's."""
     ahead: int = Field(0, ge=0, le=1)
-    """1 samples a step's completions during the step before, with the weights of its start."""
+    """1 samples the completions of the next step while this step trains; 0 samples in turn."""
     dynamic: DynamicSamplingConfig | None = None
-    """Drop groups of equal rewards and sample further prompts."""
+    """Drop groups of equal rewards and sample further prompts; null keeps all groups."""
     replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
     """With top_p or top_k, auto computes the loss over the tokens that the sampler kept."""
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)
     """Options of the engines vllm and vllm-server."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _removed(cls, values: Any) -> Any:
-        names = (values.get("engine"), *values) if isinstance(values, dict) else ()
-        expected = "transformers (the default) or vllm, which replace continuous batching"
-        require("continuous" not in names, "engine", expected, "continuous")
-        return values
-
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # With top_p alone a flat distribution keeps nearly the whole vocabulary. An assignment
-        # would validate once more, and count as set by the user.
+        # With top_p alone a flat distribution keeps nearly the whole vocabulary. Write to __dict__:
+        # an assignment would validate again and mark top_k as set by the user.
         if self.wants_kept and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
-        needed, urls = self.engine == "vllm-server", ", ".join(self.vllm.urls)
+        needed = self.engine == "vllm-server"
+        urls = ", ".join(self.vllm.urls)
         one = f"{'at least one server' if needed else 'none'} for engine: {self.engine}"
         require(needed == bool(urls), "vllm.urls", one, urls or "none")
         return self
 
     @property
     def wants_kept(self) -> bool:
+        """True if engines must report the tokens that top_p or top_k kept."""
         return self.replay_support == "auto" and self.truncates
 
 
 class HeldOut(Section, Sampling):
+    """Settings that evaluations in a run and of `grpo-fast eval` share."""
+
     n: Positive | None = None
-    """Held-out questions; null means all."""
+    """Number of held-out questions; null asks all."""
     samples: Size = 1
     """Completions per question."""
     max_new_tokens: Size | None = None
-    """Most tokens of a completion; null means the rollout's."""
+    """Most tokens of a completion; null uses rollout.max_new_tokens."""
 
     @property
     def wants_kept(self) -> bool:
-        """False: an evaluation has no loss over the tokens that the sampler kept."""
+        """False: an evaluation computes no loss over the tokens that the sampler kept."""
         return False
 
 
@@ -181,6 +175,6 @@ class EvalConfig(HeldOut):
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     batch_size: Positive = 256
-    """Completions at a time."""
+    """Completions that are sampled at a time."""
     k: list[Positive] = Field(default_factory=list)
-    """Values of pass@k and maj@k, at most `samples`."""
+    """Values of k for pass@k and maj@k, at most `samples`."""

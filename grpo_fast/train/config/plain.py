@@ -1,4 +1,4 @@
-"""Plain data from YAML, read strictly: no key twice, no half characters, no exploding aliases."""
+"""YAML files and values, read strictly as YAML 1.2 without aliases or repeated keys."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import yaml
 
 from grpo_fast.data import reason
 
-MAX_VALUES = 10_000  # of one document with its aliases written out; a recipe has about a hundred
-DEEPEST = 64  # lists and mappings inside each other
-# As YAML 1.2 has them: 1e-6 is a number, 010 is not 8 and 1:30 is not 90, as in 1.1.
+DEEPEST = 64  # nested lists and mappings; far below Python's recursion limit
+# PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8 and 1:30 as 90.
 INTEGER = re.compile(r"\A[-+]?(0|[1-9][0-9]*)$")
 REAL = re.compile(
     r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
@@ -22,33 +21,32 @@ NUMBERS = {"tag:yaml.org,2002:int": INTEGER, "tag:yaml.org,2002:float": REAL}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Counts the nodes of a document while it composes them, before anything is made of them."""
+    """Loader that refuses constructs with surprising or unbounded results."""
 
-    values = depth = 0
+    depth = 0
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in pairs if tag not in NUMBERS]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        is_alias, before = self.check_event(yaml.AliasEvent), self.values
+        # Nested aliases of aliases can stand for a billion values in 400 bytes.
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("aliases (*name) are not supported: repeat the value")
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"expected at most {DEEPEST} levels of lists and mappings")
         node: Any = super().compose_node(parent, index)
         self.depth -= 1
-        # An alias costs what it stands for. A node inside itself is not counted yet: it has no end.
-        self.values += getattr(node, "values", MAX_VALUES) if is_alias else 1
-        if self.values > MAX_VALUES:
-            raise ValueError(f"it has more than {MAX_VALUES} values, its aliases written out")
-        if not is_alias:
-            node.values = self.values - before
-            _check(node)
+        _check(node)
         return node
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that the loader would take for numbers."""
+    """Dumper that quotes strings which the loader would read as numbers."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # the loader refuses aliases
 
 
 for _tag, _pattern in NUMBERS.items():
@@ -57,22 +55,28 @@ for _tag, _pattern in NUMBERS.items():
 
 
 def _check(node: Any) -> None:
+    """Raise a ValueError for a lone surrogate, which no file can hold, or a repeated key."""
     if isinstance(node, yaml.ScalarNode):
         if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise ValueError(f"a lone surrogate is no character{node.start_mark}")
+            raise ValueError(f"a lone surrogate is not a character{node.start_mark}")
     elif isinstance(node, yaml.MappingNode):
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        for key in keys:
             if (key.tag, key.value) in seen:
-                raise ValueError(f"the key {key.value!r} is there twice{key.start_mark}")
+                raise ValueError(f"the key {key.value!r} appears twice{key.start_mark}")
             seen.add((key.tag, key.value))
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """Plain data from YAML. Raises ValueError, naming what was read, for anything else."""
+    """Return the data of a YAML text.
+
+    Raises:
+        ValueError: the text is not strict YAML. The message begins with `name`.
+    """
     try:
         return _StrictLoader(text).get_single_data()
-    # Not YAMLError alone: a scalar that only looks like a date, say, raises what its parser met.
+    # PyYAML's constructors raise many classes; a malformed date raises datetime's ValueError.
     except Exception as error:
         start = repr(text[:60])
         raise ValueError(f"{name}: expected plain YAML, got {start}: {reason(error)}") from None
@@ -87,7 +91,7 @@ def read_yaml_file(path: str | Path, name: str) -> Any:
 
 
 def write_yaml(data: Any, path: str | Path) -> None:
-    """Write plain data so that a reader sees the old file or the whole new one."""
+    """Write data as YAML. A reader sees the old file or the new one, never a part."""
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     part = Path(f"{path}.tmp")
     part.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Recipes: the configurations shipped in the package, and YAML files like them."""
+"""Recipes: configurations in the package or in YAML files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
-# Recipes that became scripts.
+# Recipes of earlier versions that are scripts now.
 MOVED = {
     "lecture": "python -m grpo_fast.examples.lecture",
     "lecture-naive": "python -m grpo_fast.examples.lecture --naive",
@@ -26,31 +26,42 @@ MOVED = {
 
 
 def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
+    """Return the configuration of a recipe that words change. See `load_settings`."""
     return load_settings(RunConfig, name_or_path, words)
 
 
 def load_settings(
     kind: type[Config], name_or_path: str, words: Iterable[str] = (), also: Iterable[str] = ()
 ) -> Config:
-    """A recipe of the package (by name) or a YAML file (by path), changed by words ``key=value``.
+    """Return a recipe as a configuration of class `kind`.
 
-    Raises ValueError for a name or file that cannot be read, and as `read_words`.
+    Args:
+        kind: the class of the configuration.
+        name_or_path: a recipe of the package, or the path of a YAML file.
+        words: changes such as ``optim.lr=1e-4``.
+        also: as in `read_words`.
+
+    Raises:
+        ValueError: the recipe does not exist or cannot be read, or a setting does not fit.
     """
     return read_words(kind, words, read_recipe(name_or_path), also)
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
-    """Write the resolved configuration as YAML that `load_recipe` reads back to an equal one."""
+    """Write a configuration with all its defaults as YAML, for `load_recipe`."""
     write_yaml(config.model_dump(mode="json"), path)
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes shipped in the package."""
+    """Return the names of the package's recipes."""
     return sorted(f.name[:-5] for f in RECIPES.iterdir() if f.name.endswith(".yaml"))
 
 
 def recipe_table() -> list[list[str]]:
-    """For each shipped recipe its command, what it trains, its size, its time and what it needs."""
+    """Return command, subject, size, time and requirements of each recipe of the package.
+
+    The first line of a recipe file holds the last four, separated by dots.
+    """
     table = []
     for name in recipe_names():
         text = (RECIPES / f"{name}.yaml").read_text("utf-8")
@@ -60,8 +71,13 @@ def recipe_table() -> list[list[str]]:
 
 
 def read_recipe(name_or_path: str) -> dict[str, Any]:
-    """The plain settings of a recipe. Raises ValueError for a name or file that is none."""
+    """Return the nested settings of a recipe.
+
+    Raises:
+        ValueError: the recipe does not exist or cannot be read.
+    """
     where, names = f"recipe {name_or_path}", recipe_names()
+    # A recipe's name comes before a file of this name in the working folder.
     if name_or_path in names:
         settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
@@ -81,15 +97,15 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
 
 
 def _resolved(value: Any, folder: str, key: str = "") -> Any:
-    """Return settings whose paths to files in the recipe's folder begin with that folder.
+    """Put the recipe's folder in front of every path that exists in this folder.
 
-    A path that does not exist there stays as it is: it may be a hub id, or relative to the
-    working folder.
+    Other paths stay unchanged. They may be hub ids, or relative to the working folder.
     """
     if isinstance(value, dict):
         return {name: _resolved(item, folder, str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, folder, key) for item in value]
+    # Rewards are written as file.py:function in several places.
     is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
     if not isinstance(value, str) or not (is_code or key in ("path", "teacher", "resume")):
         return value

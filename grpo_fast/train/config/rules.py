@@ -1,212 +1,180 @@
-"""The rules of `RunConfig`: which of its settings exclude each other, and why."""
+"""Rules of `RunConfig` for settings that exclude each other.
+
+Each function yields pairs of a condition and a message. The first message with a true condition
+becomes a ValueError.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from grpo_fast.errors import argument_error, conflict
 from grpo_fast.objective.advantages import check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import named_in
-from grpo_fast.train.config.loss import LossSettings
 
-Errors = Iterator[Exception]  # of settings that do not fit; the first one is raised
-GAE = "gae"  # advantages of every token, by a critic; the other modes are of a group's rewards
-NOT_SAMPLED = "recorded rollouts are not sampled"
-MOST_COMPLETIONS = 1 << 20
+Rules = Iterator[tuple[object, str]]
+GAE = "gae"  # advantages of single tokens, from a critic; all other modes use group rewards
+MOST_COMPLETIONS = 1 << 20  # of one step
 
 
-def distill_rules(config: Any) -> Errors:
-    if (distill := config.distill) is None:
+# Without the formatter each rule reads as a condition and the message for it.
+# fmt: off
+def distill_rules(config: Any) -> Rules:
+    if config.distill is None:
         return
-    loss, reference = config.loss, config.reference
-    chosen = f"reference={{kind: {reference.kind}, path: {reference.path}}}"
-    own = ("none", None) if distill.asked else ("frozen", distill.teacher)
-    if distill.teacher is not None and (reference.kind, reference.path) != own:
-        yield conflict(
-            chosen, f"distill.teacher={distill.teacher}",
-            "the teacher takes the reference's place; leave reference out",
-        )  # fmt: skip
-    if reference.kind == "none" and not distill.asked:
-        yield argument_error(
-            "distill.teacher", "a teacher, or reference.kind: frozen or synced", "none"
-        )
-    if distill.asked:
-        server = "a teacher's server"
+    distill, loss, reference = config.distill, config.loss, config.reference
+    chosen = (reference.kind, reference.path)
+    expected = ("none", None) if distill.server else ("frozen", distill.teacher)
+    yield (distill.teacher is not None and chosen != expected,
+           f"reference={{kind: {chosen[0]}, path: {chosen[1]}}} conflicts with "
+           f"distill.teacher={distill.teacher}: the teacher replaces it; leave reference out")
+    yield (reference.kind == "none" and not distill.server,
+           "distill.teacher: expected a teacher, or reference.kind: frozen or synced, got none")
+    if distill.server:
+        server = "conflicts with a teacher's server: the server"
         temperature = float(config.loss_config().temperature)
-        if temperature != 1:
-            why = "the server's log-probabilities are those at temperature 1"
-            yield conflict(f"rollout.temperature={temperature:g}", server, why)
-        if config.rollout.wants_kept:
-            why = "with top_p or top_k, the server knows nothing of the kept tokens; use off"
-            yield conflict("rollout.replay_support=auto", server, why)
-        if config.data.task == "traces":
-            why = "the server completes prompts; recorded traces have none"
-            yield conflict("data.task=traces", server, why)
-    if loss.beta:
-        why = "distill weighs the divergence by distill.coef; set loss.beta=0"
-        yield conflict(f"loss.beta={loss.beta:g}", "distill", why)
-    if loss.kl_estimator in EXACT:
-        why = "distill computes an exact divergence already; choose an estimator"
-        yield conflict(f"loss.kl_estimator={loss.kl_estimator}", "distill", why)
-    if config.advantages == GAE:
-        why = "distillation adds to the advantages of a group; choose one of those"
-        yield conflict(f"advantages={GAE}", "distill", why)
+        yield (temperature != 1,
+               f"rollout.temperature={temperature:g} {server} computes at temperature 1")
+        yield (config.rollout.wants_kept,
+               f"rollout.replay_support=auto {server} computes over all tokens; use off")
+        yield (config.data.task == "traces",
+               f"data.task=traces {server} completes prompts, which traces do not have")
+    yield (loss.beta, f"loss.beta={loss.beta:g} conflicts with distill: "
+           "distill.coef is the weight of the divergence; set loss.beta=0")
+    yield (loss.kl_estimator in EXACT, f"loss.kl_estimator={loss.kl_estimator} conflicts with "
+           "distill: it computes an exact divergence already; choose an estimator")
+    yield (config.advantages == GAE, f"advantages={GAE} conflicts with distill: "
+           "it adds to the advantages of a group; choose one of those")
 
 
-def advantage_rules(config: Any) -> Errors:
-    options = config.advantage_options
-    if config.advantages == GAE:
-        if options:
-            why = "gae has its options in the section critic"
-            yield conflict(f"advantage_options={options}", f"advantages={GAE}", why)
-        if config.critic is None:
-            why = "gae needs a critic; add the section critic={}"
-            yield conflict(f"advantages={GAE}", "critic=none", why)
-        if config.log.grad_variance:
-            why = "a critic's advantages belong to no group"
-            yield conflict("log.grad_variance=true", "critic", why)
+def advantage_rules(config: Any) -> Rules:
+    mode, options = config.advantages, config.advantage_options
+    if mode == GAE:
+        yield (options, f"advantage_options={options} conflicts with advantages={GAE}: "
+               "the options of gae are in the section critic")
+        yield (config.critic is None, f"advantages={GAE} conflicts with critic=none: "
+               "gae needs a critic; add the section critic={}")
+        yield (config.log.grad_variance, "log.grad_variance=true conflicts with critic: "
+               "a critic's advantages belong to no group")
         return
-    if config.critic is not None:
-        why = f"only advantages={GAE} reads a critic"
-        yield conflict(f"advantages={config.advantages}", "critic", why)
+    yield (config.critic is not None,
+           f"advantages={mode} conflicts with critic: only advantages={GAE} reads a critic")
     with named_in("advantage_options"):
-        check_options(config.advantages, split_options(config.advantages, options)[0])
-    check_group_size(config.advantages, config.rollout.group_size)
+        check_options(mode, split_options(mode, options)[0])
+    check_group_size(mode, config.rollout.group_size)
 
 
-def loss_rules(config: Any) -> Errors:
-    """Refuse another head rule, corrections without the sampler's logps, logps without any."""
-    loss, corrects = config.loss, config.rollout.correct_sampling
-    for name in ("softcap", "logit_scale"):
-        own = getattr(loss, name)
-        if own != getattr(LossConfig, name):
-            yield argument_error(f"loss.{name}", "none, the model's own is used", own)
-    if config.rollout.ahead and not corrects:
-        why = "older weights sampled the completions; set rollout.correct_sampling=true"
-        yield conflict("rollout.correct_sampling=false", "rollout.ahead=1", why)
-    # A saved configuration holds every default: this one beside correct_sampling: false.
-    is_default = loss.corrections == LossSettings().corrections
+def correction_rules(config: Any) -> Rules:
+    corrects = config.rollout.correct_sampling
+    corrections = config.loss_config().corrections
+    yield (config.rollout.ahead and not corrects,
+           "rollout.correct_sampling=false conflicts with rollout.ahead=1: older weights sampled "
+           "the completions; set rollout.correct_sampling=true")
+    # A saved configuration holds every default, so it names corrections that nobody chose.
+    is_default = corrections == LossConfig.corrections
     saved = is_default and "correct_sampling" in config.rollout.model_fields_set
-    of_sampler = [x for x in loss.corrections if x.ratio != "current/behaviour"]
-    is_read = corrects or saved or "corrections" not in loss.model_fields_set
-    if of_sampler and not is_read:
-        why = "they read the sampler's logps; set rollout.correct_sampling=true"
-        yield conflict("loss.corrections", "rollout.correct_sampling=false", why)
-    if corrects and not loss.corrections:
-        why = "without corrections the sampler's logps have no use"
-        yield conflict("rollout.correct_sampling=true", "loss.corrections=[]", why)
+    is_read = corrects or saved or "corrections" not in config.loss.model_fields_set
+    of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
+    yield (of_sampler and not is_read,
+           "loss.corrections conflicts with rollout.correct_sampling=false: they read the "
+           "sampler's log-probabilities; set rollout.correct_sampling=true")
+    yield (corrects and not corrections,
+           "rollout.correct_sampling=true conflicts with loss.corrections=[]: "
+           "without corrections the sampler's log-probabilities have no use")
 
 
-def reward_rules(config: Any) -> Errors:
-    """Ask for a weighed reward; with recorded rollouts refuse all that would sample."""
+def reward_rules(config: Any) -> Rules:
+    """Require a reward with a weight. With recorded rollouts, refuse settings of sampling."""
+    rollout, minibatches, shuffle = config.rollout, config.minibatches, config.shuffle
     if config.data.task != "traces":
-        if not any(reward.weight for reward in config.rewards):
-            none = "0 for all" if config.rewards else "no reward"
-            yield argument_error("rewards", "a weight that is not 0", none)
+        none = "0 for all" if config.rewards else "no reward"
+        yield (not any(reward.weight for reward in config.rewards),
+               f"rewards: expected a weight that is not 0, got {none}")
         return
-    rollout = config.rollout
-    for fits, came, why in (
-        (not config.rewards, "rewards", "traces have their own rewards"),
-        (config.advantages != "gdpo", "advantages=gdpo", "traces have one reward"),
-        (config.loss.aggregation != "prompt_mean", "loss.aggregation=prompt_mean",
-         "the branches of a task differ in number"),
-        (not rollout.ahead, f"rollout.ahead={rollout.ahead}", NOT_SAMPLED),
-        (rollout.dynamic is None, "rollout.dynamic", NOT_SAMPLED),
-        (config.critic is None, "critic", "a critic reads whole completions"),
-        (config.warm_start is None, "warm_start", "traces have no gold solutions"),
-        (not config.log.grad_variance, "log.grad_variance=true",
-         "the branches of a task differ in number"),
-        (config.minibatches == 1, f"minibatches={config.minibatches}",
-         "the branches of a step differ in number"),
-        (config.shuffle == "off", f"shuffle={config.shuffle}", "there is one minibatch"),
-    ):  # fmt: skip
-        if not fits:
-            yield conflict(came, "data.task=traces", why)
+    number = "the branches of a task differ in number"
+    for excluded, setting, why in (
+        (config.rewards, "rewards", "traces have their own rewards"),
+        (config.advantages == "gdpo", "advantages=gdpo", "traces have one reward"),
+        (config.loss.aggregation == "prompt_mean", "loss.aggregation=prompt_mean", number),
+        (rollout.ahead, f"rollout.ahead={rollout.ahead}", "recorded rollouts are not sampled"),
+        (rollout.dynamic is not None, "rollout.dynamic", "recorded rollouts are not sampled"),
+        (config.critic is not None, "critic", "a critic reads complete completions"),
+        (config.warm_start is not None, "warm_start", "traces have no gold solutions"),
+        (config.log.grad_variance, "log.grad_variance=true", number),
+        (minibatches != 1, f"minibatches={minibatches}", number),
+        (shuffle != "off", f"shuffle={shuffle}", "a step has one minibatch"),
+    ):
+        yield excluded, f"{setting} conflicts with data.task=traces: {why}"
 
 
-def sampling_rules(config: Any) -> Errors:
+def sampling_rules(config: Any) -> Rules:
     dynamic, size, samples = config.rollout.dynamic, config.rollout.group_size, config.eval.samples
     if dynamic is not None:
         labels = [reward.label or reward.name.rpartition(":")[2] for reward in config.rewards]
-        judge = dynamic.judged_by
-        if judge not in (None, *labels):
-            expected = f"one of the rewards {', '.join(labels)}"
-            yield argument_error("rollout.dynamic.judged_by", expected, repr(judge))
-        if size < 2:
-            why = "a group of one has no spread of rewards; use at least 2"
-            yield conflict(f"rollout.group_size={size}", "rollout.dynamic", why)
-    if max(config.eval.k, default=1) > samples:
-        yield argument_error("eval.k", f"values up to eval.samples = {samples}", config.eval.k)
+        yield (dynamic.judged_by not in (None, *labels), "rollout.dynamic.judged_by: expected one "
+               f"of the rewards {', '.join(labels)}, got {dynamic.judged_by!r}")
+        yield (size < 2, f"rollout.group_size={size} conflicts with rollout.dynamic: "
+               "a group of one has no spread of rewards; use at least 2")
+    yield (max(config.eval.k, default=1) > samples,
+           f"eval.k: expected values up to eval.samples = {samples}, got {config.eval.k}")
 
 
-def kl_rules(config: Any) -> Errors:
-    loss, kl, has_reference = config.loss, config.kl, config.reference.kind != "none"
-    uses = config.loss_config().uses_reference  # raises with the argument's name
-    into = "kl.into=reward"
-    if kl.into == "reward":
-        if config.advantages != GAE:
-            why = f"only advantages={GAE} spreads a token's reward; use kl.into=loss"
-            yield conflict(into, f"advantages={config.advantages}", why)
-        if loss.kl_estimator in EXACT:
-            why = "the reward is that of the sampled token; choose an estimator"
-            yield conflict(f"loss.kl_estimator={loss.kl_estimator}", into, why)
-        for is_own, own in (
-            (loss.kl_times_ratio, "loss.kl_times_ratio=true"),
+def kl_rules(config: Any) -> Rules:
+    loss, target = config.loss, config.kl.target
+    in_reward = config.kl.into == "reward"
+    uses = loss.beta != 0 if in_reward else config.loss_config().uses_reference
+    if in_reward:
+        yield (config.advantages != GAE, f"kl.into=reward conflicts with advantages="
+               f"{config.advantages}: only {GAE} spreads a token's reward; use kl.into=loss")
+        yield (loss.kl_estimator in EXACT, f"loss.kl_estimator={loss.kl_estimator} conflicts with "
+               "kl.into=reward: the reward belongs to the sampled token; choose an estimator")
+        for excluded, setting in (
+            (loss.options.get("kl_times_ratio"), "loss.kl_times_ratio=true"),
             (not OBJECTIVES[loss.loss_type].reference, f"loss.loss_type={loss.loss_type}"),
         ):
-            if is_own:
-                yield conflict(into, own, "it has a KL of its own; use kl.into=loss")
-        uses = loss.beta != 0
-    if (kl.into == "reward" or kl.target is not None) and not (uses and loss.beta > 0):
-        setting = into if kl.into == "reward" else f"kl.target={kl.target:g}"
-        why = "the KL needs a weight; set loss.beta above 0"
-        yield conflict(f"loss.beta={loss.beta:g}", setting, why)
-    for is_used, user in (
-        (uses, f"loss.beta={loss.beta:g}"),
-        (config.max_ref_kl is not None, f"max_ref_kl={config.max_ref_kl}"),
-    ):
-        if is_used and not has_reference:
-            why = "a KL needs a reference; set reference.kind to frozen or synced"
-            yield conflict("reference.kind=none", user, why)
+            yield (excluded, f"kl.into=reward conflicts with {setting}: "
+                   "it has a different KL; use kl.into=loss")
+    setting = "kl.into=reward" if in_reward or target is None else f"kl.target={target:g}"
+    yield ((in_reward or target is not None) and not (uses and loss.beta > 0),
+           f"loss.beta={loss.beta:g} conflicts with {setting}: "
+           "the KL needs a weight; set loss.beta above 0")
+    yield (uses and config.reference.kind == "none",
+           f"reference.kind=none conflicts with loss.beta={loss.beta:g}: "
+           "a KL needs a reference; set reference.kind to frozen or synced")
 
 
-def sharding_rules(config: Any) -> Errors:
-    if (config.distributed == "hsdp") != (config.distributed_replicas is not None):
-        why = "hsdp needs this number, and nothing else reads it"
-        came = f"distributed_replicas={config.distributed_replicas}"
-        yield conflict(came, f"distributed={config.distributed}", why)
-    states = config.optim.states
-    for fits, came, why in (
-        (not config.log.grad_variance, "log.grad_variance=true", "a rank has a part of each sum"),
-        (states == "full", f"optim.states={states}", "they belong to unsharded weights"),
-    ):  # fmt: skip
-        if config.is_sharded and not fits:
-            yield conflict(came, f"distributed={config.distributed}", why)
+def sharding_rules(config: Any) -> Rules:
+    replicas, states = config.distributed_replicas, config.optim.states
+    distributed = f"distributed={config.distributed}"
+    yield ((config.distributed == "hsdp") != (replicas is not None),
+           f"distributed_replicas={replicas} conflicts with {distributed}: "
+           "hsdp needs this number, and nothing else reads it")
+    yield (config.is_sharded and config.log.grad_variance,
+           f"log.grad_variance=true conflicts with {distributed}: a rank has a part of each sum")
+    yield (config.is_sharded and states != "full",
+           f"optim.states={states} conflicts with {distributed}: they need unsharded weights")
 
 
-def step_rules(config: Any) -> Errors:
+def step_rules(config: Any) -> Rules:
     completions = config.rollout.prompts_per_step * config.rollout.group_size
-    states = config.optim.states
-    if config.checkpoint.every and states != "full":
-        why = "a checkpoint cannot hold these states; use full"
-        yield conflict(f"optim.states={states}", "checkpoint.every", why)
-    if config.reference.kind == "synced" and config.model.lora is not None:
-        why = "the reference is the model without its adapter; use frozen"
-        yield conflict("reference.kind=synced", "model.lora", why)
-    if completions % config.minibatches:
-        expected = f"a number that divides the {completions} completions of a step"
-        yield argument_error("minibatches", expected, config.minibatches)
-    if completions > MOST_COMPLETIONS:
-        expected = f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size"
-        yield argument_error("rollout.group_size", expected, completions)
+    minibatches, states = config.minibatches, config.optim.states
+    yield (config.checkpoint.every and states != "full", f"optim.states={states} conflicts with "
+           "checkpoint.every: a checkpoint cannot hold these states; use full")
+    yield (config.reference.kind == "synced" and config.model.lora is not None,
+           "reference.kind=synced conflicts with model.lora: "
+           "the reference is the model without its adapter; use frozen")
+    yield (completions % minibatches, "minibatches: expected a number that divides "
+           f"the {completions} completions of a step, got {minibatches}")
+    yield (completions > MOST_COMPLETIONS, f"rollout.group_size: expected at most "
+           f"{MOST_COMPLETIONS} completions in a step, prompts times group size, got {completions}")
+# fmt: on
 
 
-RULES: tuple[Callable[[Any], Errors], ...] = (
-    distill_rules, advantage_rules, loss_rules, reward_rules,
+RULES: tuple[Callable[[Any], Rules], ...] = (
+    distill_rules, advantage_rules, correction_rules, reward_rules,
     sampling_rules, kl_rules, sharding_rules, step_rules,
 )  # fmt: skip

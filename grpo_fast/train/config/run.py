@@ -1,4 +1,4 @@
-"""`RunConfig`: everything a run depends on, and what must fit together."""
+"""The complete configuration of a run, `RunConfig`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.rollout.vllm.options import plain_url
-from grpo_fast.train.config.base import (
-    Count,
-    Off,
-    Positive,
-    Section,
-    UserPath,
-    named_in,
-    reward_sections,
-)
+from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
@@ -32,7 +24,13 @@ from grpo_fast.train.config.model import (
 )
 from grpo_fast.train.config.rules import GAE, RULES
 
-Rewards = Annotated[list[RewardConfig], BeforeValidator(reward_sections)]
+
+def reward_sections(rewards: Any) -> Any:
+    """Return rewards as a list of sections. A name such as myreward.py:reward is a section, too."""
+    listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
+    if not isinstance(listed, list):
+        return listed
+    return [{"name": reward} if isinstance(reward, str) else reward for reward in listed]
 
 
 class LogConfig(Section):
@@ -40,42 +38,44 @@ class LogConfig(Section):
     """Steps between tables of completions; 0 writes none."""
     completions: Positive = 8
     """Completions in each table, rounded up to complete groups."""
-    page_megabytes: int = Field(8, ge=1, le=1024)
-    """Largest size of completions.html in MiB; beyond it the page holds fewer steps."""
     every_update: bool = False
     """Also write a row of metrics for every optimizer update."""
     trackers: list[str] = Field(default_factory=list)
     """Experiment trackers of accelerate that receive the metrics: tensorboard, wandb, mlflow, …"""
     progress: bool = True
-    """Show progress while the run goes on."""
+    """Show the progress of the run."""
     save_model: bool = True
     """Write the trained model to output_dir/model."""
     grad_variance: bool = False
-    """Log the gradient's variance over groups, which costs as much as an update."""
+    """Log the variance of the gradient over groups, which takes as long as an update."""
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and how many stay. A run that ends early writes one, too."""
+    """Schedule of the checkpoints. A run that ends early writes one in any case."""
 
-    every: Count = 0  # steps between checkpoints; 0: by time alone
-    every_minutes: float = Field(15, ge=0, le=1e6)  # between checkpoints; 0: by steps alone
-    keep: Positive = 2  # the newest ones
-    best: str | None = None  # and the one of the highest value of this metric, of its step's row
+    every: Count = 0
+    """Steps between checkpoints; 0 writes them by time only."""
+    every_minutes: float = Field(15, ge=0, le=1e6)
+    """Minutes between checkpoints; 0 writes them by steps only."""
+    keep: Positive = 2
+    """Number of newest checkpoints that are kept."""
+    best: str | None = None
+    """Also keep the checkpoint with the highest value of this metric; null keeps none."""
 
 
 class RunConfig(Section):
-    """Everything a run depends on; saved resolved as config.yaml beside its results."""
+    """Everything that a run depends on. A run saves it as config.yaml in its output_dir."""
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of all random numbers."""
     output_dir: UserPath = "runs/default"
-    """Folder of the run's results."""
+    """Folder for metrics, checkpoints and the trained model."""
     model: ModelConfig
     """The policy."""
     data: DataConfig
     """Prompts and answers."""
-    loss: LossSettings = Field(default_factory=LossSettings)  # type: ignore[valid-type]
-    """The options of LossConfig."""
+    loss: LossSettings = Field(default_factory=LossSettings)
+    """The objective and its options."""
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
     """How rewards become advantages."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
@@ -83,9 +83,9 @@ class RunConfig(Section):
     rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
         default_factory=list
     )
-    """Reward functions: names, file.py:function, or sections."""
+    """Reward functions, each as a name, as file.py:function or as a section."""
     max_reward_failures: float = Field(0.5, ge=0, le=1)
-    """Largest share of samples without a reward; a larger share ends the run."""
+    """Share of samples without a reward above which the run ends."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
@@ -97,25 +97,23 @@ class RunConfig(Section):
     minibatches: Positive = 1
     """Optimizer steps per pass."""
     tokens_per_microbatch: Positive | None = None
-    """Tokens of a forward and backward pass; null takes what fits into memory."""
+    """Tokens of one forward and backward pass; null uses as many as fit into memory."""
     shuffle: Annotated[Literal["off", "groups", "completions"], Off] = "off"
     """What is shuffled before each pass is split into minibatches."""
     shared_prompt: bool = True
     """Compute the prompt of a group once for all its completions."""
     max_approx_kl: float | None = Field(None, gt=0)
-    """End the passes over a batch when a pass's mean KL to the sampling policy exceeds this."""
-    max_ref_kl: float | None = Field(None, gt=0)
-    """End the passes over a batch when a pass's mean KL to the reference exceeds this."""
+    """Mean KL to the sampling policy after which no further pass is made; null has no limit."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    """The reference model of the KL term."""
+    """The reference model of the KL divergence."""
     kl: KLConfig = Field(default_factory=KLConfig)
-    """Where the KL to the reference enters, and an adaptive weight."""
+    """Use of the KL divergence to the reference, and an adaptive weight."""
     distill: DistillConfig | None = None
-    """A teacher, for on-policy distillation."""
+    """A teacher for on-policy distillation; null has none."""
     critic: CriticConfig | None = None
-    """PPO's value function, for advantages: gae."""
+    """PPO's value function, for advantages: gae; null has none."""
     warm_start: WarmStartConfig | None = None
-    """Supervised training on the solutions before the first rollout."""
+    """Supervised training on the solutions before the first rollout; null has none."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation on held-out questions."""
     log: LogConfig = Field(default_factory=LogConfig)
@@ -123,7 +121,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
-    """How the processes of torchrun share the model: copies, shards, or copies of shards."""
+    """Whether the processes of torchrun hold copies, shards or copies of shards of the model."""
     distributed_replicas: Positive | None = None
     """Number of copies for distributed: hsdp."""
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
@@ -131,16 +129,18 @@ class RunConfig(Section):
     resume: Literal["auto"] | None = None
     """auto continues from the newest checkpoint of output_dir, or begins if it has none."""
     resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
-    """What may differ from the run that is resumed."""
+    """Parts that may differ from the run that is resumed."""
 
     @model_validator(mode="before")
     @classmethod
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
-        if "://" in str(path):  # a URL may hold a password, which a field's own refusal would quote
+        # A URL may hold a password, and pydantic's error message would quote the URL.
+        if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
+        # A teacher without a server is the frozen reference, unless a reference was set.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -149,12 +149,13 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         self._fit_answers()
         for rules in RULES:
-            for error in rules(self):
-                raise error
+            for is_broken, message in rules(self):
+                if is_broken:
+                    raise ValueError(message)
         return self
 
     def _fit_answers(self) -> None:
-        """Give a generated task room for its answer, unless the settings say how much."""
+        """Set rollout.max_new_tokens to the length of the answers of a generated task."""
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             # A sum may have a digit more than its parts, and ends with an EOS.
@@ -163,39 +164,35 @@ class RunConfig(Section):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether every rank has a part of the weights."""
+        """True if every rank holds a part of the weights."""
         return self.distributed in ("fsdp2", "hsdp")
 
     @property
     def stores_reference(self) -> bool:
-        """Whether a checkpoint holds the reference: synced, or the model of a warm start."""
+        """True if checkpoints must contain the reference, because it cannot be loaded again."""
         is_new = self.reference.kind == "synced" or self.warm_start is not None
         return is_new and self.reference.path is None
 
     @property
     def has_code(self) -> bool:
+        """True if the run executes Python code from outside of the package."""
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
-    @property
-    def _loss(self) -> Any:  # its type is made at run time
-        return self.loss
-
     def loss_config(self) -> LossConfig:
-        """The loss's own frozen configuration, with the sampling temperature unless one was set.
-
-        A KL in the reward is not in the loss, whose beta is then 0.
-        """
-        settings: dict[str, Any] = dict(self.loss)
-        settings["corrections"] = [dict(x) for x in settings["corrections"]]
+        """Return the configuration of the loss functions."""
+        settings = self.loss.arguments()
+        # With kl.into=reward the rewards contain the KL already, so the loss must not add it.
         if self.kl.into == "reward":
             settings["beta"] = 0.0
-        if settings["temperature"] is None:
-            settings["temperature"] = self.rollout.temperature
-        if settings["max_completion_length"] is None:
-            settings["max_completion_length"] = self.rollout.max_new_tokens
+        rollout = self.rollout
+        settings.setdefault("temperature", rollout.temperature)
         with named_in("loss"):
-            config = LossConfig(**settings, group_size=self.rollout.group_size)
+            config = LossConfig(
+                **settings,
+                max_completion_length=rollout.max_new_tokens,
+                group_size=rollout.group_size,
+            )
+        # The split into micro-batches must not change the result, so bnpo averages over the step.
         if config.aggregation == "token_mean_local":
-            # How a step is split into micro-batches must not change it: bnpo's batch is the step.
             return replace(config, aggregation="token_mean_global")
         return config

@@ -1,52 +1,26 @@
-"""Words `key=value`: set in plain settings, validated, and refused in a sentence that names the
-nearest key or value.
-"""
+"""Settings as words `key=value`, and error messages that name the nearest key or value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from grpo_fast.data import is_local
 from grpo_fast.errors import nearest_name
-from grpo_fast.train.config.base import members, require, reward_sections
-from grpo_fast.train.config.plain import read_yaml
+from grpo_fast.train.config.base import members, require
+from grpo_fast.train.config.plain import read_yaml, read_yaml_file
+from grpo_fast.train.config.run import reward_sections
 
-QUOTED = 200  # characters of a value in a message
+QUOTED = 200  # characters of a value that a message shows
 DEEPEST_KEY = 16  # parts of a dotted key
 
-Config = TypeVar("Config", bound=BaseModel)
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
-# Our keys, and the keys of TRL, verl, OpenRLHF and transformers for the same setting.
-_THEIRS = {
-    "advantages": "scale_rewards", "checkpoint.every": "save_steps",
-    "checkpoint.keep": "save_total_limit", "data.name": "dataset_name", "data.path": "dataset",
-    "data.template_kwargs": "chat_template_kwargs",
-    "eval.every": "eval_every eval_steps eval_strategy",
-    "inner_iterations": "num_iterations ppo_epochs", "log.completions_every": "logging_steps",
-    "log.trackers": "report_to", "log.trackers=[tensorboard]": "tensorboard",
-    "log.trackers=[trackio]": "trackio", "log.trackers=[wandb]": "wandb",
-    "loss.beta": "init_kl_coef kl_coef", "loss.epsilon_low": "epsilon",
-    "minibatches": "mini_batch_size ppo_mini_batch_size steps_per_generation",
-    "model.autocast=bfloat16": "bf16", "model.autocast=float16": "fp16", "model.lora": "use_peft",
-    "model.lora.alpha": "lora_alpha", "model.lora.r": "lora_r lora_rank",
-    "model.path": "model_name_or_path", "optim.lr": "learning_rate",
-    "optim.schedule": "lr_scheduler_type", "optim.warmup": "warmup_steps",
-    "output_dir": "logging_dir", "reference.kind": "sync_ref_model",
-    "reference.mixing": "ref_model_mixup_alpha", "reference.sync_every": "ref_model_sync_steps",
-    "rewards": "reward_funcs reward_function", "rewards.0.weight": "reward_weights",
-    "rollout": "actor_rollout_ref", "rollout.engine=vllm": "use_vllm",
-    "rollout.group_size": "n_samples_per_prompt num_generations",
-    "rollout.mask_truncated": "mask_truncated_completions",
-    "rollout.max_new_tokens": "max_completion_length max_response_length max_tokens",
-    "rollout.prompts_per_step":
-        "gradient_accumulation_steps per_device_train_batch_size train_batch_size",
-    "steps": "max_steps num_train_epochs",
-    "tokens_per_microbatch": "micro_train_batch_size ppo_micro_batch_size_per_gpu",
-}  # fmt: skip
-ELSEWHERE = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
+Config = TypeVar("Config", bound=BaseModel)
 
 
 # ----------------------------------------------------------------------------------------- words
@@ -56,13 +30,19 @@ def read_words(
     settings: dict[str, Any] | None = None,
     also: Iterable[str] = (),
 ) -> Config:
-    """Settings of a kind: plain ones, changed in place by words ``key=value``.
+    """Return a configuration from settings that words change.
 
-    Keys are dotted (``optim.lr=1e-4``, ``rewards.0.weight=2``); values are read as YAML; the last
-    of two words with one key counts. `also` are keys that the command has beside those of `kind`.
+    Args:
+        kind: the class of the configuration.
+        words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
+            Of two words with the same key the last one counts.
+        settings: nested settings, changed in place; None starts without any.
+        also: further keys of the command, which messages list together with the keys of `kind`.
 
-    Raises ValueError for a word of another form, an unknown key, or a value that does not fit.
+    Raises:
+        ValueError: a word has another form, a key is unknown, or a value does not fit.
     """
+    # All words are applied before validation, because single changes may conflict.
     settings = {} if settings is None else settings
     for word in words:
         apply_word(settings, word)
@@ -70,13 +50,18 @@ def read_words(
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
-    """Split words into the settings of a command itself, and the words about other things."""
+    """Return the settings that words give to the fields of `kind`, and all other words."""
+    # A dotted key such as model.path is never a setting of the command itself.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """`key=text` → key, text. Raises ValueError, quoting the word, for anything else."""
+    """Return key and text of a word `key=text`.
+
+    Raises:
+        ValueError: the word has another form. The message quotes the word.
+    """
     key, equals, text = word.partition("=")
     parts = key.split(".")
     fits = equals and all(parts) and len(parts) <= DEEPEST_KEY and key.isprintable()
@@ -85,29 +70,33 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_word(settings: dict[str, Any], word: str) -> None:
-    """Set in nested plain settings what a word says.
+    """Change nested settings as a word says.
 
-    `rewards=NAME` is a list of one section. `data=X` is data.path for a file or folder, and
-    data.name for a hub id. `model=X` is model.path in place of a model that the recipe makes.
+    Three short forms exist. `rewards=NAME` is a list of one section. `data=X` sets data.path for a
+    file or folder, otherwise data.name. `model=X` sets model.path in place of a recipe's config.
     """
     key, text = split_word(word)
-    value, section = read_yaml(text, quoted(key, str)), settings.get(key)
+    value = read_yaml(text, quoted(key, str))
+    section = settings.get(key)
+    is_short = isinstance(value, str) and isinstance(section, dict)
     if key == "rewards":
-        set_key(settings, key, reward_sections(value))
-    elif key not in ("data", "model") or not (isinstance(value, str) and isinstance(section, dict)):
-        set_key(settings, key, value)
-    elif key == "model":
+        value = reward_sections(value)
+    if key == "model" and is_short:
         section.update(path=value, config=None, tokenizer=None)
-    else:
+    elif key == "data" and is_short:
         path, name = (value, None) if is_local(value) else (None, value)
         section.update(path=path, name=name)
+    else:
+        set_key(settings, key, value)
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value at a dotted key of nested settings. Sections that are missing are created."""
     node: Any = settings
     *above, last = key.split(".")
     for part in above:
         index = _index(node, part, key)
+        # null stands for an optional section, such as model.lora.
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
         node = node[index]
@@ -115,116 +104,139 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(node: Any, part: str, key: str) -> Any:
+    """Return a part of a dotted key as an index of a dict or a list."""
     if isinstance(node, dict):
         return part
-    length = len(node) if isinstance(node, list) else None
-    if length is None or part not in map(str, range(length)):
-        below = "below a value, no section" if length is None else f"no index of a list of {length}"
-        raise ValueError(f"{quoted(key, str)}: {quoted(part)} is {below}")
+    where = f"{quoted(key, str)}: {quoted(part)}"
+    if not isinstance(node, list):
+        raise ValueError(f"{where} is below a value, not a section")
+    if part not in map(str, range(len(node))):
+        raise ValueError(f"{where} is not an index of a list of {len(node)}")
     return int(part)
 
 
-# -------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- errors
 def validated(
     kind: type[Config], settings: Any, *, at: str = "", also: Iterable[str] = ()
 ) -> Config:
-    """Plain settings as a `kind`. Raises ValueError with a line for each that does not fit.
+    """Return settings as a configuration.
 
-    at: the dotted key of the section, where it is a part of a configuration.
+    Args:
+        kind: the class of the configuration.
+        settings: nested settings.
+        at: dotted key of the section, if the settings are part of a larger configuration.
+        also: as in `read_words`.
+
+    Raises:
+        ValueError: settings do not fit. The message has one line for each.
     """
     try:
-        _refuse_truths(settings, kind, at)
         return kind.model_validate(settings)
     except ValidationError as error:
         lines = [_explain(each, kind, at, also) for each in error.errors(include_url=False)]
         raise ValueError("\n  ".join(dict.fromkeys(lines))) from None
 
 
-def _refuse_truths(value: Any, annotation: Any, where: str) -> None:
-    """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
-    section, types = section_of(annotation), list(members(annotation))
-    if isinstance(value, bool) and (int in types or float in types) and bool not in types:
-        raise ValueError(f"{where}: expected a number, got {str(value).lower()}")
-    for index, item in enumerate(value if isinstance(value, list) else ()):
-        _refuse_truths(item, annotation, f"{where}.{index}")
-    if isinstance(value, dict) and section is not None:
-        for name, field in section.model_fields.items():
-            _refuse_truths(value.get(name), field.annotation, f"{where}.{name}".lstrip("."))
-
-
 def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) -> str:
-    """One of a ValidationError's errors: the dotted key, what was expected, what came."""
+    """Return pydantic's error as a line with the dotted key, the expectation and the value."""
+    # 1. The dotted key. Parts that are not fields are pydantic's names for members of a union.
     path: list[str] = []
-    section, annotation = None, kind
+    section = None
+    annotation: Any = kind
     for part in error["loc"]:
         section = section_of(annotation)
         if isinstance(part, int):
             path.append(str(part))
-        elif section is not None:  # else it is pydantic's name for a member of a union
+        elif section is not None:
             path.append(part)
             field = section.model_fields.get(part)
             annotation = field and field.annotation
     where = quoted(".".join([at, *path] if at else path), str)
+    # 2. Errors of a key.
     if error["type"] == "extra_forbidden":
-        beside = [*section.model_fields, *(also if len(path) == 1 else ())]
-        return f"{where}: unknown key" + nearest(path[-1], beside, list(dotted_keys(kind)))
+        known = [*section.model_fields, *getattr(section, "more_keys", ())]
+        if len(path) == 1:
+            known += also
+        return f"{where}: unknown key" + nearest(path[-1], known, list(dotted_keys(kind)))
     if error["type"] == "missing":
         return f"{where}: is missing"
-    message, came = error["msg"].removeprefix("Value error, "), error["input"]
+    # 3. Errors of a value. A section's own check names the field, and quotes the value.
+    message = error["msg"].removeprefix("Value error, ")
+    value = error["input"]
     if error["type"] == "value_error" and section_of(annotation) is not None:
-        return f"{where}.{message}" if where else message  # a section's check names its field
+        return f"{where}.{message}" if where else message
     if error["type"] == "model_type":
         message = "expected a section of keys"
-    if isinstance(came, (dict, BaseModel)):
+    if isinstance(value, (dict, BaseModel)):
         return f"{where}: {message}"
     choices = _choices(annotation) if error["type"] in ("literal_error", "bool_parsing") else []
     if choices:
         message = f"expected one of {', '.join(choices)}"
-    close = nearest_name(str(came), choices)
-    return f"{where}: {message}, got {quoted(came)}" + (f"; nearest: {close}" if close else "")
+    shown = str(value).lower() if isinstance(value, bool) else quoted(value)
+    close = nearest_name(str(value), choices)
+    hint = f"; nearest: {close}" if close else ""
+    return f"{where}: {message}, got {shown}{hint}"
 
 
-def dotted_keys(kind: type[BaseModel], above: str = "") -> Iterator[str]:
+def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted key and the field of every setting. A list of sections has the index 0."""
     for name, field in kind.model_fields.items():
-        yield above + name
+        yield above + name, field
         section = section_of(field.annotation)
         if section is not None:
             first = "0." if get_origin(field.annotation) is list else ""
-            yield from dotted_keys(section, f"{above}{name}.{first}")
+            yield from fields_of(section, f"{above}{name}.{first}")
+
+
+def dotted_keys(kind: type[BaseModel]) -> Iterator[str]:
+    return (key for key, _ in fields_of(kind))
 
 
 def section_of(annotation: Any) -> Any:
-    """The section in an annotation such as `Section | None` or `list[Section]`, or None."""
+    """Return the section in a type such as `Section | None` or `list[Section]`, or None."""
     types = (x for x in members(annotation) if isinstance(x, type) and not get_args(x))
     return next((x for x in types if issubclass(x, BaseModel)), None)
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The words that a field takes, where they are few: those of a Literal, true, false, null."""
+    """Return the words that a field accepts, if there are few."""
     types = list(members(annotation))
-    more = ["true", "false"] * (bool in types) + ["null"] * (type(None) in types or None in types)
-    return [word for word in types if isinstance(word, str)] + more
+    words = [word for word in types if isinstance(word, str)]
+    if bool in types:
+        words += ["true", "false"]
+    if type(None) in types or None in types:
+        words.append("null")
+    return words
+
+
+def other_names() -> dict[str, str]:
+    """Return our key for every name of a setting in TRL, verl, OpenRLHF and transformers."""
+    table = read_yaml_file(OTHER_NAMES, "other_names")
+    return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
 
 def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
-    """Return the end of a refusal: our key for another library's, the nearest keys, or all keys.
+    """Return the end of a message about an unknown key.
+
+    It names the same setting under another library's name, otherwise similar keys, otherwise all.
 
     Args:
-        known: the keys beside the unknown one.
+        key: the unknown key, without the section in front.
+        known: the keys of its section.
         dotted: all keys of the configuration.
     """
-    ours = ELSEWHERE.get(key.casefold(), "")
+    ours = other_names().get(key.casefold(), "")
     if ours.partition("=")[0] in dotted:
         return f"; here it is {ours}"
     for name in (ours.rpartition(".")[2], key):
-        here = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
-        if here:
-            return f"; nearest: {', '.join(here)}"
+        same = [name] if name in known else [d for d in dotted if d.rpartition(".")[2] == name]
+        if same:
+            return f"; nearest: {', '.join(same)}"
     close = nearest_name(key, known, cutoff=0.7) or nearest_name(key, dotted, cutoff=0.85)
     return f"; nearest: {close}" if close else f"; known: {', '.join(known)}"
 
 
 def quoted(value: Any, show: Any = repr) -> str:
-    """A value as a message shows it, however long it is."""
+    """Return a value as a message shows it, at most 200 characters of it."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"

@@ -1,1 +1,1 @@
-"""Accuracy on held-out questions: `grpo-fast eval`, pass@k, majorities, paired comparison."""
+"""Accuracy on held-out questions: during a run, and as the command `grpo-fast eval`."""

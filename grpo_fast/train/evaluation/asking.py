@@ -1,4 +1,4 @@
-"""Lines that say how questions are asked: in the log of a run, and in an evaluation."""
+"""Log lines that say how the model receives the questions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SHOWN_PROMPT = 1200  # characters of a prompt
 def asking_lines(
     data: DataConfig, tokenizer: Any, prompt: Prompt, key: str = "data.chat"
 ) -> list[str]:
-    """Say how the questions are asked, and show a prompt with its special tokens.
+    """Return lines that say whether the chat template is used, and that show the first prompt.
 
     Args:
-        data: with `chat` as it is used.
-        key: the setting that changes it.
-        prompt: shown at most SHOWN_PROMPT characters long; its middle is left out.
+        data: the section of the data, with `chat` resolved to true or false.
+        tokenizer: the model's tokenizer.
+        prompt: the first prompt. The middle of a long prompt is left out.
+        key: the setting that the lines name for changing the way.
     """
     if data.task == TRACES:
         return []
     if data.chat or not isinstance(prompt, str):
-        hint = f"{key}=false sends questions of plain text as they are"
-        way = f"through the model's chat template ({hint})"
+        way = f"through the model's chat template ({key}=false sends plain text)"
     elif data.task in FILES and has_chat_template(tokenizer):
         way = f"as plain text, although the model has a chat template ({key}=true uses it)"
     else:

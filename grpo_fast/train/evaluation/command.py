@@ -1,4 +1,4 @@
-"""`grpo-fast eval`: a model or a run's folder on held-out questions, or two side by side."""
+"""The command `grpo-fast eval`, which evaluates one model or compares two."""
 
 from __future__ import annotations
 
@@ -31,45 +31,57 @@ from grpo_fast.train.evaluation.statistics import Paired, paired
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models import loading
 
-Say = Callable[..., Any]  # takes lines
+Say = Callable[..., Any]  # called with lines of text
 
-RESULTS_BEGIN = b'{\n  "greedy": {'  # how `out` begins: another file is not overwritten
+RESULTS_BEGIN = b'{\n  "greedy": {'  # an existing file that begins differently is kept
 
 
-def nobody(*lines: str) -> None:
-    """Drop the lines."""
+def say_nothing(*lines: str) -> None:
+    pass
 
 
 def run_eval(
-    model: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = nobody
+    model: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = say_nothing
 ) -> dict[str, dict[str, float]]:
-    """Evaluate and return {"greedy": metrics, "sampled": metrics}, the latter where asked for.
+    """Evaluate a model.
 
     Args:
         model: a model's folder or hub id, or the folder of a finished run.
-        allow_code: run code that such a folder brings along: rewards by import path, and the
-            model's own classes (of a run, if its configuration says `trust_remote_code`).
-        say: receives lines on how the questions are asked, the time, and the first sample.
+        settings: what to ask and how to sample.
+        allow_code: run Python code that the folder names: rewards with an import path, and the
+            model's own classes. A run must have set `trust_remote_code` for these classes.
+        say: receives lines about the way of asking, the time, and the first sample.
+
+    Returns:
+        {"greedy": metrics}, with "sampled" if the settings request a sampled pass.
 
     Raises:
-        ValueError: data or a model that cannot be loaded, or code that was not allowed.
-        OSError: `settings.out` cannot be written; the message holds the results.
+        ValueError: data or the model cannot be loaded, or code was not allowed.
+        OSError: `settings.out` cannot be written. The message holds the results.
     """
-    passes = _asked([model], settings, allow_code, say)
+    passes = _evaluate_all([model], settings, allow_code, say)
     metrics = {mode: results[0].metrics for mode, results in passes.items()}
     _save(metrics, settings.out, table(metrics))
     return metrics
 
 
 def compare_models(
-    first: str, second: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = nobody
+    first: str,
+    second: str,
+    settings: EvalSettings,
+    *,
+    allow_code: bool = False,
+    say: Say = say_nothing,
 ) -> dict[str, dict[str, Paired]]:
-    """Ask two models the same questions, with the same random numbers, and compare them in pairs.
+    """Compare two models on the same questions with the same random numbers.
 
-    Returns {"greedy": {metric: its values and their difference}, "sampled": …}; the rest is as in
-    `run_eval`. A run as `first` says how both are asked.
+    If `first` is a run, its configuration determines the questions for both. The other arguments
+    and the errors are those of `run_eval`.
+
+    Returns:
+        {"greedy": {metric: comparison}}, with "sampled" if the settings request a sampled pass.
     """
-    passes = _asked([first, second], settings, allow_code, say)
+    passes = _evaluate_all([first, second], settings, allow_code, say)
     compared = {
         mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
         for mode, (a, b) in passes.items()
@@ -79,14 +91,16 @@ def compare_models(
     return compared
 
 
-def _asked(
+def _evaluate_all(
     models: Sequence[str], settings: EvalSettings, allow_code: bool, say: Say
 ) -> dict[str, list[EvalResult]]:
-    """Load and evaluate the models one by one; returns the results of each, by pass."""
+    """Load and evaluate the models in turn. Return the results of each model by pass."""
+    # 1. Complete the settings, and refuse what does not fit before a model is loaded.
     _check_out(settings.out)
     sources = [Source.of(model) for model in models]
     recipe = recipe_of(settings, sources, allow_code)
-    asked, data = complete(settings, recipe), data_of(settings, recipe)
+    asked = complete(settings, recipe)
+    data = data_of(settings, recipe, models)
     tasks = {source.run.data.task: source.name for source in sources if source.run}
     listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
     require(len(tasks) <= 1, "task", "two runs of one task", listed)
@@ -100,6 +114,7 @@ def _asked(
     if asked.is_sampled:
         k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
         modes["sampled"] = {"samples": asked.samples, "temperature": asked.temperature, "k": k}
+    # 2. Evaluate.
     passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
     for source, config in zip(sources, configs, strict=True):
         policy = loading.load_policy(config)
@@ -120,37 +135,42 @@ def _asked(
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
+    """Return the metrics as aligned lines with their standard errors."""
     lines = []
     for mode, metrics in results.items():
         n, samples = metrics["eval_n"], metrics["eval_samples"]
         lines.append(f"{mode} (n={n:.0f} questions, {samples:.0f} sample(s) each)")
         for name, value in metrics.items():
             if name + "_se" in metrics:
-                shown, error = name.removeprefix("eval_"), metrics[name + "_se"]
-                spread = f" ± {error:.4f}" if math.isfinite(error) else ""  # of one question: none
-                lines.append(f"  {shown:<28}{value:8.4f}{spread}")
+                shown = name.removeprefix("eval_")
+                lines.append(f"  {shown:<28}{value:8.4f}{_plus_minus(metrics[name + '_se'])}")
     return "\n".join(lines)
 
 
 def paired_table(results: dict[str, dict[str, Paired]]) -> str:
-    """The comparison as aligned lines: both values, B − A ± one standard error, p."""
+    """Return a comparison as aligned lines with the difference B − A, its error and p-value."""
     lines = []
     for mode, metrics in results.items():
         n = max(metric.n for metric in metrics.values())
         lines.append(f"{mode:<30}{'A':>8}{'B':>9}   B − A, n={n} questions")
         for name, m in metrics.items():
-            spread = f" ± {m.se:.4f}" if math.isfinite(m.se) else ""
-            values = f"{m.a:8.4f} {m.b:8.4f}   {m.difference:+.4f}{spread}"
+            values = f"{m.a:8.4f} {m.b:8.4f}   {m.difference:+.4f}{_plus_minus(m.se)}"
             lines.append(f"  {name:<28}{values}   p = {m.p:.2g}")
     lines.append("p: of the two-sided sign-flip test over questions")
     return "\n".join(lines)
 
 
+def _plus_minus(error: float) -> str:
+    """Return a standard error for display. A single question has none."""
+    return f" ± {error:.4f}" if math.isfinite(error) else ""
+
+
 def _check_out(out: str | None) -> None:
-    """Refuse an `out` that cannot be written, before anything is evaluated."""
+    """Raise a ValueError if the results cannot be written, or would overwrite another file."""
     if out is None:
         return
-    path, came = Path(out), repr(out)
+    path = Path(out)
+    came = repr(out)
     fits = path.parent.is_dir() and not path.is_dir()
     require(fits, "out", "a file in a folder that exists", came)
     fits = os.access(path if path.exists() else path.parent, os.W_OK)
@@ -164,6 +184,7 @@ def _check_out(out: str | None) -> None:
 def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
     if out is None:
         return
+    # The evaluation may have taken hours, so an error must not lose the results.
     try:
         text = json.dumps(plain_json(results), indent=2)
         Path(out).write_text(text + "\n", encoding="utf-8")
@@ -172,7 +193,7 @@ def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
 
 
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
-    # A file given by name is asked in full.
+    # Ask all lines of a file that the settings name. Other sources have a test split.
     if settings.data is not None and data.path and os.path.isfile(data.path):
         examples: Sequence[Example] = read_examples(data.path, data=data)
     else:

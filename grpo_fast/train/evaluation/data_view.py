@@ -1,10 +1,9 @@
-"""`grpo-fast data`: what a data set holds, before anybody spends a GPU hour on it."""
+"""The command `grpo-fast data`, which shows a data set as a run reads it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from grpo_fast.data import FILES, Example
 from grpo_fast.data.answers import parse_number
@@ -22,60 +21,64 @@ SHOWN = 3  # prompts
 
 
 class ViewSettings(Section):
-    """The settings of `grpo-fast data` itself; every other `key=value` is the data's."""
+    """Settings of `grpo-fast data` itself. All other words are keys of the section `data`."""
 
     model: UserPath | None = None
     """The model whose tokenizer and chat template show the prompts."""
 
 
 def data_lines(source: str, words: Sequence[str]) -> list[str]:
-    """Return lines on a data set: counts, what is skipped and why, and the first prompts.
+    """Return lines about a data set: counts, skipped rows with the reason, and the first prompts.
 
     Args:
         source: a file, a folder, or a hub id.
-        words: model=MODEL, and the keys of the section `data`.
+        words: model=MODEL, and keys of the section `data`.
 
     Raises:
-        ValueError: a setting, a source or a row that cannot be used.
+        ValueError: a setting, the source or a row cannot be used.
     """
+    # 1. Read the data set.
     own, rest = own_words(ViewSettings, words)
     kind = "path" if is_local(source) else "name"
     data = read_words(DataConfig, rest, {"task": "jsonl", kind: source})
     require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)
     found = survey(data)
     every = [*found.train, *found.test]
+    # 2. Counts.
     kinds = Counter(map(kind_of, every))
-    columns = dict.fromkeys(name for e in every[:100] for name in e.fields)
+    columns = dict.fromkeys(name for example in every[:100] for name in example.fields)
     lines = [
         f"{source}: {len(found.train)} training and {len(found.test)} test examples",
         f"columns that rewards may name: {', '.join(columns) or 'none'}",
         "gold answers: " + ", ".join(f"{n} {name}" for name, n in kinds.most_common()),
         *found.notes,
     ]
+    # 3. The first prompts, as tokens if a model is named.
     tokenizer = None
     if own.model is not None:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
         data = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
+    hint = "" if tokenizer else " (model=MODEL shows its tokens)"
     form = Form.of(data.prompt_template, data.system_prompt, bool(data.chat))
     for number, example in enumerate(found.train[:SHOWN], 1):
-        lines.append(f"prompt {number}{'' if tokenizer else ' (model=MODEL shows its tokens)'}:")
-        lines += _shown(form.dress(example), tokenizer, data)
+        prompt = form.dress(example).prompt
+        lines.append(f"prompt {number}{hint}:")
+        if tokenizer is not None:
+            lines += prompt_lines(tokenizer, prompt, data.template_kwargs)
+        elif isinstance(prompt, str):
+            lines += [f"  | {line}" for line in prompt.split("\n")]
+        else:
+            lines += [f"  | {message['role']}: {message['content']!r}" for message in prompt]
         lines.append(f"  gold answer: {example.answer!r} ({kind_of(example)})")
     return lines
 
 
 def kind_of(example: Example) -> str:
-    """Return how the gold answer of an example is judged."""
+    """Return how completions are compared with the gold answer of an example."""
     if example.answer is None:
         return "without an answer"
     if parse_number(example.answer) is not None:
         return "judged as numbers"
-    return "judged as " + ("expressions" if is_expression(example.answer) else "texts")
-
-
-def _shown(example: Example, tokenizer: Any, data: DataConfig) -> list[str]:
-    if tokenizer is not None:
-        return prompt_lines(tokenizer, example.prompt, data.template_kwargs)
-    if isinstance(example.prompt, str):
-        return [f"  | {line}" for line in example.prompt.split("\n")]
-    return [f"  | {message['role']}: {message['content']!r}" for message in example.prompt]
+    if is_expression(example.answer):
+        return "judged as expressions"
+    return "judged as texts"

@@ -1,6 +1,6 @@
-"""Evaluation on held-out questions: accuracy strict and lenient, mean reward, pass@k, maj@k.
+"""Evaluation on held-out questions: strict and lenient accuracy, mean reward, pass@k and maj@k.
 
-The samples of a question are not independent: a standard error is that of the mean over questions.
+The samples of a question are not independent, so standard errors are computed over questions.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
 SHOWN_SAMPLE = 200  # characters of a completion
-# (prompts, *, samples, temperature, seed) → the samples, those of a prompt side by side.
+# Called as generate(prompts, samples=, temperature=, seed=). The samples of a prompt are adjacent.
 Generate = Callable[..., Samples]
 
 
 class EvalResult(NamedTuple):
-    """The metrics of an evaluation, and the values that they are means of."""
+    """Metrics of an evaluation, and the values per question from which they are computed."""
 
-    metrics: dict[str, float]  # `eval_…`, and standard errors `eval_…_se`
-    per_question: dict[str, list[float]]  # NaN: does not count
-    lines: list[str]  # time, tokens per second, and the first sample with its score
+    metrics: dict[str, float]  # `eval_…`, with standard errors `eval_…_se`
+    per_question: dict[str, list[float]]  # NaN is left out of the mean
+    lines: list[str]  # time, tokens per second, and the first sample with its verdict
 
 
 def evaluate(
@@ -48,35 +48,46 @@ def evaluate(
     seed: int = 0,
     prompt_texts: Callable[[Sequence[Prompt]], list[str]] | None = None,
 ) -> EvalResult:
-    """Ask every question `samples` times and count.
+    """Ask every question `samples` times and judge the answers.
 
     Args:
-        rewards: also report their mean; samples that a reward failed on do not count in it.
-        scorer: how the completions of an example are judged.
-        samples: completions per question; at temperature 0 all samples of a question are equal.
-        k: values for pass@k and maj@k, each at most `samples`.
-        batch_size: completions per call of `generate` (at least one question); None: one call.
-        prompt_texts: returns prompts as the model receives them, which may open a thought.
+        generate: samples completions for prompts.
+        examples: the questions with their gold answers.
+        rewards: reward functions whose mean is reported, too. Samples without a reward are left
+            out of the mean. None computes no rewards.
+        scorer: returns the judge of an example's completions.
+        samples: completions per question. At temperature 0 the samples of a question are equal.
+        temperature: sampling temperature; 0 is greedy.
+        k: values of k for pass@k and maj@k, each at most `samples`.
+        batch_size: completions per call of `generate`; None makes one call.
+        seed: seed of the first batch.
+        prompt_texts: returns prompts as the model receives them. A chat template may end with the
+            start of the answer, which then counts as a part of the completion.
 
-    Returns eval_accuracy_strict, eval_accuracy_lenient, eval_reward (+ `_se` each),
-    eval_rewards/<fn>, eval_pass@k and eval_maj@k (strict), the same with `_lenient`, eval_n,
-    eval_samples.
+    Returns:
+        eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function>,
+        eval_pass@k and eval_maj@k with their standard errors, the last two also with the ending
+        `_lenient`; eval_n and eval_samples.
 
-    Raises ValueError for no examples, or a wrong number of texts.
+    Raises:
+        ValueError: there are no examples, or `generate` returned a wrong number of texts.
     """
     require(len(examples), "examples", "at least one", "none")
     per_question: dict[str, list[float]] = {}
     accuracies: dict[str, list[float]] = {}
-    seconds = tokens = 0.0
+    seconds = 0.0
+    tokens = 0
     first = ""
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)
     for start in range(0, len(examples), stride):
+        # 1. Sample.
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
         begun = time.perf_counter()
         done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
+        # 2. Judge the answers.
         repeated = [e for e in batch for _ in range(samples)]
         texts = [""] * len(batch) if prompt_texts is None else prompt_texts(prompts)
         sent = [text for text in texts for _ in range(samples)]
@@ -86,6 +97,7 @@ def evaluate(
             said = judged[i * samples : (i + 1) * samples]
             for name, value in _accuracies(scorer(example), said, k).items():
                 accuracies.setdefault(name, []).append(value)
+        # 3. Compute the rewards.
         if rewards is not None:
             result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
             scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
@@ -93,17 +105,19 @@ def evaluate(
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
                 per_question.setdefault(name, []).extend(means)
         first = first or _sample_line(scorer(batch[0]), judged[0])
+    # 4. Means over questions.
     per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
         mean, error = mean_and_error([v for v in values if not math.isnan(v)])
-        metrics[f"eval_{name}"], metrics[f"eval_{name}_se"] = mean, error
-    speed = f"{tokens:.0f} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+        metrics[f"eval_{name}"] = mean
+        metrics[f"eval_{name}_se"] = error
+    speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
     return EvalResult(metrics, per_question, [speed, first])
 
 
 def _sample_line(scorer: Scorer, text: str) -> str:
-    """Return the first sample of an evaluation in one line, with how it was judged."""
+    """Return a sample in one line, with the answers found in it and the verdicts."""
     shown = text if len(text) <= SHOWN_SAMPLE else f"{text[:20]} … {text[20 - SHOWN_SAMPLE :]}"
     if scorer.gold is None:
         return f"first sample: {shown!r}"
@@ -116,7 +130,7 @@ def _sample_line(scorer: Scorer, text: str) -> str:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, sqrt(Σ(v − mean)² / (n−1) / n); NaN where n is too small."""
+    """Return the mean and its standard error sqrt(Σ(v - mean)² / (n - 1) / n), or NaN."""
     n = len(values)
     mean = math.fsum(values) / n if n else math.nan
     if n < 2:
@@ -125,27 +139,31 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples hold a correct one: 1 − C(n−c, k) / C(n, k).
+    """Return the probability that k of n samples contain a correct one, of which c are correct.
 
-    Unbiased (Chen et al. 2021, 2107.03374), as a product so that no large binomial is formed.
+    The estimate 1 - C(n - c, k) / C(n, k) is unbiased (Chen et al. 2021, arXiv 2107.03374). It is
+    computed as a product because the binomials overflow.
     """
-    fits, came = 0 <= correct <= n and 1 <= k <= n, f"n={n}, correct={correct}, k={k}"
+    fits = 0 <= correct <= n and 1 <= k <= n
+    came = f"n={n}, correct={correct}, k={k}"
     require(fits, "pass_at_k", "0 ≤ correct ≤ n and 1 ≤ k ≤ n", came)
+    # Fewer than k samples are wrong, so every choice contains a correct one.
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """The most frequent answer, the first of equals; None (not found) has no vote."""
+    """Return the most frequent answer, or the first of several. None stands for no answer."""
     votes = Counter(answer for answer in answers if answer is not None)
-    return max(votes, key=votes.__getitem__) if votes else None  # max keeps the first of equals
+    return max(votes, key=votes.__getitem__) if votes else None  # max returns the first of equals
 
 
 def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
-    """Name → value of one question; nothing where it has no answer.
+    """Return the accuracies of one question by name. A question without gold answer has none.
 
-    maj@k is how often a vote is right, over the disjoint blocks of k among the samples.
+    The samples are cut into blocks of k. The value of maj@k is the share of blocks whose majority
+    is right.
     """
     if scorer.gold is None:
         return {}
@@ -164,12 +182,12 @@ def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str,
 
 
 def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
-    """The rollout of a `Policy`, or of its engine, in the form `evaluate` asks for."""
+    """Return a function for `evaluate` that samples from a policy or from its engine."""
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Samples:
-        options, key = sampling.model_copy(update={"temperature": temperature}), ("evaluate", seed)
+        options = sampling.model_copy(update={"temperature": temperature})
         return rollouts.generate(
-            policy, prompts, options, group_size=samples, seed=key, engine=engine
+            policy, prompts, options, group_size=samples, seed=("evaluate", seed), engine=engine
         )
 
     return generate
@@ -178,11 +196,17 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 def build_evaluation(
     asked: EvalConfig, splits: Splits, policy: Any, rewards: RewardSet, max_new_tokens: int
 ) -> Callable[[Engine], dict[str, float]]:
-    """A function that gives an engine's metrics, by the same prompts and seed each time.
+    """Return the evaluation of a run, which uses the same prompts and seed each time.
 
-    Recorded rollouts have no prompts: their evaluation is empty.
+    Args:
+        asked: the section `eval`.
+        splits: the data. Recorded rollouts have no prompts, so their evaluation is empty.
+        policy: the policy, for its tokenizer and length limit.
+        rewards: the reward functions of the run.
+        max_new_tokens: the limit if the section `eval` has none.
 
-    max_new_tokens: of the rollout, where the evaluation does not have its own.
+    Returns:
+        A function that takes an engine and returns the metrics.
     """
     if splits.data.task == TRACES:
         return lambda engine: {}
@@ -191,7 +215,7 @@ def build_evaluation(
     scorer = functools.partial(scorer_for, splits.data.task)
     length = asked.max_new_tokens or max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
-    # `evaluate` makes the batches here, and with them the random numbers of a sampled evaluation.
+    # `evaluate` forms the batches. Smaller batches in the engine would change the random numbers.
     sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
     return lambda engine: evaluate(
         policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,

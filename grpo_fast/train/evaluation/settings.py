@@ -1,4 +1,4 @@
-"""The settings of `grpo-fast eval`, and the recipe or run that completes them."""
+"""Settings of `grpo-fast eval`, completed by a recipe or by the run that is evaluated."""
 
 from __future__ import annotations
 
@@ -29,42 +29,51 @@ DEFAULT_REWARDS = {
     "arithmetic": ("exact_match",),
     "jsonl": ("exact_match",),
 }
-NEW_TOKENS, TEMPERATURE = 256, 0.7  # where neither settings nor a recipe say it
-# What a recipe's section `eval` says unless a setting does.
+NEW_TOKENS = 256  # without a setting and without a recipe
+# Settings that a recipe's section `eval` provides.
 OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
 
 
 class EvalSettings(HeldOut):
-    """The `key=value` settings of `grpo-fast eval`.
+    """Settings of `grpo-fast eval`.
 
-    A run's folder, or `recipe`, brings data, system prompt, rewards, lengths and sampling.
+    A run's folder, or `recipe`, provides data, system prompt, rewards, lengths and sampling.
     """
 
-    recipe: str | None = None  # a recipe's name or a YAML file
-    data: UserPath | None = None  # jsonl file, folder or hub id
+    recipe: str | None = None
+    """Name of a recipe or path of a YAML file."""
+    data: UserPath | None = None
+    """File, folder or hub id of the questions."""
     task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
+    """As data.task of a recipe; so are the following five."""
     columns: dict[str, str] | None = None
     prompt_template: str | None = None
     system_prompt: str | None = None
     chat: bool | None = None
     template_kwargs: dict[str, Any] | None = None
-    temperature: float = Field(TEMPERATURE, gt=0)  # of the sampled pass
-    # for pass@k and maj@k; None: 1, 2, 4, … up to samples
+    temperature: float = Field(0.7, gt=0)
+    """Temperature of the sampled pass."""
     k: Annotated[list[Positive] | None, CommaList] = None
+    """Values of k for pass@k and maj@k; null takes 1, 2, 4 and so on up to `samples`."""
     batch_size: Positive = 64
+    """Completions that are sampled at a time."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the weights."""
     device: str = "auto"
+    """Torch device; auto takes a GPU if one exists."""
     seed: int = 0
-    out: UserPath | None = None  # also write the metrics to this JSON file
+    """Seed of the questions and of sampling."""
+    out: UserPath | None = None
+    """JSON file for the metrics; null writes none."""
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a sampled pass follows the greedy one; of completed settings."""
+        """True if a sampled pass follows the greedy pass. Call it on completed settings."""
         return self.samples > 1 or "temperature" in self.model_fields_set
 
 
 class Source(NamedTuple):
-    """A model to evaluate: its own folder or hub id, and the run that made it, if it is a run's."""
+    """A model to evaluate, with the run that trained the model if a run's folder was named."""
 
     name: str
     path: str
@@ -72,7 +81,15 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, model: str) -> Source:
+        """Return the source for a model's folder, a hub id or a run's folder.
+
+        Raises:
+            ValueError: the folder does not exist, or belongs to a run without a saved model.
+        """
         folder = home_path(model)
+        is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+        require(not is_path or os.path.isdir(folder), "model", "a model or a run",
+                f"{model!r}: no such folder")  # fmt: skip
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
             return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
@@ -82,7 +99,7 @@ class Source(NamedTuple):
         return cls(model, folder, None)
 
     def model_config_for(self, settings: EvalSettings, allow_code: bool) -> ModelConfig:
-        """How to load it; of a run its own classes only if its configuration says so."""
+        """Return the section `model` for loading. A run must trust its own code as well."""
         trusted = self.run is None or self.run.model.trust_remote_code
         return ModelConfig(
             path=self.path, dtype=settings.dtype, device=settings.device,
@@ -91,6 +108,7 @@ class Source(NamedTuple):
 
 
 def is_model(word: str) -> bool:
+    """Return True if a word names a model instead of setting a key."""
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 
@@ -102,41 +120,51 @@ def parse_settings(words: Sequence[str]) -> EvalSettings:
 
 
 def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) -> RunConfig | None:
-    """The recipe that completes the settings: the named one, else the first run among the models.
+    """Return the recipe that completes the settings: `recipe`, or the first run of the sources.
 
-    Raises ValueError where rewards name code to import that was not allowed.
+    Raises:
+        ValueError: a reward names code to import, and `allow` is False.
     """
     runs = [(f"{source.name}/config.yaml", source.run) for source in sources if source.run]
     if settings.recipe is not None:
         runs = [(settings.recipe, load_recipe(settings.recipe, []))]
-    for where, run in runs[:1]:
-        for reward in run.rewards:
-            came = f"{reward.name!r}, whose code would be run; --allow-code allows that"
-            came += " to a folder that you trust"
-            fits = allow or ":" not in reward.name
-            require(fits, "rewards", f"built-in ones in {where}", came)
-        return run
-    return None
+    if not runs:
+        return None
+    where, run = runs[0]
+    for reward in run.rewards:
+        fits = allow or ":" not in reward.name
+        came = f"{reward.name!r}, which runs code; if you trust the folder, add --allow-code"
+        require(fits, "rewards", f"built-in rewards in {where}", came)
+    return run
 
 
 def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
-    """Fill the settings that nobody set with those of the recipe's evaluation."""
-    own, changes, length = settings.model_dump(exclude_unset=True), {}, NEW_TOKENS
+    """Return the settings with those of the recipe's evaluation where none were given."""
+    given = settings.model_dump(exclude_unset=True)
+    changes: dict[str, Any] = {}
+    length = NEW_TOKENS
     if recipe is not None:
+        length = recipe.rollout.max_new_tokens
         changes = {name: getattr(recipe.eval, name) for name in OF_THE_RECIPE}
-        samples, length = own.get("samples", changes["samples"]), recipe.rollout.max_new_tokens
+        samples = given.get("samples", changes["samples"])
         changes["k"] = [size for size in changes["k"] if size <= samples] or None
         if recipe.eval.temperature:  # 0 is the greedy pass
             changes["temperature"] = recipe.eval.temperature
-    whole = settings.model_copy(update={**changes, **own})
-    whole.max_new_tokens = whole.max_new_tokens or length
-    expected = f"values from 1 to samples={whole.samples}"
-    require(max(whole.k or [1]) <= whole.samples, "k", expected, whole.k)
-    return whole
+    complete = settings.model_copy(update={**changes, **given})
+    complete.max_new_tokens = complete.max_new_tokens or length
+    expected = f"values from 1 to samples={complete.samples}"
+    require(max(complete.k or [1]) <= complete.samples, "k", expected, complete.k)
+    return complete
 
 
-def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
-    """Where the questions come from. Raises ValueError where nothing says it."""
+def data_of(
+    settings: EvalSettings, recipe: RunConfig | None, models: Sequence[str] = ()
+) -> DataConfig:
+    """Return the section `data` of the questions.
+
+    Raises:
+        ValueError: neither a setting nor a recipe names the questions.
+    """
     fields: dict[str, Any] = recipe.data.model_dump() if recipe else {"task": "gsm8k"}
     if settings.data is not None:
         kind = "path" if is_local(settings.data) else "name"
@@ -147,5 +175,7 @@ def data_of(settings: EvalSettings, recipe: RunConfig | None) -> DataConfig:
             fields[name] = value
     whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
     fits = fields["task"] not in ("gsm8k", "jsonl") or fields.get("path") or fields.get("name")
-    require(fits, "data", f"data=<jsonl file, folder or hub id> {whose}", "nothing")
+    missing = [name for name in models if not os.path.isdir(os.path.expanduser(name))]
+    came = f"nothing, and no folder {missing[0]!r} exists here" if missing else "nothing"
+    require(fits, "data", f"data=<jsonl file, folder or hub id> {whose}", came)
     return validated(DataConfig, fields, at="data")

@@ -1,1 +1,1 @@
-"""The models of a run: policy, reference, their loading and memory options."""
+"""Models of a run: policy and reference, their loading, and options that save memory."""

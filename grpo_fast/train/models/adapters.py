@@ -1,4 +1,4 @@
-"""LoRA adapters: a new one on a model, or one that peft has saved."""
+"""LoRA adapters: new ones, and adapters that peft has saved."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ FRESH = "add model.lora={r: 16} to merge it and train a new one"
 
 
 def adapter_at(path: str) -> Any | None:
-    """Return the peft configuration of the adapter in a folder or at a hub id; None without one.
+    """Return the peft configuration of the adapter in a folder or at a hub id.
 
-    Raises ValueError for an adapter that is not LoRA, or that names no base model.
+    Returns:
+        The configuration, or None if the path has no adapter.
+
+    Raises:
+        ValueError: the adapter is not LoRA, or names no base model.
     """
     folder = Path(path)
     is_adapter = (folder / FILE).is_file() if folder.is_dir() else _is_on_hub(path)
@@ -28,7 +32,7 @@ def adapter_at(path: str) -> Any | None:
     try:
         found = peft.PeftConfig.from_pretrained(path)
         kind = found.peft_type.value
-    except Exception as error:  # damaged JSON, other types, fields of a newer peft
+    except Exception as error:  # peft raises many classes for damaged files
         raise ValueError(f"model.path: expected {FILE} in {path}, got {reason(error)}") from error
     base = found.base_model_name_or_path
     require(kind == "LORA", "model.path", "a LoRA adapter", f"{kind} in {path}")
@@ -49,22 +53,31 @@ def _is_on_hub(path: str) -> bool:
 
 
 def check_trainable(found: Any, path: str) -> None:
-    """Raise a ValueError for an adapter with more than low-rank matrices."""
+    """Raise a ValueError if an adapter has parts that training would not restore."""
     is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
     came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
     require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
 
 
 def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty: bool) -> Any:
-    """Return a base model with a saved adapter, to be trained; with `lora`, merged into it.
+    """Return a base model with a saved adapter.
 
-    Raises UserWarning for an adapter that lacks a weight.
+    Args:
+        model: the base model.
+        path: folder or hub id of the adapter.
+        found: the adapter's configuration.
+        lora: settings of a new adapter. If given, the saved adapter is merged into the weights.
+            None trains the saved adapter.
+        empty: the model has no weights yet. They will be copied from rank 0.
+
+    Raises:
+        UserWarning: the adapter lacks a weight.
     """
     import peft
 
     if empty:
-        # The weights come from rank 0.
         return model if lora is not None else peft.get_peft_model(model, found)
+    # peft warns about missing weights and leaves them random, so turn the warning into an error.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         adapted = peft.PeftModel.from_pretrained(model, path, is_trainable=lora is None)
@@ -75,7 +88,7 @@ def with_new(model: Any, lora: LoraConfig) -> Any:
     import peft
 
     settings = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, lora_dropout=0.0,
+        r=lora.r, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )  # fmt: skip
     return peft.get_peft_model(model, settings)

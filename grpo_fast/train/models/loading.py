@@ -1,7 +1,7 @@
-"""A policy from a folder, the hub or a configuration: all of it, or a refusal.
+"""Loading of a policy from a folder, the hub or a configuration.
 
-transformers fills weights that are missing, or of another shape, with random numbers and prints a
-table. Here that is a ValueError, and so is what a damaged file makes its reader raise, in one line.
+transformers fills missing weights with random numbers and prints a table. This module raises a
+ValueError instead, and turns errors of damaged files into a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ from grpo_fast.train.models.self_check import self_check
 
 log = logging.getLogger(__name__)
 
-BPE_TEXTS = 4000  # training examples a BPE tokenizer is trained on
+BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
 
 
 def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
-    """The model at `config.path`, or one with random weights (torch's seed) for `tokenizer`.
+    """Return the policy that a configuration describes.
 
-    A path of a LoRA adapter stands for its base model with the adapter, which is trained; with
-    `config.lora` the adapter is merged, and a new one is trained.
+    A path of a LoRA adapter loads the base model with the adapter, which is then trained. With
+    `config.lora` the saved adapter is merged and a new one is trained.
 
-    empty: build it on the meta device: sharding brings the weights of rank 0.
+    Args:
+        config: the section `model`. Random weights depend on torch's seed.
+        tokenizer: the tokenizer; None loads the model's.
+        empty: build the model on the meta device. Sharding copies the weights from rank 0.
 
-    Raises ValueError for a model that is not there, not whole, or that would be computed wrongly.
+    Raises:
+        ValueError: the model does not exist, is incomplete, or is not supported.
     """
     device = _device(config.device)
+    # 1. Load or build the model.
     with torch.device("meta") if empty else nullcontext():
         saved = None if config.path is None else adapter_at(config.path)
         if saved is not None:
@@ -53,16 +58,19 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
         else:
             model = _from_config(dict(config.config or {}), tokenizer)
             model.to(getattr(torch, config.dtype))
+        # 2. Apply the memory options before peft wraps the layers in modules of other names.
         model.to("meta" if empty else device)
         apply_options(model, config)
+        # 3. Add the saved adapter, a new one, or both.
         if saved is not None:
             with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
                 model = with_saved(model, str(config.path), saved, config.lora, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
+    # 4. Build the policy and compare it with the model on random tokens.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
-    policy = Policy(model, tokenizer, attn=config.attn, autocast=autocast, home=device)
+    policy = Policy(model, tokenizer, autocast=autocast, home=device)
     policy.starts_at_base = saved is None or config.lora is not None
     _check_vocabulary(policy)
     if empty:
@@ -72,11 +80,13 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
 
 
 def _check_vocabulary(policy: Policy) -> None:
-    """Refuse a tokenizer with a token of texts, or padding, beyond the rows of the embedding.
+    """Raise a ValueError if the tokenizer has ids beyond the rows of the embedding.
 
-    Special tokens may lie beyond, as Gemma 3's for images: prompts with it are refused.
+    Special tokens are exempt, for example the image token of Gemma 3. Prompts with such a token are
+    refused later.
     """
-    tokenizer, rows = policy.tokenizer, policy.lm.get_input_embeddings().weight.shape[0]
+    tokenizer = policy.tokenizer
+    rows = policy.lm.get_input_embeddings().weight.shape[0]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     largest = max([policy.pad_id, *(i for i in tokenizer.get_vocab().values() if i not in special)])
@@ -86,9 +96,11 @@ def _check_vocabulary(policy: Policy) -> None:
 
 
 def _load_model(config: ModelConfig, empty: bool) -> Any:
+    """Load a model with transformers, and check that all weights were found."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path, allow_code = str(config.path), config.trust_remote_code
+    path = str(config.path)
+    allow_code = config.trust_remote_code
     keywords: dict[str, Any] = {"trust_remote_code": allow_code}
     dtype = getattr(torch, config.dtype)
     with _reading(path, "a model's folder or hub id"):
@@ -99,7 +111,7 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # they are refused below, with their shapes
+            ignore_mismatched_sizes=True,  # refused below with a better message
             output_loading_info=True,
             **keywords,
         )
@@ -108,8 +120,12 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
 
 
 def _check_keys(path: str, report: dict[str, Any]) -> None:
-    """Refuse missing weights and other shapes that transformers reports; log superfluous ones."""
-    others, missing = report["mismatched_keys"], report["missing_keys"]
+    """Raise a ValueError for weights that transformers reports as missing or of wrong shape.
+
+    Weights without a place in the model are logged.
+    """
+    others = report["mismatched_keys"]
+    missing = report["missing_keys"]
     extras = report["unexpected_keys"]
     if others:
         name, stored, expected = sorted(others)[0]
@@ -123,14 +139,16 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
             f"{len(missing)} of them: {_listed(missing)}"
         )
     if extras:
-        count, names = len(extras), _listed(extras)
-        log.warning("%s: %d weights have no place in the model: %s", path, count, names)
+        names = _listed(extras)
+        log.warning("%s: %d weights have no place in the model: %s", path, len(extras), names)
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
+    """Return the tokenizer of a model. An adapter without a tokenizer uses the base model's."""
     from transformers import AutoTokenizer
 
     path = str(config.path)
+    # peft saves an adapter without a tokenizer unless the user saves one.
     saved = adapter_at(path)
     if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = saved.base_model_name_or_path
@@ -141,7 +159,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
-    """The tokenizer made from the questions, or None where the model brings its own."""
+    """Return a tokenizer built from the questions, or None if the model has a tokenizer."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
     if model.tokenizer is None:
@@ -152,21 +170,26 @@ def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
 
 
 def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+    """Return a model with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    special = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": pad}
-    complete = {"vocab_size": len(tokenizer), **special, **fields}
+    complete = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **fields,
+    }
     try:
         check_fields(fields)
-        # A config takes any keyword, so compare with one made of defaults.
+        # A config accepts any keyword, so compare with the attributes of a default config.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
         if not unknown:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**complete))
-    except Exception as error:  # every architecture has its own words and classes for a misfit
-        refuses = f"{fields['model_type']} refuses it"
-        raise ValueError(f"model.config: {refuses}: {reason(error)}") from error
+    except Exception as error:  # each architecture raises different classes
+        kind = fields["model_type"]
+        raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
     raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
 
 
@@ -175,9 +198,9 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         probe = torch.empty(0, device=name)
-        probe.cpu()  # meta: it has no data
+        probe.cpu()  # fails for the meta device, which has no data
         return probe.device
-    except (RuntimeError, AssertionError) as error:  # unknown, or not here
+    except (RuntimeError, AssertionError) as error:  # an unknown or missing device
         why = str(error).splitlines()[0].partition(". ")[0]
         expected = "expected auto or a device of this machine"
         raise ValueError(f"model.device: {expected}, got {name!r}: {why}") from error
@@ -185,15 +208,17 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _reading(path: str, expected: str) -> Iterator[None]:
-    """Let transformers read a model in silence; a ValueError says in one line why it cannot."""
+    """Silence transformers while it reads a model, and turn its errors into a ValueError."""
     check_files(path)
     try:
         with in_silence():
             yield
-    except Exception as error:  # every reader and every architecture has its own classes
-        why, damaged = reason(error), _damaged_weights(path)
+    except Exception as error:  # readers and architectures raise many classes
+        # The readers' own messages name neither the damaged file nor the missing folder.
+        why = reason(error)
+        damaged = _damaged_weights(path)
         if damaged:
-            raise ValueError(f"model.path: expected whole weights, got {damaged}") from error
+            raise ValueError(f"model.path: expected complete weights, got {damaged}") from error
         if not Path(path).exists():
             on_the_hub = f" here, and {hub.LOCAL if hub.is_offline() else why}"
             why = "no such folder" + ("" if Path(path).is_absolute() else on_the_hub)
@@ -203,18 +228,19 @@ def _reading(path: str, expected: str) -> Iterator[None]:
 
 
 def _damaged_weights(path: str) -> str | None:
-    """The first of a folder's weight files that cannot be opened, and why (readers do not say)."""
+    """Return the first weight file of a folder that cannot be opened, with the reason."""
     from safetensors import safe_open
 
     for file in sorted(Path(path).glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
                 pass
-        except Exception as error:  # the reader has no public class for it
+        except Exception as error:  # safetensors has no public class for its errors
             return f"{file}: {error}"
     return None
 
 
 def _listed(names: Any) -> str:
+    """Return the first three of some names."""
     first = sorted(names)[:3]
     return ", ".join(first) + (", …" if len(names) > len(first) else "")

@@ -1,6 +1,6 @@
-"""Options that save memory and change no result: checkpointing, tiled MLPs, frozen weights.
+"""Options that save memory: gradient checkpointing, tiled MLPs and frozen weights.
 
-`planning/memory_model.py` has the bytes that each of them saves.
+`planning/memory_model.py` predicts how much each option saves.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from grpo_fast.train.config.base import named_in
 
 
 def apply_options(model: Any, config: ModelConfig) -> None:
+    """Apply the options of the section `model` to a model."""
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.checkpoint_offload)
     if config.tiled_mlp is not None:
@@ -27,10 +28,14 @@ def apply_options(model: Any, config: ModelConfig) -> None:
 
 
 def enable_checkpointing(model: Any, offload: bool = False) -> None:
-    """Recompute every layer in the backward pass; `offload`: its input waits on the host, pinned
-    where there is a GPU (transformers' own offload asks for pinned memory everywhere).
+    """Recompute every layer in the backward pass.
+
+    Args:
+        model: a model of transformers.
+        offload: keep the inputs of the layers in host memory. transformers has this option, too,
+            but requires pinned memory, which needs a GPU.
     """
-    newer = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.23
+    newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
     if offload:
         offload_checkpoints(model)
@@ -43,9 +48,14 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Switch off the gradients of parameters whose names match a pattern (`*`, `?` as in a shell).
+    """Exclude parameters from training.
 
-    Raises ValueError for a pattern that matches none, and when nothing is left to train.
+    Args:
+        model: the model.
+        patterns: name patterns with `*` and `?` as in a shell.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or no parameter is left to train.
     """
     for pattern in patterns:
         matches = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)]

@@ -1,4 +1,4 @@
-"""The policy: a transformers causal LM with its tokenizer."""
+"""The policy, a causal language model of transformers with its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from grpo_fast.attention import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.data import reason
 from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
@@ -30,15 +29,16 @@ Result = TypeVar("Result")
 
 
 class Policy(SampledModel):
-    """A causal LM for training on packed rows.
+    """A causal language model for training on packed rows.
 
     Args:
-        model: a transformers causal LM, or a peft model around one.
-        attn: attention for `generate`; "auto": the model's default (eager where it has a softcap).
-        autocast: dtype the trunk runs in over fp32 weights, or None.
-        home: the device that a model without weights is meant for.
+        model: a causal language model of transformers, or a peft model around one.
+        tokenizer: the tokenizer.
+        autocast: dtype of the trunk's computation over fp32 weights, or None.
+        home: device for a model that has no weights yet.
 
-    Raises ValueError for a model that packed attention or the fused head would compute wrongly.
+    Raises:
+        ValueError: packed attention or the fused head do not support the model.
     """
 
     def __init__(
@@ -46,29 +46,25 @@ class Policy(SampledModel):
         model: Any,
         tokenizer: Any,
         *,
-        attn: str = "auto",
         autocast: torch.dtype | None = None,
         home: torch.device | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, attn=attn, autocast=autocast)
+        super().__init__(model, tokenizer, autocast=autocast)
         self.home = home
-        self.kind = type(self.lm)  # of transformers; a sharded model's type is another
+        self.kind = type(self.lm)  # stored, because FSDP2 replaces the class when it shards
         check_supported(self.lm)
-        # Why completions cannot share their prompt; None: they can.
+        # The reason why completions cannot share their prompt, or None.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
         fast_layers(self.lm.base_model)
-        try:
-            self.lm.set_attn_implementation(self.generation_attn)
-        except (ImportError, ValueError) as error:
-            expected = "expected auto or an attention that transformers has here"
-            raise ValueError(f"model.attn: {expected}, got {attn!r}: {reason(error)}") from error
         self.lm.set_attn_implementation(register())
-        self.starts_at_base = True  # an adapter, if the policy has one, began at zero
+        # True unless the policy began with a trained adapter.
+        self.starts_at_base = True
         self.is_sharded = self._is_apart = self._is_inside = False
 
     @property
     def is_empty(self) -> bool:
+        """True if the model has no weights yet."""
         return head_of(self.lm).weight.is_meta
 
     @property
@@ -76,9 +72,10 @@ class Policy(SampledModel):
         return self.home if self.is_empty else self.head.weight.device
 
     def inside(self, work: Callable[[], Result]) -> Result:
-        """Run `work()` inside the model's forward, so that FSDP2 gathers the head's shards.
+        """Call `work` inside the model's forward pass, in which FSDP2 gathers the head's weights.
 
-        The tensors that it returns, with a graph, are those that lead back into the model.
+        All tensors with a graph that lead to the model must be in the result of `work`, because
+        FSDP2 attaches its backward hooks to the result.
         """
         if not self.is_sharded or self._is_inside:
             return work()
@@ -87,11 +84,12 @@ class Policy(SampledModel):
             return self.lm.inside(work)
         finally:
             self._is_inside = False
-            if not torch.is_grad_enabled():  # no backward pass follows, which would do it
+            # A backward pass would release the gathered weights. Without gradients none follows.
+            if not torch.is_grad_enabled():
                 self.lm.reshard()
 
     def hidden(self, packed: PackedTree) -> Tensor:
-        """(T, H) final hidden states; rows `packed.predicting` predict the completion tokens."""
+        """Return the final hidden states of a packed row, shape (T, H)."""
         return self.inside(lambda: self._hidden(packed))
 
     def _hidden(self, packed: PackedTree) -> Tensor:
@@ -106,15 +104,18 @@ class Policy(SampledModel):
         hidden: Tensor | None = None,
         support: Support | None = None,
     ) -> Tensor:
-        """(R,) fp32 log-probabilities of the completion tokens; no logits stored under no_grad.
+        """Return the log-probabilities of the completion tokens, fp32 of shape (R,).
 
         Args:
-            hidden: what `hidden(packed)` gave, where that is known already.
-            support: of the completion tokens, as in `linear_logps`.
+            packed: the packed row.
+            temperature: temperature of the log-probabilities.
+            hidden: result of `hidden(packed)`; None computes the hidden states.
+            support: token ids that the sampler kept, as in `linear_logps`.
         """
 
         def logps() -> Tensor:
-            head, states = self.head, self.hidden(packed) if hidden is None else hidden
+            head = self.head
+            states = self.hidden(packed) if hidden is None else hidden
             return linear_logps(
                 states, head.weight, packed.target_ids, hidden_rows=packed.predicting,
                 bias=head.bias, temperature=temperature, support=support, **head.logit_kwargs,
@@ -123,12 +124,15 @@ class Policy(SampledModel):
         return self.inside(logps)
 
     def shard(self, mesh: Any) -> None:
+        """Shard the model over a device mesh."""
         sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint holds, by name, of tied ones the first: the model's; over a
-        base that is loaded from a path the adapter's alone. A sharded model has this rank's shards.
+        """Return the weights of a checkpoint by name.
+
+        Tied weights appear once. If the base model can be loaded from its path again, only the
+        adapter's weights are returned. A sharded model returns this rank's shards.
         """
         is_adapter = self.model is not self.lm and bool(self.lm.name_or_path)
         unique = dict[int, tuple[str, Tensor]]()
@@ -138,21 +142,23 @@ class Policy(SampledModel):
         return dict(unique.values())
 
     def agreed(self) -> AbstractContextManager[None]:
-        """A context in which one rank's error is raised on all, where all make this forward pass:
-        that of sharded weights, but not in a rollout.
+        """Return a context that raises an error of one rank on all ranks.
+
+        It has an effect where all ranks make the same passes: with sharded weights, outside of
+        rollouts.
         """
         in_step = self.is_sharded and not self._is_apart
         return distributed.together() if in_step else nullcontext()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Let each rank make passes of its own, with all of the weights of a sharded model."""
+        """Gather all weights of a sharded model, so that ranks can make different passes."""
         with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
             yield
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let each rank make forward passes of its own, as in rollouts, whose lengths differ."""
+        """Allow ranks to make different numbers of forward passes, as rollouts do."""
         self._is_apart = True
         try:
             yield
@@ -160,17 +166,19 @@ class Policy(SampledModel):
             self._is_apart = False
 
     def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a context in which the LoRA adapter is switched off."""
         require(self.model is not self.lm, "model.lora", "a peft model", "a plain one")
         return self.model.disable_adapter()
 
     def frozen_copy(self) -> Policy:
-        """A copy without gradients that shares nothing with this policy: the reference model."""
+        """Return a copy without gradients, which shares no tensors, for use as the reference."""
+        # A shallow copy keeps tokenizer and settings; only the weights are copied.
         twin = copy.copy(self)
         twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
 
     def trainable_copy(self) -> Policy:
-        """A copy that trains what this policy trains, apart from the head that makes logits."""
+        """Return a copy that trains the same parameters except the LM head, for a critic."""
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)
         twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
@@ -178,7 +186,7 @@ class Policy(SampledModel):
         return twin
 
     def freeze_head(self) -> None:
-        """Leave the weights of the logits out of training, unless they are the embedding's, too."""
+        """Exclude the LM head from training, unless it is tied to the embedding."""
         head = self.lm.get_output_embeddings()
         if head.weight is not self.lm.get_input_embeddings().weight:
             head.requires_grad_(False)
@@ -187,6 +195,8 @@ class Policy(SampledModel):
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def save(self, directory: str | Path) -> None:
+        """Save model and tokenizer in the format of transformers, with an adapter merged."""
+        # Merge a copy, because merging changes the weights of the model in place.
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
@@ -197,12 +207,14 @@ class Policy(SampledModel):
 
 @contextmanager
 def in_silence() -> Iterator[None]:
-    """Without transformers' bars, which would run through the run's own, and its table of missing
-    weights, which our own refusal sums up.
+    """Switch off transformers' progress bars and warnings.
+
+    The bars would interrupt the run's progress bar, and missing weights raise an error anyway.
     """
     from transformers.utils import logging
 
-    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    was_on = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""The model that the KL term pulls towards, and the weight of that term."""
+"""The reference model of the KL divergence, and the divergence's weight β."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig, requi
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 
-MOST_RELATIVE_ERROR = 0.2  # of the relative error that one step answers to
+MOST_RELATIVE_ERROR = 0.2  # limit of the relative error of the KL in one step
 
 
 class Reference:
-    """The reference model: none, a frozen or synced copy, LoRA's adapter off, or another model.
+    """The reference model: a frozen or synced copy, the policy without its adapter, or none.
 
     Args:
-        policy: as it is at the start of training (after a warm start).
-        another: of `load_another`.
+        policy: the policy at the start of training, after a warm start.
+        config: the section `reference`.
+        another: a different model from `load_another`, or None.
     """
 
     def __init__(
         self, policy: Policy, config: ReferenceConfig, another: Policy | None = None
     ) -> None:
-        self.policy, self.config, self.copy = policy, config, another
-        # Without an adapter that began elsewhere, the model is not the start of the run.
+        self.policy = policy
+        self.config = config
+        self.copy = another
+        # Switching the adapter off gives the start of the run only if the adapter began at zero.
         by_adapter = policy.model is not policy.lm and policy.starts_at_base
         if another is None and config.kind != "none" and not by_adapter:
             self.copy = policy.frozen_copy()
@@ -41,7 +44,7 @@ class Reference:
 
     @torch.no_grad()
     def hidden(self, packed: PackedTree) -> Tensor:
-        """(R, H) final hidden states of the rows that predict the completion tokens."""
+        """Return the hidden states that predict the completion tokens, shape (R, H)."""
         with self._switched():
             return (self.copy or self.policy).hidden(packed).index_select(0, packed.predicting)
 
@@ -49,28 +52,40 @@ class Reference:
     def logps(
         self, packed: PackedTree, temperature: float, support: Support | None = None
     ) -> Tensor:
-        """(R,) fp32 logps of the completion tokens, in the layout the policy is trained in."""
+        """Return the log-probabilities of the completion tokens, fp32 of shape (R,).
+
+        The packed row is that of the policy's training, so that both models round alike.
+        """
         with self._switched():
             return (self.copy or self.policy).logps(packed, temperature, support=support)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
+        """Move a synced reference towards the policy if an update is due."""
         if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
             return
-        mine, policys = self.copy.model.parameters(), self.policy.model.parameters()
-        for own, theirs in zip(mine, policys, strict=True):
-            own.lerp_(theirs.to(own.dtype), self.config.mixing)
+        copies = self.copy.model.parameters()
+        for copy, current in zip(copies, self.policy.model.parameters(), strict=True):
+            copy.lerp_(current.to(copy.dtype), self.config.mixing)
 
+    # Without a copy the reference is the policy with its adapter switched off.
     def _switched(self) -> AbstractContextManager[None]:
         return nullcontext() if self.copy is not None else self.policy.without_adapter()
 
 
 def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) -> Policy | None:
-    """The frozen model at `config.path`, which answers for the policy's tokens; None without.
+    """Load a different model as the frozen reference.
 
-    model: of the policy, whose dtype and device it takes.
+    Args:
+        config: the section `reference`.
+        model: the section `model`, whose dtype and device are used.
+        policy: the policy.
 
-    Raises ValueError for one with another vocabulary, another head or less room than the policy.
+    Returns:
+        The model at `config.path`, or None without a path.
+
+    Raises:
+        ValueError: vocabulary, rows of the head or length limit do not fit the policy.
     """
     if config.path is None:
         return None
@@ -82,33 +97,48 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
         other = load_policy(own, empty=policy.is_empty)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
+    # Both models must assign the same ids, have equally many logits, and accept equally long rows.
     _check_vocabulary(policy.tokenizer, other.tokenizer)
-    rows, came = (x.head.weight.shape[0] for x in (policy, other))
+    rows = policy.head.weight.shape[0]
+    came = other.head.weight.shape[0]
     require(rows == came, "reference.path", f"a head of {rows} rows as the policy's", came)
-    expected = f"room for the policy's {policy.positions} tokens"
+    expected = f"a length limit of at least the policy's {policy.positions} tokens"
     require(other.positions >= policy.positions, "reference.path", expected, other.positions)
     other.model.requires_grad_(False).eval()
     return other
 
 
 def _check_vocabulary(tokenizer: Any, other: Any) -> None:
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    """Raise a ValueError unless two tokenizers have the same tokens with the same ids."""
+    ours = tokenizer.get_vocab()
+    theirs = other.get_vocab()
     moved = sum(theirs.get(token) != index for token, index in ours.items())
-    came = f"one of {len(theirs)}, where {moved} of the policy's have no or another id"
+    came = f"{len(theirs)} tokens, and {moved} of the policy's have a different id or none"
     expected = f"the policy's vocabulary of {len(ours)} tokens"
     require(ours == theirs, "reference.path", expected, came)
 
 
 class KLWeight:
-    """β, the weight of the KL to the reference: fixed, or led towards a target (1909.08593)."""
+    """The weight β of the KL divergence: constant, or adapted to a target (arXiv 1909.08593).
+
+    Args:
+        beta: initial weight.
+        config: the section `kl`.
+    """
 
     def __init__(self, beta: float, config: KLConfig) -> None:
-        self.value, self.config = float(beta), config
+        self.value = float(beta)
+        self.config = config
 
     def after_step(self, kl: float, completions: int) -> None:
-        """β ← β·(1 + completions/horizon·clip(kl/target − 1, ±0.2)); a KL of NaN moves nothing."""
+        """Set β ← β · (1 + completions / horizon · clip(kl / target - 1, ±0.2)).
+
+        Args:
+            kl: mean KL of the step. NaN leaves β unchanged.
+            completions: number of completions of the step.
+        """
         if self.config.target is None or math.isnan(kl):
             return
         error = min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)
-        # Of a step beyond the horizon no more is counted: the weight would reach 0 and stay there.
+        # Without the limit of 1, a large step could set β to 0, from which it never recovers.
         self.value *= 1 + error * min(completions / self.config.horizon, 1.0)

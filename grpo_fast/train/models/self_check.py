@@ -1,4 +1,4 @@
-"""The trial of packed rows and the fused head, which every policy passes when it is loaded."""
+"""Test of packed rows and the fused head, which runs when a policy is loaded."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from grpo_fast.train.models.policy import Policy
 
 @torch.no_grad()
 def self_check(policy: Policy) -> float:
-    """Compare packed logps with the model's own logits on random tokens.
+    """Compare log-probabilities of packed rows with the model's logits on random tokens.
 
-    Finds a head with an unknown rule, attention that ignores the layout, experts drawn at random in
-    training, and limits of the configuration that packed rows miss. Weights in fp32 are replaced by
-    random ones in a second round.
+    The test finds heads with an unknown transform of the logits, attention that ignores the packed
+    layout, experts chosen at random in training, and position limits that packed rows would exceed.
+    A second round uses random fp32 weights, in which small errors are visible.
 
     Returns:
         The largest difference with the model's weights, in nats.
 
     Raises:
-        ValueError: a difference beyond the dtype's tolerance, or logits that are NaN.
+        ValueError: the difference exceeds the tolerance of the dtype, or logits are NaN.
     """
     least = trial.LENGTH
     expected = f"at least {least}"
     require(policy.positions >= least, "max_position_embeddings", expected, policy.positions)
-    kind, dtype = policy.lm.config.model_type, policy.autocast or policy.head.weight.dtype
-    training, tolerance = policy.lm.training, check_tolerance(dtype)
+    kind = policy.lm.config.model_type
+    dtype = policy.autocast or policy.head.weight.dtype
+    tolerance = check_tolerance(dtype)
+    training = policy.lm.training
     try:
         difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
-    except (AttributeError, TypeError) as error:  # the model computes with its mask
+    except (AttributeError, TypeError) as error:  # the model reads the mask, which is absent here
         raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
     finally:
         policy.lm.train(training)
@@ -46,27 +48,30 @@ def self_check(policy: Policy) -> float:
             f"model_type {kind}: packed attention with the fused head "
             f"differs from its own logits by {worst:.3g} nats (expected ≤ "
             f"{tolerance} in {dtype}); its head, attention or training mode "
-            "has a rule this trainer does not know"
+            "does something that this trainer does not support"
         )
     return difference
 
 
 def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
-    """Return the largest difference in nats; `starts`: see `trial.worst_gap`."""
+    """Return the largest difference in nats. See `trial.worst_gap` for `starts`."""
     groups = trial.draw_groups(max(len(starts), 1), policy.head.weight.shape[0])
-    is_shared, lm = policy.unshared is None, policy.lm
+    is_shared = policy.unshared is None
+    lm = policy.lm
+    # 1. Positions that begin at 0, with completions of different lengths.
     if not starts:
         ((prompt, (first, second)),) = groups
         ragged = [first, second[:3]]
         pack = pack_groups([(prompt, ragged)], shared=is_shared, device=policy.device)
         with small_windows(lm):
             return _gap(policy, pack, [[prompt + ids] for ids in ragged], [()] * 2)
+    # 2. Positions that begin at `starts`.
     pack = pack_groups(groups, shared=is_shared, device=policy.device)
     layout = copy.copy(pack.layout)
     vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
     rows = [prompt + ids for prompt, pair in groups for ids in pair]
     places = [start for start in starts for _ in "ab"]
-    # The first group passes alone: a model may look at the largest position of all.
+    # The first group is a separate batch, because a model may read the largest position of a batch.
     batches = [rows[:2], rows[2:]][: len(starts)]
     with small_windows(lm, positions=False):
         pack = dataclasses.replace(pack, layout=layout)
@@ -76,8 +81,8 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
 def _gap(
     policy: Policy, pack: PackedTree, rows: list[list[list[int]]], starts: Sequence[Sequence[int]]
 ) -> float:
-    """Compare packed logps with the model's own of batches of rows that begin at `starts`."""
-    policy.lm.train()  # experts that are drawn at random in training would show
+    """Compare a packed row with the model's log-probabilities of padded batches, in nats."""
+    policy.lm.train()  # experts that are chosen at random in training show a difference
     ours = policy.logps(pack)
     with policy.generation():
         pairs = zip(rows, starts, strict=False)

@@ -1,1 +1,1 @@
-"""From a batch of completions to an optimizer step: gradients, critic, memory budget."""
+"""Training on the samples of a step: packing, gradients, critic, optimizer and memory budget."""

@@ -1,4 +1,4 @@
-"""The samples of a step in packed micro-batches, planned before the first forward pass."""
+"""Packing of a step's samples into micro-batches, planned before the first forward pass."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from grpo_fast.rollout import Samples
 from grpo_fast.train.ranks.distributed import sum_
 from grpo_fast.train.update.micro_batch import MicroBatch
 
-# Columns that `precompute` computes once per step and every update reads.
+# Columns of Samples that `precompute` fills once per step and that every update reads.
 FIXED = (
     "old_logps", "ref_logps", "ref_hidden", "teacher", "values", "returns", "token_advantages",
 )  # fmt: skip
 
 
 class Totals(NamedTuple):
-    """The counts that divide the losses of an optimizer step, over all ranks."""
+    """Counts over all ranks that normalise the losses of an optimizer step."""
 
-    items: int  # tokens that count
+    items: int  # tokens with a loss
     completions: int
     micro_batches: int
     trunk_tokens: int
@@ -38,18 +38,26 @@ class Totals(NamedTuple):
 
 
 class StepBatch:
-    """The samples of one step in micro-batches of at most `budget` trunk tokens.
+    """The samples of one step in micro-batches of limited size.
 
-    `minibatches[k]` are the micro-batches of one optimizer step; a sample that exceeds the budget
-    gets one alone. With several ranks each has a share of every minibatch: whole groups with about
-    as many tokens as the other ranks', and idle micro-batches until all ranks have equally many.
-    `totals[k]` count over all ranks.
+    The micro-batches of one optimizer step are in `minibatches[k]`, and `totals[k]` has their
+    counts over all ranks. A sample above the token budget gets a micro-batch alone.
+
+    With several ranks each rank has a share of every minibatch. A share consists of complete groups
+    and has about as many tokens as the other shares. Idle micro-batches are added until all ranks
+    have the same number.
 
     Args:
-        samples: with `advantages`, the samples of a group next to each other.
-        minibatches: optimizer steps per pass; it divides the number of samples.
-        shared: the samples of a group share one copy of their prompt.
-        trees: the samples are recorded ones, whose equal prefixes share rows.
+        samples: samples with advantages. The samples of a group are adjacent.
+        group_size: samples per group (G).
+        minibatches: optimizer steps per pass. The number divides the number of samples.
+        budget: trunk tokens of a micro-batch.
+        device: device of the packed tensors.
+        shared: store the prompt of a group once in a micro-batch.
+        trees: the samples are recorded rollouts. Equal prefixes of any samples are stored once.
+        mask_truncated: leave samples without an EOS out of the loss.
+        rank: number of this rank.
+        ranks: number of ranks.
     """
 
     def __init__(
@@ -66,7 +74,7 @@ class StepBatch:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.given = samples.on(device)  # without what `precompute` adds
+        self.given = samples.on(device)  # without the columns of `precompute`
         self.samples = dataclasses.replace(self.given)
         self.group_size = group_size
         self.rank = rank
@@ -78,7 +86,7 @@ class StepBatch:
         self.budget = budget
         self.mask_truncated = mask_truncated
         self.advantages = samples.advantages
-        # A NaN marks a sample without a verdict.
+        # The advantage is NaN if no reward function could judge the sample.
         self.counts = ~(samples.truncated & mask_truncated | self.advantages.isnan())
         self.has_fixed = False
         self.parts: list[list[int]] = []
@@ -92,40 +100,45 @@ class StepBatch:
 
     @property
     def trunk_tokens(self) -> int:
-        """Tokens that one pass over the batch sends through the trunk, on all ranks."""
+        """Tokens that one pass sends through the transformer's trunk, on all ranks."""
         return sum(each.trunk_tokens for each in self.totals)
 
     @property
     def largest(self) -> int:
+        """Trunk tokens of this rank's largest micro-batch."""
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
     @property
     def completion_mask(self) -> Tensor:
-        """(R,) bool on the host: the token counts."""
+        """Mask of the completion tokens with a loss, bool of shape (R,) on the host."""
         lengths = torch.tensor(self.samples.lengths)
         return self.counts.repeat_interleave(lengths)
 
     def deal(self, order: Sequence[int]) -> None:
-        """Deal the samples to the minibatches in this order."""
-        hands = [order[first : first + self.size] for first in range(0, len(order), self.size)]
-        self.parts = [sorted(hand) for hand in hands]  # a prompt's samples next to each other
+        """Distribute the samples over the minibatches in the given order, and pack them."""
+        parts = [order[first : first + self.size] for first in range(0, len(order), self.size)]
+        # Sort each part, so that the samples of a prompt are adjacent and can share it.
+        self.parts = [sorted(part) for part in parts]
         self.pack(self.budget, keep_fixed=True)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Deal the samples, or whole groups, in an order that follows from the seed alone."""
+        """Distribute the samples, or complete groups, in a random order given by the seed."""
         size = self.group_size if by_group else 1
         blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
     def pack(self, budget: int, keep_fixed: bool = False) -> None:
-        """Distribute the samples over micro-batches of at most `budget` trunk tokens. Collective.
+        """Distribute the samples over micro-batches. Collective call.
 
-        keep_fixed: keep what `precompute` computed; otherwise forget it.
+        Args:
+            budget: trunk tokens of a micro-batch.
+            keep_fixed: keep the columns of `precompute`. Otherwise they are dropped.
         """
         self.budget = budget
         if keep_fixed:
-            self.exchange(FIXED)  # a sample may go to another rank
+            # A sample may move to a different rank, which then needs the sample's columns.
+            self.exchange(FIXED)
         else:
             self.samples = dataclasses.replace(self.given)
             self.has_fixed = False
@@ -134,25 +147,24 @@ class StepBatch:
         self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
-        """Give every rank the columns of all ranks' samples. Collective.
-
-        The sum of a rank's values and the zeros of the other ranks has the bits of the values.
-        """
+        """Send the named columns of all ranks' samples to every rank. Collective call."""
         if self.ranks == 1:
             return
-        own = torch.zeros(0, dtype=torch.int64, device=self.device)  # all may be idle
+        # Each rank adds its values to zeros of the other ranks, which keeps every bit. The empty
+        # tensor serves a rank whose micro-batches are all idle.
+        own = torch.zeros(0, dtype=torch.int64, device=self.device)
         own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
             column = getattr(self.samples, name)
             if column is not None:
-                # gloo adds neither bools nor bf16.
+                # gloo can add neither bools nor bf16.
                 dtype = torch.promote_types(column.dtype, torch.float32)
                 every = torch.zeros_like(column, dtype=dtype)
                 every[own] = column[own].to(dtype)
                 setattr(self.samples, name, sum_(every).to(column.dtype))
 
     def used_advantages(self) -> tuple[Tensor, ...]:
-        """Return the advantages of the completion tokens of each sample. Collective."""
+        """Return the advantages of each sample's completion tokens. Collective call."""
         lengths = self.samples.lengths
         if self.samples.token_advantages is not None:
             self.exchange(["token_advantages"])
@@ -160,12 +172,13 @@ class StepBatch:
         return self.advantages.repeat_interleave(torch.tensor(lengths)).split(lengths)
 
     def packed(self, groups: Sequence[Sequence[int]]) -> MicroBatch:
+        """Return a micro-batch of these samples, given as indices by group."""
         options: Any = {"shared": self.shared, "trees": self.trees}
         return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
         """Return this rank's micro-batches of a minibatch, and the totals of all ranks."""
-        # 1. Deal whole groups to the ranks, and plan the micro-batches of each.
+        # 1. Give complete groups to the ranks, and plan the micro-batches of each rank.
         group_of = self.samples.group.tolist()
         groups = [list(members) for _, members in groupby(part, key=group_of.__getitem__)]
         plans = []
@@ -174,13 +187,15 @@ class StepBatch:
             plan = self._plan([groups[g] for g in own], budget)
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
-        # 2. Pack this rank's; add idle ones up to the number of the rank that has the most.
+        # 2. Pack this rank's micro-batches. FSDP gathers weights in every pass, so all ranks must
+        #    make equally many: add idle micro-batches.
         micro_batches = [self.packed(chosen) for chosen in plans[self.rank]]
         missing = max(map(len, plans)) - len(micro_batches)
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count. The loss takes len(part)/G as the number of prompts: scale to those present.
+        # 3. Count tokens. For prompt_mean the loss divides by len(part) / G prompts, but shuffled
+        #    completions may belong to more prompts: scale the divisors accordingly.
         tokens = [n if counts else 0 for n, counts in
                   zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
         scale = len(groups) * self.group_size / len(part)
@@ -192,6 +207,7 @@ class StepBatch:
         return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
+        """Return the micro-batches of some groups, each as lists of sample indices by group."""
         if self.trees:
             every = [i for group in groups for i in group]
             rows = plan_trees([self.samples.sample(i) for i in every], budget)
@@ -203,18 +219,28 @@ class StepBatch:
         return self.samples.prompt_lengths[group[0]], [self.samples.lengths[i] for i in group]
 
     def _cost(self, group: Sequence[int]) -> int:
+        """Return the trunk tokens of a group."""
         if self.trees:
             return tree_tokens([self.samples.sample(i) for i in group])
         return trunk_tokens(*self._lengths(group), shared=self.shared)
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deal numbers to the ranks, the costliest first, each to the rank with the least so far."""
-    # All ranks compute this alone and must agree: of equal costs, and of equal loads, the first.
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    """Assign items to ranks so that the sums of their costs are similar.
+
+    Args:
+        costs: cost of each item.
+        ranks: number of ranks.
+
+    Returns:
+        For each rank the sorted indices of its items.
+    """
+    # Every rank computes this assignment and must get the same one. `sorted` is stable and `min`
+    # returns the first minimum, so ties are broken in the same way.
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for number in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
         least = min(range(ranks), key=loads.__getitem__)
-        hands[least].append(number)
-        loads[least] += costs[number]
-    return [sorted(hand) for hand in hands]
+        assigned[least].append(item)
+        loads[least] += costs[item]
+    return [sorted(items) for items in assigned]

@@ -1,4 +1,4 @@
-"""Trunk tokens of a micro-batch: predicted by the memory model, halved when memory runs out."""
+"""Token budget of micro-batches, predicted from memory and halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# What allocators say when there is no room, beside torch.OutOfMemoryError.
+# Parts of messages by which allocators report that memory ran out, besides OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass
 class BudgetState:
-    """The budget as it was lowered, and the largest micro-batches so far."""
+    """State of the budget in a checkpoint."""
 
     tokens: Positive
     largest: Count
@@ -33,12 +33,13 @@ class BudgetState:
 
 
 class TokenBudget:
-    """The token budget of a run for a model.
+    """Number of trunk tokens that a micro-batch may have.
 
     Args:
-        memory: what a step takes; None: not known.
-        fixed: `tokens_per_microbatch`, to start with.
-        in_step: the ranks hold shards, and cannot try again one by one.
+        device: device of the training.
+        memory: predicted memory of a step; None if the model is unknown, which sets no limit.
+        fixed: initial budget (`tokens_per_microbatch`); None uses the prediction.
+        in_step: the ranks hold shards, so that a single rank cannot repeat a pass.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class TokenBudget:
         self.device = device
         self.memory = memory
         self.in_step = in_step
-        self.largest = self.most_rows = 0  # trunk and completion tokens of a micro-batch, so far
+        # Most trunk and completion tokens of a micro-batch so far.
+        self.largest = self.most_rows = 0
         self.tokens = fixed or min(distributed.gather(self._default()))
 
     def _default(self) -> int:
@@ -57,20 +59,23 @@ class TokenBudget:
         tokens = self.memory.tokens(limit)
         if tokens == 0:
             needed = (self.memory.fixed + self.memory.head) / GIB
-            said = "memory: %.1f GiB predicted before the first token, usable are %.1f; one "
-            log.warning(said + "completion at a time is tried", needed, limit / GIB)
+            log.warning(
+                "memory: %.1f GiB predicted before the first token, %.1f GiB usable; "
+                "trying one completion at a time", needed, limit / GIB,
+            )  # fmt: skip
         return max(tokens, 1)
 
     def note(self, batch: StepBatch) -> None:
-        """Remember the largest micro-batch so far."""
+        """Record the size of the largest micro-batch."""
         rows = [len(micro.rows) for micro in batch.micro_batches]
         self.largest = max(self.largest, batch.largest)
         self.most_rows = max(self.most_rows, *rows)
 
     def refuse(self, error: Exception) -> str:
-        """Return the message of an out-of-memory error. Raise any other error.
+        """Return the message of an out-of-memory error. Raise every other error again.
 
-        Raises ValueError for ranks that hold shards: they cannot try again one by one.
+        Raises:
+            ValueError: memory ran out, and the ranks hold shards.
         """
         if not is_out_of_memory(error):
             raise error
@@ -78,14 +83,22 @@ class TokenBudget:
         if self.in_step:
             raise ValueError(
                 f"tokens_per_microbatch: memory ran out ({failure}), and ranks that hold "
-                "shards cannot try again; expected fewer tokens (resume=auto goes on)"
+                "shards cannot try again; set fewer tokens and resume=auto"
             ) from error
         return failure
 
     def lower(self, batch: StepBatch, reason: str) -> None:
-        """Halve the budget. Raises ValueError if each micro-batch has one completion. Collective.
+        """Halve the budget. Collective call.
 
-        Call it without the exception: its frames hold the memory of the failed attempt.
+        Call this after the exception has been released, because its frames hold the tensors of the
+        failed pass.
+
+        Args:
+            batch: the batch that did not fit.
+            reason: message of the error.
+
+        Raises:
+            ValueError: every micro-batch has a single completion already.
         """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -110,7 +123,7 @@ class TokenBudget:
 
     @property
     def predicted_peak(self) -> int | None:
-        """Bytes, for the largest micro-batch so far."""
+        """Predicted memory of the largest micro-batch so far in bytes, or None."""
         return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
 
 
@@ -120,11 +133,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Bytes a run may plan with: the same whatever else runs, and with it the packing."""
+    """Return the bytes that a run may use.
+
+    The value does not depend on other processes, so that a repeated run packs the same batches.
+    """
     if device.type == "cuda":
         return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
     return USABLE_CPU * host_memory()
 
 
 def host_peak() -> int:
+    """Return the largest resident memory of this process so far in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,6 +1,7 @@
-"""PPO's value function: V of the state before each completion token, and its share of a step.
+"""PPO's value function, its loss, and the advantages computed from its values.
 
-V(s_t) is read at the row that predicts token t: a prompt's last row serves all first tokens.
+The value V(s_t) of the state before token t is computed from the hidden state that predicts token
+t. The last hidden state of a prompt therefore serves the first tokens of all completions.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.objective.advantages import whitened
-from grpo_fast.objective.aggregation import Total, step_weights
-from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
@@ -32,9 +31,13 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class Critic:
-    """A linear value head, zero at the start, on the policy's trunk or on one of its own.
+    """Value function: a linear head, initially zero, on the layers of a model.
 
-    trunk: a model of the critic's own; None: the policy's, which the value loss then trains.
+    Args:
+        policy: the policy.
+        config: the section `critic`.
+        trunk: a separate model for the critic. None uses the policy's layers, which the value loss
+            then trains as well.
     """
 
     def __init__(self, policy: Policy, config: CriticConfig, trunk: Policy | None = None) -> None:
@@ -48,17 +51,29 @@ class Critic:
         self.trunk.model.train()
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that only the critic trains."""
         return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
 
     def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
-        """The policy's kind of optimizer for the critic's own parameters, at its own rate."""
+        """Return an optimizer for the critic's parameters.
+
+        Args:
+            config: the section `optim`. The learning rate is `critic.lr` if that is set.
+            total_steps: optimizer steps of the run.
+        """
         rate = self.config.lr or config.lr
         return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
 
     def values(self, packed: PackedTree, policys_hidden: Tensor | None = None) -> Tensor:
-        """(R,) fp32 values of the states that predict the completion tokens.
+        """Compute the values of the states before the completion tokens.
 
-        policys_hidden: (T, H) of the policy for the same row, which a shared trunk need not repeat.
+        Args:
+            packed: a packed row with T tokens, of which R are completion tokens.
+            policys_hidden: the policy's hidden states of the row, shape (T, H). A shared critic
+                uses them instead of computing them again.
+
+        Returns:
+            fp32 tensor of shape (R,).
         """
         states = policys_hidden if self.is_shared else None
         states = self.trunk.hidden(packed) if states is None else states
@@ -67,21 +82,26 @@ class Critic:
     def backward(
         self, policy_loss: Tensor, batch: MicroBatch, hidden: Tensor, weights: Tensor
     ) -> dict[str, Tensor]:
-        """Gradients of policy_loss + coef·Σ w_t·ℓ_t; metrics of the two losses.
+        """Compute the gradients of policy_loss + coef · Σ weight · value loss.
 
         Args:
-            hidden: (T, H) of the policy, with its graph.
-            weights: (R,) w_t, 0 where a token does not count.
+            policy_loss: 0-d tensor with its graph.
+            batch: the micro-batch.
+            hidden: the policy's hidden states, shape (T, H), with their graph.
+            weights: weights of the tokens in the loss, shape (R,).
+
+        Returns:
+            Metrics of the two losses.
         """
-        if not self.is_shared:  # the policy's activations are gone before the critic's come
+        # A separate model: free the policy's activations before the critic computes its own.
+        if not self.is_shared:
             policy_loss.backward()
         old = batch.column("values")
         returns = batch.column("returns")
         assert old is not None and returns is not None
         values = self.values(batch.packed, hidden)
         losses, clipped = value_losses(
-            values, old, returns, self.config.loss,
-            epsilon=self.config.epsilon, delta=self.config.delta,
+            values, old, returns, self.config.loss, epsilon=self.config.epsilon
         )  # fmt: skip
         value_loss = (weights * losses).sum()
         weighted = self.config.coef * value_loss
@@ -91,10 +111,13 @@ class Critic:
         return {"loss": total, "value/loss": value_loss, "value/clip_ratio": fraction}
 
     def values_after_the_end(self, batch: StepBatch) -> Tensor:
-        """Return (N·G,) V of the state after the last token of each sample that was cut off.
+        """Compute the value after the last token of each truncated sample.
 
-        It is 0 for a sample that ended with EOS or that belongs to another rank. The state is in
-        no micro-batch: these samples are packed once more, with one more token.
+        No micro-batch contains the state after the last token. Truncated samples are therefore
+        packed again with one more token.
+
+        Returns:
+            Tensor of shape (samples,), 0 for samples that ended with EOS or belong to other ranks.
         """
         is_cut = batch.samples.truncated.tolist()
         following = torch.zeros(len(is_cut))
@@ -104,16 +127,18 @@ class Critic:
                 cut = []
             if cut:
                 following[cut] = self._last_values(batch, cut).cpu()
-            elif self.trunk.is_sharded:  # all ranks make equally many forward passes
+            # Ranks that hold shards must make equally many forward passes.
+            elif self.trunk.is_sharded:
                 self._last_values(batch, micro.chosen[:1])
         return following
 
     def _last_values(self, batch: StepBatch, cut: list[int]) -> Tensor:
+        """Return the values after the last tokens of the samples with indices `cut`."""
         samples = batch.samples
         groups = []
         for _, members in groupby(cut, key=lambda i: i // batch.group_size):
             listed = list(members)
-            # Any last token will do: only the state that predicts it is read.
+            # Any token can be appended, because only the state before it is used.
             completions = [samples.completion(i) for i in listed]
             longer = [torch.cat([ids, ids[-1:]]) for ids in completions]
             groups.append((samples.prompt(listed[0]), longer))
@@ -123,23 +148,24 @@ class Critic:
     def estimate_advantages(
         self, batch: StepBatch, beta: float | None, estimator: str, following: Tensor | None
     ) -> None:
-        """Write the GAE of every token, whitened, and its return = advantage + value. Collective.
+        """Write the advantage (GAE) and return of every token into the samples. Collective call.
 
-        Mean and deviation are those of the tokens that count, over the whole step; other tokens
-        get 0.
+        Advantages are whitened over the tokens of the step that have a loss. Other tokens get 0.
 
         Args:
-            beta: weight of the KL to the reference that is subtracted from each token's reward.
-            following: (N·G,) of `values_after_the_end`.
+            batch: the samples of the step with their values.
+            beta: weight of the KL divergence in the rewards; None leaves it out.
+            estimator: estimator of the KL divergence.
+            following: result of `values_after_the_end` on this rank; None uses 0.
         """
         config = self.config
         samples = batch.samples
         assert samples.values is not None
-        # 1. One row per sample, as `gae` takes them.
+        # 1. Pad to one row per sample, as `gae` expects.
         lengths = torch.tensor(samples.lengths)
         is_token = torch.arange(int(lengths.max())) < lengths[:, None]
 
-        def by_sample(column: Tensor) -> Tensor:
+        def by_sample(column: Tensor) -> Tensor:  # (R,) -> (samples, longest)
             rows = torch.zeros(is_token.shape, dtype=column.dtype)
             rows[is_token] = column.cpu()
             return rows
@@ -147,7 +173,7 @@ class Critic:
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)
         rewards = by_sample(rewards_with_kl(batch, beta, estimator))
-        # 2. Advantages, and returns by a lambda of their own.
+        # 2. Compute advantages, and returns with a separate lambda.
         alpha = config.lam_alpha
         lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
         lam_returns = config.lam if config.lam_returns is None else config.lam_returns
@@ -157,25 +183,26 @@ class Critic:
         same = alpha is None and lam_returns == lam
         towards = advantages if same else gae(rewards, values, config.gamma, lam_returns, **ends)
         returns = towards + torch.where(counts, values, 0.0)
-        # 3. Whiten over the step.
+        # 3. Whiten over the step, and return to flat columns.
         if config.whiten and counts.any():
             advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
         samples.token_advantages = advantages[is_token].to(batch.device)
         samples.returns = returns[is_token].to(batch.device)
 
     def shard(self, mesh: Any) -> None:
+        """Shard head and separate model over a device mesh."""
         sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 
     def weights(self) -> dict[str, Tensor]:
-        """As `Policy.weights`, of the head and of a trunk of its own."""
+        """Return the weights of the head and of a separate model by name, for a checkpoint."""
         head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
         trunk = {} if self.is_shared else self.trunk.weights()
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
-        """The head as safetensors; a model of its own beside it, as `critic.path` takes both."""
+        """Save the head, and a separate model, in a folder that `critic.path` can name."""
         from safetensors.torch import save_file
 
         folder = Path(directory)
@@ -187,16 +214,24 @@ class Critic:
 
 
 def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy) -> Critic | None:
-    """The critic of a run, with the head that lies in `critic.path`, if one does; None without.
+    """Return the critic of a run, or None if the run has none.
 
-    model: the policy's, whose dtype and options a model of the critic's own takes.
+    Args:
+        critic: the section `critic`. A value head in the folder `path` is loaded.
+        model: the section `model`, whose dtype and options a separate model uses.
+        policy: the policy.
+
+    Raises:
+        ValueError: the model or the value head cannot be loaded.
     """
+    # 1. A head on the policy's layers, or on a copy of the policy.
     if critic is None:
         return None
     if critic.kind == "shared":
         return Critic(policy, critic)
     if critic.path is None:
         return Critic(policy, critic, policy.trainable_copy())
+    # 2. A separate model.
     own = model.model_copy(update={"path": critic.path, "config": None})
     try:
         trunk = load_policy(own, policy.tokenizer, empty=policy.is_empty)
@@ -204,39 +239,29 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
     loaded = Critic(policy, critic, trunk)
+    # 3. A saved value head. A folder of a language model has none, and the head starts at zero.
     file = Path(critic.path) / HEAD_FILE
     if file.is_file():
         from safetensors.torch import load_file
 
         try:
             loaded.head.load_state_dict(load_file(file))
-        except Exception as error:  # the reader has no public class for it
+        except Exception as error:  # safetensors has no public class for its errors
             expected = f"expected a value head of width {loaded.head.in_features} in {file}"
             raise ValueError(f"critic.path: {expected}, got {error}") from error
     return loaded
 
 
-def token_weights(
-    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
-) -> Tensor:  # (R,)
-    """w_t of the policy's loss for every token of a micro-batch, 0 where one does not count;
-    `items` and `completions` are the whole optimizer step's.
-    """
-    ends = batch.packed.cu_seqlens.long()
-    counts = batch.completion_mask
-    before = torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
-    active = before[ends[1:]] - before[ends[:-1]]
-    weights = step_weights(
-        str(config.aggregation), active, batch.active_tokens,
-        max_completion_length=config.max_completion_length, num_items_in_batch=items,
-        num_completions_in_batch=completions, group_size=config.group_size,
-    )  # fmt: skip
-    # Told its size, a GPU need not be waited for.
-    return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
-
-
 def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:
-    """Return (R,): −β·kl_t of each token plus its own reward; by default all at the last token."""
+    """Return the rewards of tokens, shape (R,), from which the KL divergence is subtracted.
+
+    Without rewards per token the reward of a sample belongs to its last token.
+
+    Args:
+        batch: the samples of the step.
+        beta: weight of the KL divergence; None subtracts nothing.
+        estimator: estimator of the KL divergence.
+    """
     samples = batch.samples
     rewards = torch.zeros_like(samples.logps)
     if beta is not None:
@@ -249,7 +274,7 @@ def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Ten
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:
-    """Return `value/…` of the values behind the step's advantages, over its active tokens."""
+    """Return metrics of the values from which the advantages of a step were computed."""
     samples = batch.samples
     assert samples.values is not None and samples.returns is not None
     counts = batch.completion_mask.to(samples.values.device)

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer step, micro-batch by micro-batch."""
+"""Accumulation of the gradients of one optimizer step over its micro-batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grpo_fast import (
     DivergenceTerm,
@@ -16,13 +17,14 @@ from grpo_fast import (
     linear_grpo_loss,
 )
 from grpo_fast.attention import Head, PackedTree
+from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
 from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks.distributed import full_tensor
 from grpo_fast.train.update.batch import Totals
-from grpo_fast.train.update.critic import Critic, token_weights
+from grpo_fast.train.update.critic import Critic
 from grpo_fast.train.update.micro_batch import MicroBatch
 
 
@@ -38,15 +40,21 @@ def accumulate(
     distill: DistillConfig | None = None,
     totals: Totals | None = None,
 ) -> LossMetrics:
-    """Add up the gradients of one optimizer step. The normalisers are those of the whole step.
+    """Accumulate the gradients of one optimizer step in the parameters.
 
     Args:
+        policy: the policy.
+        minibatch: this rank's micro-batches of the optimizer step.
+        config: the loss.
         correct_sampling: pass the sampler's logps to the loss.
         validate: as in `linear_grpo_loss`.
-        critic: its value loss is added, under the same normalisers.
-        ref_head: head of the reference, for micro-batches with its hidden states.
-        distill: how strongly the policy follows the reference as a teacher; None: by an exact KL.
-        totals: of the step on all ranks; None: `minibatch` is all of it.
+        critic: value function whose loss is added, or None.
+        ref_head: LM head of the reference, for an exact divergence.
+        distill: the section `distill`; None computes the exact KL of `loss.kl_estimator`.
+        totals: counts over all ranks, by which the losses are normalised. None counts `minibatch`.
+
+    Returns:
+        The metrics of the optimizer step on this rank.
     """
     items, completions, *_ = totals or Totals.of(minibatch)
     alone = policy_term(config)
@@ -54,7 +62,7 @@ def accumulate(
     by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
-        # 1. What the loss reads of each token.
+        # 1. Collect the inputs of the loss.
         mask = batch.completion_mask
         total: Any = batch.prompt_items if by_prompt else items
         by_token = batch.column("token_advantages")
@@ -73,20 +81,22 @@ def accumulate(
         }
         term = divergence_term(batch, ref_head, config, distill)
         heads_inputs = {**inputs, "support": batch.support, "divergence": term}
-        # 2. Hidden states and fused loss, inside of the model's forward pass.
+        # 2. Compute hidden states and fused loss inside the model's forward pass, where FSDP2 has
+        #    gathered the weights of the head.
         loss, hidden, output = policy.inside(
             partial(packed_loss, policy, batch.packed, advantages, alone, validate, heads_inputs)
         )
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Backward pass, through a critic too.
+        # 3. Backward pass, through the critic as well.
         if critic is None:
             loss.backward()
         else:
             weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
-        # 4. Metrics. FSDP2 gathers in every pass, so an idle micro-batch gets this far.
+        # 4. Record metrics. An idle micro-batch ends here: it had to make the passes above, in
+        #    which FSDP2 gathers weights from all ranks.
         if batch.is_idle:
             continue
         if not is_alone or (distill is not None and term is not None):
@@ -106,7 +116,19 @@ def packed_loss(
     validate: str,
     inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """Return the loss with its graph, the (T, H) hidden states behind it, and the LossOutput."""
+    """Compute the fused loss of a packed row.
+
+    Args:
+        policy: the policy.
+        packed: the packed row with T tokens.
+        advantages: shape (B,) or (R,).
+        config: the loss.
+        validate: as in `linear_grpo_loss`.
+        inputs: further arguments of `linear_grpo_loss`.
+
+    Returns:
+        The loss, the hidden states of shape (T, H), and the LossOutput.
+    """
     hidden = policy.hidden(packed)
     head = policy.head
     output = linear_grpo_loss(
@@ -117,7 +139,7 @@ def packed_loss(
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss without an exact KL, which is computed as a divergence."""
+    """Return the loss configuration without an exact KL, which a DivergenceTerm computes."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -126,7 +148,11 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the divergence from a teacher or the reference; None without their columns."""
+    """Return the divergence from a teacher or the reference.
+
+    Returns:
+        The term for `linear_grpo_loss`, or None if the micro-batch has no columns for one.
+    """
     scores = batch.column("teacher")
     ref_hidden = batch.column("ref_hidden")
     teacher: TeacherHead | TeacherTopK
@@ -145,6 +171,30 @@ def divergence_term(
 
 
 def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return 0-d: the KL to a reference that the loss does not read, over active tokens."""
+    """Return the mean KL to a reference over active tokens, for a loss that does not compute it."""
     kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
     return kl[mask].sum() / mask.sum().clamp(min=1)
+
+
+def token_weights(
+    batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
+) -> Tensor:  # (R,)
+    """Return the weight of each token in the policy's loss, 0 for tokens without a loss.
+
+    Args:
+        batch: the micro-batch with R completion tokens.
+        config: the loss, for its aggregation.
+        items: tokens of the optimizer step, or the divisor of each completion.
+        completions: completions of the optimizer step.
+    """
+    ends = batch.packed.cu_seqlens.long()
+    counts = batch.completion_mask
+    before = pad(counts.long().cumsum(0), (1, 0))
+    active = before[ends[1:]] - before[ends[:-1]]
+    weights = step_weights(
+        str(config.aggregation), active, batch.active_tokens,
+        max_completion_length=config.max_completion_length, num_items_in_batch=items,
+        num_completions_in_batch=completions, group_size=config.group_size,
+    )  # fmt: skip
+    # Without output_size, repeat_interleave would wait for the GPU to count the result.
+    return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts

@@ -1,4 +1,4 @@
-"""A slice of the step's samples in one packed row."""
+"""Micro-batch: some samples of a step in one packed row."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from grpo_fast.rollout.samples import ranges, select_support
 
 @dataclass
 class MicroBatch:
-    """B samples in one row: the trunk sees T tokens, the head the R that predict one."""
+    """B samples in one packed row, with T trunk tokens and R completion tokens."""
 
-    samples: Samples  # of the whole step
-    chosen: list[int]  # the samples in this row, in the order of B and R
-    rows: Tensor  # (R,) int64: the places of this row's completion tokens in the step's
+    samples: Samples  # all samples of the step
+    chosen: list[int]  # indices of the B samples
+    rows: Tensor  # (R,) int64, index of each completion token in the columns of the step
     packed: PackedTree
-    completion_mask: Tensor  # (R,) bool: the token counts
-    advantages: Tensor  # (B,) fp32; 0 where a sample does not count
-    support: Support | None  # of the R tokens
-    prompt_items: Tensor | None = None  # (B,) fp64: the divisors of `aggregation: prompt_mean`
-    is_idle: bool = False  # no token counts: another rank has one micro-batch more
+    completion_mask: Tensor  # (R,) bool, True for tokens with a loss
+    advantages: Tensor  # (B,) fp32, 0 for samples without a loss
+    support: Support | None  # token ids that the sampler kept, for the R tokens
+    prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
+    is_idle: bool = False  # has no loss, and exists to equalise the number of passes of all ranks
 
     @classmethod
     def pack(
@@ -43,11 +43,12 @@ class MicroBatch:
         """Pack samples into one row.
 
         Args:
-            samples: the table of the step.
-            groups: the samples of this row; each group has samples of one prompt.
-            counts: (all samples of the step,) bool: the sample's tokens count.
-            shared: the samples of a group share one copy of their prompt.
-            trees: equal prefixes of any samples share rows.
+            samples: all samples of the step.
+            groups: indices of the samples to pack. Each group has samples of one prompt.
+            counts: bool of shape (samples of the step,), True for samples with a loss.
+            device: device of the packed tensors.
+            shared: store the prompt of a group once.
+            trees: store equal prefixes of any samples once.
         """
         chosen = [i for group in groups for i in group]
         packed: PackedTree
@@ -56,6 +57,7 @@ class MicroBatch:
         else:
             listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
             packed = pack_groups(listed, shared=shared, device=device)
+        # Rows of this micro-batch in the flat columns of the step.
         at = torch.tensor(chosen)
         rows = ranges(samples.rows, at)
         assert samples.advantages is not None
@@ -70,15 +72,20 @@ class MicroBatch:
         )
 
     def column(self, name: str) -> Tensor | None:
-        """Return a column's values of this row's completion tokens, (R, …); None: no column."""
+        """Return a column of the samples for the completion tokens of this row.
+
+        Returns:
+            Tensor of shape (R, …), or None if the samples do not have the column.
+        """
         values = getattr(self.samples, name)
         return None if values is None else values[self.rows]
 
     def write(self, name: str, values: Tensor) -> None:
-        """Write the values of this row's completion tokens into a column of the step."""
+        """Write values of shape (R, …) into a column of the step's samples."""
         self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
+        """Return a copy in which no token has a loss."""
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
 

@@ -1,4 +1,4 @@
-"""AdamW with a schedule, and a step that survives a bad gradient."""
+"""AdamW with a learning rate schedule, clipping and protection against non-finite gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ class OptimizerState:
 
 
 class Optimizer:
-    """AdamW with clipping and a schedule. Drops gradients that are not finite; three end a run."""
+    """AdamW with clipping and a schedule.
+
+    A step whose gradient is not finite is skipped. Three such steps in a row raise an error.
+
+    Args:
+        parameters: the parameters to train.
+        config: the section `optim`.
+        total_steps: optimizer steps of the run, for the schedule.
+    """
 
     def __init__(
         self, parameters: list[nn.Parameter], config: OptimConfig, total_steps: int
@@ -46,18 +54,23 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
+        """Learning rate of the next step."""
         kind = self.config.schedule
         warmup = self.config.warmup
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
+        """Apply the gradients, check the result and return the gradient's norm."""
         norm = self.apply()
         self.check()
         return norm
 
     def apply(self) -> float:
-        """Apply and clear the gradients; return their norm (inf or NaN: the step was skipped)."""
-        sum_gradients(self.parameters)  # before the clipping: the norm is that of the sum
+        """Apply and clear the gradients, and return their norm before clipping.
+
+        An infinite norm or NaN means that the step was skipped.
+        """
+        sum_gradients(self.parameters)  # first, because the norm must include all ranks
         norm = float(
             full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         )
@@ -70,14 +83,17 @@ class Optimizer:
             self.skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
         self.last_norm = norm
-        self.steps += 1  # skipped or not: the schedule follows the updates
+        self.steps += 1  # the schedule counts skipped steps, too
         self.zero_grad()
         return norm
 
     def check(self) -> None:
+        """Raise NonFiniteGradient if too many steps in a row were skipped."""
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
-            raise NonFiniteGradient(f"{said} (the last norm: {self.last_norm})")
+            raise NonFiniteGradient(
+                f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite "
+                f"(the last norm: {self.last_norm})"
+            )
 
     def state_dict(self) -> OptimizerState:
         return OptimizerState(self.steps, self.skipped, self.skipped_in_a_row)
@@ -86,7 +102,11 @@ class Optimizer:
         vars(self).update(vars(state))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Return the moments in the optimizer, by the names of their parameters."""
+        """Return Adam's moments by name.
+
+        Args:
+            names: name of each parameter.
+        """
         return {
             f"{names[parameter]}.{kind}": value
             for parameter, state in self.adam.state.items()
@@ -94,12 +114,18 @@ class Optimizer:
         }
 
     def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
-        """Create zeros for moments of these names; a parameter that was never trained has none."""
+        """Create moments of zeros, into which a checkpoint is loaded.
+
+        Args:
+            stored: names of the tensors in the checkpoint. A parameter that never had a gradient
+                has no moments there.
+            names: name of each parameter.
+        """
         trained = {name.rpartition(".")[0] for name in stored}
         self.adam.state.clear()
         for parameter in self.parameters:
             if names[parameter] in trained:
-                # A fused AdamW has its step on the parameter's device.
+                # The fused AdamW needs the step on the parameter's device.
                 self.adam.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -110,14 +136,19 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def _set_rate(self, rate: float) -> None:
-        for group in self.adam.param_groups:  # torchao refuses another object than its tensor
+        for group in self.adam.param_groups:
             old = group["lr"]
+            # torchao stores the rate in a tensor and refuses a number in its place.
             group["lr"] = old.fill_(rate) if isinstance(old, torch.Tensor) else rate
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """Return AdamW as `config.states` says: of torch, or of torchao in 8 bits or offloaded."""
-    options = config.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+    """Return AdamW from torch, or from torchao with moments in 8 bits or in host memory.
+
+    Raises:
+        ValueError: torchao is not installed, or the machine has no accelerator to offload from.
+    """
+    options = config.model_dump(include={"lr", "weight_decay"})
     if config.states == "full":
         return torch.optim.AdamW(parameters, fused=True, **options)
     try:
@@ -128,13 +159,21 @@ def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
     if config.states == "8bit":
         return AdamW8bit(parameters, **options)
     if not torch.accelerator.is_available():
-        what = "offload moves states from an accelerator to the host"
-        raise ValueError(f"optim.states: {what}, here is none")
+        why = "offload moves states from an accelerator, and this machine has none"
+        raise ValueError(f"optim.states: {why}")
     return CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **options)
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor of the rate at `step`: linear warm-up, then constant, linear, cosine."""
+    """Return the factor of the learning rate at a step, counted from 0.
+
+    Args:
+        kind: constant, linear or cosine. The last two fall to 0 at `total`.
+        step: number of the step.
+        warmup: steps of the linear warm-up.
+        total: steps of the run.
+    """
+    # step + 1, because a factor of 0 would waste the first step.
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:

@@ -1,4 +1,4 @@
-"""Columns that stay fixed over all updates on a batch: old and reference logps, values, GAE."""
+"""Computation of the columns that all updates on a batch read, such as old logps and values."""
 
 from __future__ import annotations
 
@@ -30,14 +30,20 @@ def precompute(
     distill: DistillConfig | None = None,
     server: TeacherServer | None = None,
 ) -> None:
-    """Compute, with the current weights, the FIXED columns of a batch that does not have them.
+    """Compute the columns `FIXED` with the current weights, unless the batch has them.
 
     Args:
-        keep_old: compute the policy's logps. A batch that is used for one update needs none: they
-            are the new ones, and the ratio is exactly 1.
-        reward_beta: weight of the KL to the reference that is subtracted from each token's reward.
-        distill: by advantage it adds `coef`·(log q − log p) of every token, q the reference's.
-        server: gives log q in place of the reference; for a loss, of the likeliest ids, too.
+        batch: the samples of a step.
+        policy: the policy.
+        loss: the loss, for its temperature and KL estimator.
+        keep_old: compute the policy's logps. A batch with a single update does not need them,
+            because the old logps equal the new ones and the ratio is exactly 1.
+        reference: the reference model, or None.
+        critic: the value function, or None.
+        reward_beta: weight of the KL divergence in the rewards; None leaves it out.
+        distill: the section `distill`. With `form: advantage` the log ratio of teacher and policy
+            is added to the advantages.
+        server: a teacher's server, which replaces the reference.
     """
     if batch.has_fixed:
         return
@@ -48,20 +54,20 @@ def precompute(
     keep_old = keep_old or by_advantage or reward_beta is not None
     with together(in_step=policy.is_sharded):
         for micro in batch.micro_batches:
-            # 1. The reference: hidden states for an exact divergence, otherwise logps.
+            # 1. Reference: hidden states for an exact divergence, otherwise logps.
             if reference is not None and (by_loss or loss.kl_estimator in EXACT):
                 micro.write("ref_hidden", reference.hidden(micro.packed))
             elif reference is not None:
                 logps = reference.logps(micro.packed, temperature, micro.support)
                 micro.write("ref_logps", logps)
-            # 2. The policy, whose hidden states a shared critic reads as well.
+            # 2. Policy. A shared critic uses the same hidden states.
             hidden = None
             if keep_old or (critic is not None and critic.is_shared):
                 hidden = policy.hidden(micro.packed)
             if keep_old:
                 logps = policy.logps(micro.packed, temperature, hidden, micro.support)
                 micro.write("old_logps", logps)
-            # 3. A teacher on a server, and the critic.
+            # 3. Teacher's server, and critic.
             if server is not None:
                 given = scores_of(server, micro)
                 if by_advantage:
@@ -72,7 +78,7 @@ def precompute(
                 micro.write("values", critic.values(micro.packed, hidden))
         if critic is not None and critic.config.bootstrap:
             following = critic.values_after_the_end(batch)
-    # 4. Advantages of single tokens.
+    # 4. Advantages per token.
     if critic is not None:
         batch.exchange(FIXED)
         critic.estimate_advantages(batch, reward_beta, loss.kl_estimator, following)
@@ -83,7 +89,12 @@ def precompute(
 
 
 def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
-    """Return (R, K + 1, 2): what a server says of the tokens of a micro-batch; see `scores`."""
+    """Request the teacher's scores of a micro-batch from its server.
+
+    Returns:
+        Tensor of shape (R, K + 1, 2) with ids and logps. Index 0 is the sampled token, and the
+        others are the K likeliest tokens.
+    """
     samples = micro.samples
     texts = [
         (torch.cat([samples.prompt(i), samples.completion(i)]).tolist(), samples.prompt_lengths[i])
@@ -93,7 +104,11 @@ def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
 
 
 def teacher_advantages(batch: StepBatch, coef: float) -> Tensor:
-    """Return (R,): coef·(log q − log p) plus the sample's advantage (NaN: no verdict, 0)."""
+    """Return the advantages of tokens under a teacher, shape (R,).
+
+    The advantage is coef · (log q - log p) plus the advantage of the sample, with the teacher's
+    probability q and the policy's p. A sample without a reward has the advantage 0.
+    """
     samples = batch.samples
     assert samples.ref_logps is not None and samples.old_logps is not None
     scores = batch.advantages.float().nan_to_num(nan=0.0)

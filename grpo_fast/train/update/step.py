@@ -1,4 +1,4 @@
-"""One step of a run: its packed batch and the updates made so far."""
+"""Record of one step: its packed batch and the updates made so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_fast.train.update.batch import StepBatch
 
 @dataclass
 class Update:
-    """One optimizer update: its losses, the norm of its gradient, its learning rate."""
+    """Losses, gradient norm and learning rate of one optimizer update."""
 
     losses: LossMetrics
     norm: float
@@ -21,7 +21,12 @@ class Update:
 
 
 def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
-    """Merge the losses of several updates; the logps are those of the first pass."""
+    """Merge the losses of several updates.
+
+    Args:
+        updates: the updates of a step.
+        per_pass: updates per pass. The log-probabilities are taken from the first pass only.
+    """
     seen = LossMetrics(optimizer_steps=len(updates))
     for index, each in enumerate(updates):
         seen.parts += each.losses.parts
@@ -31,9 +36,10 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
 
 def update_rows(updates: Sequence[Update], first: int) -> list[dict[str, float]]:
-    """Return a row of metrics for each update: its losses, `grad_norm`, `learning_rate`, `update`.
+    """Return a row of metrics for each update.
 
     Args:
+        updates: the updates of a step.
         first: number of the first update in the run, counted from 1.
     """
     return [
@@ -45,11 +51,21 @@ def update_rows(updates: Sequence[Update], first: int) -> list[dict[str, float]]
 
 @dataclass
 class Step:
-    """One step of a run. It lives in memory only: a run resumes at the end of a step."""
+    """One step of a run. Checkpoints do not contain steps, because a run resumes between steps."""
 
     number: int
     clock: Clock
     batch: StepBatch
-    metrics: dict[str, float]  # of what was sampled
+    metrics: dict[str, float]  # of the samples
     records: list[PromptRecord]
     updates: list[Update] = field(default_factory=list)
+
+    def exceeds(self, limit: float | None, per_pass: int) -> bool:
+        """Return True if the KL to the sampling policy in the latest pass is above a limit.
+
+        Args:
+            limit: the largest mean KL; None allows any.
+            per_pass: updates per pass.
+        """
+        latest = merge_losses(self.updates[-per_pass:], per_pass)
+        return limit is not None and latest.mean("approx_kl") > limit

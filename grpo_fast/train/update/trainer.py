@@ -1,7 +1,4 @@
-"""Optimizer updates from the samples of a step, for GRPO and for PPO.
-
-GRPO and PPO differ in their advantages: from the rewards of a group, or from a critic.
-"""
+"""Optimizer updates from the samples of a step, for GRPO and PPO."""
 
 from __future__ import annotations
 
@@ -38,13 +35,14 @@ from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
-FULLY_VALIDATED_STEPS = 2  # the loss checks every value in these; later only what costs no sync
+# In these steps the loss checks all input values. Later it makes the checks without a GPU sync.
+FULLY_VALIDATED_STEPS = 2
 Trained = Literal["policy", "critic"]
 
 
 @dataclass
 class TrainerState:
-    """Counters, β, the token budget and the optimizers' places in their schedules."""
+    """State of the trainer in a checkpoint, apart from weights and moments."""
 
     num_tokens: Count
     peak_memory: Count
@@ -54,7 +52,14 @@ class TrainerState:
 
 
 class Trainer:
-    """Owns what training changes: the policy, its reference, a critic, their optimizers, β."""
+    """Training of a policy: updates, the reference model, an optional critic, and the weight β.
+
+    Args:
+        config: the configuration of the run.
+        policy: the policy to train.
+        reference: the reference model of the KL divergence.
+        critic: PPO's value function, or None.
+    """
 
     def __init__(
         self, config: RunConfig, policy: Policy, reference: Reference, critic: Critic | None = None
@@ -67,13 +72,14 @@ class Trainer:
         self.loss_config = config.loss_config()
         self.reads_reference = config.reference.kind != "none"
         self.teacher: TeacherServer | None = None
-        if config.distill is not None and (asked := config.distill.asked) is not None:
-            self.teacher = TeacherServer(*asked, len(policy.head.weight), config.rollout.vllm)
-        self.beta = KLWeight(config.loss.beta, config.kl)  # type: ignore[attr-defined]
+        if config.distill is not None and config.distill.server is not None:
+            url, topk = config.distill.server
+            self.teacher = TeacherServer(url, topk, len(policy.head.weight), config.rollout.vllm)
+        self.beta = KLWeight(config.loss.beta, config.kl)
         self.work = Work(policy.lm)
-        self.updates_per_step = config.inner_iterations * config.minibatches  # at most
+        self.updates_per_step = config.inner_iterations * config.minibatches  # upper limit
         total = config.steps * self.updates_per_step
-        # Shard before building the optimizers, which keep the parameters that they get.
+        # Shard first: sharding replaces the parameters, and the optimizers would keep the old ones.
         if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
@@ -88,39 +94,39 @@ class Trainer:
         )
         self.shared = config.shared_prompt and policy.unshared is None
         if config.shared_prompt and policy.unshared is not None:
-            log.warning("every completion gets its own copy of the prompt: %s", policy.unshared)
+            log.warning("every completion gets a copy of the prompt: %s", policy.unshared)
         self.num_tokens = self.peak_memory = 0
 
     def pack(self, number: int, clock: Clock, collected: Collected) -> Step:
-        """Pack the samples of step `number` into micro-batches."""
+        """Pack collected samples into micro-batches.
+
+        Args:
+            number: number of the step, counted from 1.
+            clock: measures the parts of the step.
+            collected: samples, metrics and prompt records of the collector.
+        """
         samples, metrics, records = collected
         config = self.config
         if config.distill is not None:
             advantages = config.distill.task * samples.advantages
             samples = dataclasses.replace(samples, advantages=advantages)
         batch = StepBatch(
-            samples,
-            group_size=config.rollout.group_size,
-            minibatches=config.minibatches,
-            budget=self.budget.tokens,
-            device=self.policy.device,
-            shared=self.shared,
-            trees=config.data.task == TRACES,
-            mask_truncated=config.rollout.mask_truncated,
-            rank=distributed.rank(),
-            ranks=distributed.size(),
-        )
+            samples, group_size=config.rollout.group_size, minibatches=config.minibatches,
+            budget=self.budget.tokens, device=self.policy.device, shared=self.shared,
+            trees=config.data.task == TRACES, mask_truncated=config.rollout.mask_truncated,
+            rank=distributed.rank(), ranks=distributed.size(),
+        )  # fmt: skip
         return Step(number, clock, batch, metrics, records)
 
     def minibatches(self, step: Step) -> Iterator[int]:
-        """Yield the minibatches of the μ passes, one for each optimizer step."""
+        """Yield the index of the minibatch of each optimizer step, over all passes."""
         config = self.config
         batch = step.batch
         self.policy.model.train()
         if config.log.grad_variance:
             step.metrics |= gradient_variance(self.policy, batch, self.loss_config)
         for epoch in range(config.inner_iterations):
-            if epoch and self._is_too_far(step):
+            if epoch and step.exceeds(config.max_approx_kl, config.minibatches):
                 return
             if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
@@ -128,15 +134,15 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """Make one optimizer step on a minibatch; out of memory: with smaller micro-batches."""
+        """Make one optimizer step on a minibatch, with smaller micro-batches if memory runs out."""
         batch = step.batch
         losses = None
         while losses is None:
             self.budget.note(batch)
             try:
-                # 1. Old and reference logps, and values: once per step, by the first update.
+                # 1. Compute old and reference logps and values, in the first update of a step.
                 self.precompute(batch)
-                # 2. Gradients of the minibatch: hidden states, fused loss, backward.
+                # 2. Compute the gradients: hidden states, fused loss, backward.
                 with distributed.together(in_step=self.policy.is_sharded):
                     own = accumulate(
                         self.policy, batch.minibatches[minibatch], self.loss_config,
@@ -152,9 +158,10 @@ class Trainer:
             if losses is None:
                 self.forget_gradients()
                 self.budget.lower(batch, failure)
-                # The fixed columns of later updates belong to weights that are gone.
+                # Keep the columns of `precompute` after the first update, because they depend on
+                # weights that no longer exist.
                 batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
-        # 3. Clip and step; a schedule moves on with its optimizer.
+        # 3. Clip the gradients and step. The schedules count the optimizer's steps.
         rate = self.optimizer.learning_rate
         norms = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norms[0], rate))
@@ -162,7 +169,7 @@ class Trainer:
             optimizer.check()
 
     def precompute(self, batch: StepBatch) -> None:
-        """Compute old and reference logps and values, unless the batch has them."""
+        """Fill the columns of a batch that stay constant over its updates."""
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=self.reference if self.reads_reference else None, critic=self.critic,
@@ -171,21 +178,21 @@ class Trainer:
         )  # fmt: skip
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Finish a step after its updates: advance schedules and reference, return its metrics.
+        """Advance schedules, reference and β after a step's updates, and return its metrics.
 
-        After an early stop the schedules advance as if all updates had been made.
+        If the KL limit ended a step early, the schedules advance by the full number of updates.
         """
         batch = step.batch
         clock = step.clock
         updates = step.updates
         lengths = batch.samples.lengths
-        # 1. Move on what follows the steps.
+        # 1. Advance schedules, reference and counters.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))
-        # 2. Metrics.
+        # 2. Compute the metrics.
         passes = len(updates) / self.config.minibatches
         clock.tokens["train"] = int(batch.trunk_tokens * passes)
         forwards = self.reads_reference + (self.updates_per_step > 1 or self.critic is not None)
@@ -203,20 +210,20 @@ class Trainer:
                 seconds=clock.seconds["train"],
             ),
         }  # fmt: skip
-        # 3. An adaptive weight of the KL follows the step's.
+        # 3. Adapt the weight of the KL divergence to the KL of this step.
         self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
         self._use_beta()
         return metrics
 
     def forget_gradients(self) -> None:
-        """Clear the gradients of a minibatch that was not finished: it starts again."""
+        """Clear the gradients of a minibatch that must be repeated."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint by name, without copying them.
+        """Return the weights of a checkpoint by name. The tensors are not copied.
 
-        They include a reference only if it cannot be built again.
+        A reference is included only if it cannot be loaded or built again.
         """
         reference = self.reference.copy if self.config.stores_reference else None
         models: dict[str, Policy | Critic | None] = {
@@ -232,12 +239,14 @@ class Trainer:
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Return the moments of these weights by name, without copying them.
+        """Return the optimizers' moments by name. The tensors are not copied.
 
         Args:
-            stored: names of a checkpoint's tensors: create the moments that it has.
+            weights: the weights of `weights()`.
+            stored: names of the tensors in a checkpoint. Moments with these names are created, so
+                that the checkpoint can be loaded into them.
         """
-        names = {weight: f"optimizer.{name}" for name, weight in weights.items()}  # by identity
+        names = {weight: f"optimizer.{name}" for name, weight in weights.items()}
         moments: dict[str, Tensor] = {}
         for optimizer in self.optimizers.values():
             if stored is not None:
@@ -261,7 +270,7 @@ class Trainer:
             optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Return totals of the run. Bytes: a GPU's peak in training, the growth of the process."""
+        """Return totals of the run, given the peak memory in bytes before the run."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,
@@ -274,6 +283,7 @@ class Trainer:
         }
 
     def _use_beta(self) -> None:
+        """Write the current weight of the KL divergence into the loss configuration."""
         if self.loss_config.uses_reference:
             self.loss_config = self.loss_config.replace(beta=self.beta.value)
 
@@ -286,10 +296,3 @@ class Trainer:
         if self.beta.value:
             metrics["beta"] = self.beta.value
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})
-
-    def _is_too_far(self, step: Step) -> bool:
-        """Return whether the mean of a metric over the latest pass is above its limit."""
-        limits = {"approx_kl": self.config.max_approx_kl, "kl": self.config.max_ref_kl}
-        per_pass = self.config.minibatches
-        latest = merge_losses(step.updates[-per_pass:], per_pass)
-        return any(limit is not None and latest.mean(x) > limit for x, limit in limits.items())

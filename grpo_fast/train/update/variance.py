@@ -1,4 +1,4 @@
-"""How noisy the gradient of a step is."""
+"""Variance of a step's gradient, estimated from the gradients of its groups."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ from grpo_fast.train.update.gradients import accumulate
 
 
 def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
-    """How noisy the gradient of the policy term is, at the policy that drew the rollout.
+    """Estimate variance and size of the gradient of the policy loss before the first update.
 
-    Each group is an independent estimate g_i of the same gradient (its loss is normalised as that
-    of a step of this group alone). For n groups, with ḡ their mean,
+    Each of the n groups gives an independent estimate g_i of the gradient. Its loss is normalised
+    as if the step had this group only. With the mean ḡ of the estimates::
 
-        grad_variance = Σ|g_i − ḡ|² / (n·(n − 1))      the trace of the covariance of ḡ
-        grad_signal   = |ḡ|² − grad_variance           an unbiased |E g|²; it may be negative
+        grad_variance = Σ|g_i - ḡ|² / (n · (n - 1))    trace of the covariance of ḡ
+        grad_signal   = |ḡ|² - grad_variance           unbiased estimate of |E g|², may be negative
 
-    {} for a single group. It costs a forward and a backward pass over the batch, and two copies of
-    the gradients; the parameters' own must be empty, and are left so.
+    The function takes one forward and backward pass over the batch and memory for two copies of
+    the gradients. The gradients of the parameters must be None, and are None afterwards.
+
+    Args:
+        policy: the policy that sampled the batch.
+        batch: the samples of the step.
+        config: the loss, of which KL divergence and entropy bonus are left out.
+
+    Returns:
+        The two metrics, or an empty dict for fewer than two groups.
     """
     group_size = batch.group_size
     count = len(batch.advantages) // group_size
     if count < 2:
         return {}
+    # 1. Take the policy loss alone.
     alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
     parameters = policy.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     squares = 0.0
+    # 2. Add up each group's gradient and its squared norm. The ranks share the groups.
     with together():
         for group in range(rank(), count, size()):
             first = group * group_size
@@ -43,6 +53,7 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
                     squares += float(p.grad.double().square().sum())
                     own += p.grad.float()
                     p.grad = None
+    # 3. Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|², which needs one sum of gradients instead of all of them.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
     variance = max(0.0, squares - count * mean_square) / (count * (count - 1))

@@ -1,4 +1,4 @@
-"""A short supervised start: a random model learns what a solution looks like."""
+"""Supervised training on gold solutions, for models with random weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.optimizer import Optimizer
 
+WARMUP = 20  # steps in which the learning rate rises
+
 
 def warm_start(
     policy: Policy,
@@ -22,10 +24,20 @@ def warm_start(
     *,
     seed: int,
     is_sharded: bool,
-    log: Callable[[int, dict[str, float]], Any],  # called as log(0, metrics) after every step
+    log: Callable[[int, dict[str, float]], Any],
 ) -> None:
-    """Train on the gold solutions, each ended by EOS: on all ranks, or before shards are dealt out
-    on rank 0 alone. Raises ValueError where no example has one.
+    """Train on the gold solutions, each followed by EOS.
+
+    Args:
+        policy: the policy to train.
+        examples: examples, of which those with a solution are used.
+        config: the section `warm_start`.
+        seed: seed of the order of the examples.
+        is_sharded: the run will shard the model. Then rank 0 trains before the model is sharded.
+        log: called as log(0, metrics) after every step.
+
+    Raises:
+        ValueError: no example has a solution.
     """
     if is_sharded:
         with distributed.together():
@@ -33,22 +45,26 @@ def warm_start(
                 with distributed.alone():
                     warm_start(policy, examples, config, seed=seed, is_sharded=False, log=log)
         return
+    # 1. Select the examples and build an optimizer that is used for this training only.
     usable = [e for e in examples if e.solution]
     require(usable, "warm_start", "examples with a solution", "none")
-    optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=config.warmup, weight_decay=0.01)
+    optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=WARMUP, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
+    # 2. Train.
     rng = random.Random(f"{seed}/warm start")
     policy.model.train()
     for step in range(1, config.steps + 1):
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
         with distributed.together():
             loss = -policy.logps(_packed(policy, chosen)).mean()
-            (loss / distributed.size()).backward()  # every rank makes the same gradient
+            # All ranks compute the same gradient, and the optimizer sums over ranks.
+            (loss / distributed.size()).backward()
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})
 
 
 def _packed(policy: Policy, examples: Sequence[Example]) -> PackedTree:
+    """Return prompts with their solutions as completions, packed into one row."""
     prompts = [example.prompt for example in examples]
     prompt_ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     texts = (policy.tokenizer(e.solution, add_special_tokens=False) for e in examples)

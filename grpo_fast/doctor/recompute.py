@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast import Support
 from grpo_fast.rollout import Samples
-from grpo_fast.rollout.samples import select_support
+from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
 

@@ -31,10 +31,10 @@ class Replay:
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Remember one completion of each prompt, if its sampler left tokens out."""
         for prompt, one in zip(prompts, completions, strict=True):
-            if one.kept is not None:
+            if one.support is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
-                self.ids.append(one.kept.ids)
-                self.length += len(one.kept.ids)
+                self.ids.append(one.support.ids)
+                self.length += len(one.support.ids)
 
     def __call__(
         self,
@@ -54,13 +54,13 @@ class Replay:
         ):
             tokens, columns = ids[real].tolist(), real[-shape[1] :].nonzero()[:, 0]
             for at, one, base in self._turns_of(tokens, len(tokens) - len(columns)):
-                assert one.kept is not None and one.kept.mass is not None
+                assert one.support is not None and one.mass is not None
                 first = at - (len(tokens) - len(columns))
                 where = row, columns[first : first + len(one.ids)]
                 n = len(where[1])
-                starts[where] = one.kept.offsets[:n] + base
-                counts[where] = one.kept.offsets.diff()[:n]
-                logps[where], mass[where] = one.logps[:n], one.kept.mass[:n]
+                starts[where] = one.support.offsets[:n] + base
+                counts[where] = one.support.offsets.diff()[:n]
+                logps[where], mass[where] = one.logps[:n], one.mass[:n]
         scored, device = slots.cpu(), slots.device
         lengths, begins = counts.flatten()[scored], starts.flatten()[scored]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

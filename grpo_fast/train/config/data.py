@@ -149,7 +149,7 @@ class RolloutConfig(Section, Sampling):
     def _consistent(self) -> RolloutConfig:
         # With top_p alone a flat distribution keeps nearly the whole vocabulary. An assignment
         # would validate once more, and count as set by the user.
-        if self.wants_kept and "top_k" not in self.model_fields_set:
+        if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         needed, urls = self.engine == "vllm-server", ", ".join(self.vllm.urls)
         one = f"{'at least one server' if needed else 'none'} for engine: {self.engine}"
@@ -157,7 +157,7 @@ class RolloutConfig(Section, Sampling):
         return self
 
     @property
-    def wants_kept(self) -> bool:
+    def needs_support(self) -> bool:
         return self.replay_support == "auto" and self.truncates
 
 
@@ -170,7 +170,7 @@ class HeldOut(Section, Sampling):
     """Most tokens of a completion; null means the rollout's."""
 
     @property
-    def wants_kept(self) -> bool:
+    def needs_support(self) -> bool:
         """False: an evaluation has no loss over the tokens that the sampler kept."""
         return False
 

@@ -39,7 +39,7 @@ def distill_rules(config: Any) -> Errors:
         if temperature != 1:
             why = "the server's log-probabilities are those at temperature 1"
             yield conflict(f"rollout.temperature={temperature:g}", server, why)
-        if config.rollout.wants_kept:
+        if config.rollout.needs_support:
             why = "with top_p or top_k, the server knows nothing of the kept tokens; use off"
             yield conflict("rollout.replay_support=auto", server, why)
         if config.data.task == "traces":

@@ -59,7 +59,7 @@ def opening_lines(
     sampler = f"transformers' generate (slower; {fallback})" if fallback else own
     lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
     lines.append(f"sampler: {sampler}")
-    if rollout.wants_kept:
+    if rollout.needs_support:
         kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
         lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
     return lines

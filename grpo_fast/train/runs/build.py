@@ -52,7 +52,7 @@ def load(start: Start) -> Loaded:
     check_trackers(config.log.trackers)
     rewards, questions, settings = _load_inputs(start)
     policy, another = _load_models(config, questions)
-    questions = questions.asked_of(policy.tokenizer)
+    questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)

@@ -59,7 +59,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     form = Form.of(data.prompt_template, data.system_prompt, bool(data.chat))
     for number, example in enumerate(found.train[:SHOWN], 1):
         lines.append(f"prompt {number}{'' if tokenizer else ' (model=MODEL shows its tokens)'}:")
-        lines += _shown(form.dress(example), tokenizer, data)
+        lines += _shown(form.apply(example), tokenizer, data)
         lines.append(f"  gold answer: {example.answer!r} ({kind_of(example)})")
     return lines
 

@@ -1,12 +1,13 @@
-r"""Read the answer out of a text: no eval, no float(), every step linear in the text's length.
+r"""Extraction of answers from texts, without eval and in time linear in the text's length.
 
 An answer is marked by `#### 18` (to the end of the line), `<answer>18</answer>` or `\boxed{18}`.
-The last mark counts. A thought (`<think>…</think>`, or one that never ended) holds no answer.
+The last mark counts. Text inside `<think>…</think>` is ignored, and so is text after a `<think>`
+that is never closed.
 
-A number is ASCII digits, at most 32, grouped by commas in threes or not at all, with a sign,
-decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or `=` in
-front and a full stop at the end are dropped. Equal are 18, 18.0, $18, +18 and `18.`; 1,080 and
-1080; 1/2 and 0.5; the minus sign and U+2212.
+A number has at most 32 ASCII digits, with or without commas between groups of three. It may have a
+sign, decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or
+`=` in front, and a full stop at the end are ignored. These are equal: 18, 18.0, $18, +18 and `18.`;
+1,080 and 1080; 1/2 and 0.5; the minus signs `-` and U+2212.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Collection
 from decimal import Decimal
 from fractions import Fraction
 
-HASHES, TAG, BOXED = "####", "<answer>", "\\boxed"
+HASHES = "####"
+TAG = "<answer>"
+BOXED = "\\boxed"
 MARKS = (HASHES, TAG, BOXED)
-USUAL_MARKS = (HASHES, TAG)  # of GSM8K: either counts where one of them is asked for
-MAX_DIGITS = 32  # of a number
+USUAL_MARKS = (HASHES, TAG)  # for GSM8K: either mark counts if a prompt asks for one of them
+MAX_DIGITS = 32  # most digits of a number
 
 Number = Decimal | Fraction
 
@@ -28,28 +31,31 @@ _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
     rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
 )
-# In running text a minus belongs to the number where nothing stands before it: "10-18" ends in 18.
+# In running text, a minus directly after a word or number is no sign: "10-18" ends in 18.
 _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![0-9A-Za-z).])-[$€£¥]?)?"
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
 )
-_ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # dropped at both ends only: 5*3 is not 53
+_ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # removed at both ends only: 5*3 must not become 53
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{([^{}]*)\}\{([^{}]*)\}|([0-9])([0-9]))")
 _LATEX = (("{,}", ","), (r"\left", ""), (r"\right", ""), (r"^\circ", ""), (r"^{\circ}", ""),
           (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), (r"\$", "$"), (r"\%", "%"),
           )  # fmt: skip
 _WRAPPER = re.compile(r"\\(?:boxed|fbox|text|mathrm)\s*\{(.*)\}", re.S)
-_OPEN_TAG, _CLOSE_TAG = re.compile("<answer>", re.I), re.compile("</answer>", re.I)
+_OPEN_TAG = re.compile("<answer>", re.I)
+_CLOSE_TAG = re.compile("</answer>", re.I)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def parse_number(text: str) -> Number | None:
-    """Return the number that a text is, decorations aside; None for any other text."""
+    """Return the number that a text consists of, apart from decorations, or None."""
+    # 1. Remove LaTeX, currency signs, and one wrapper such as \boxed{…}.
     bare = text.replace("\u2212", "-")
     for latex, plain in _LATEX:
         bare = bare.replace(latex, plain)
     bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
     bare = unwrapped(bare).strip(_ENDS)
+    # 2. Write \frac{1}{2} as 1/2, and "- 5" as "-5".
     if fraction := _FRACTION.fullmatch(bare):
         bare = "{}{}/{}".format(*(part for part in fraction.groups() if part is not None))
     if bare[:1] in ("-", "+"):
@@ -58,13 +64,13 @@ def parse_number(text: str) -> Number | None:
 
 
 def unwrapped(text: str) -> str:
-    r"""Return the content of a text that is one `\boxed{…}` or `\text{…}`; else the text."""
+    r"""Return the content of a text of the form `\boxed{…}` or `\text{…}`, else the text."""
     found = _WRAPPER.fullmatch(text)
     return text if found is None else found[1]
 
 
 def final_part(text: str) -> str:
-    """Return what follows the thoughts of a text; a thought that never ended is left out."""
+    """Return the text after `</think>`, without a later `<think>` that is not closed."""
     end = text.rfind("</think>")
     if (start := text.rfind("<think>")) > end:
         text = text[:start]
@@ -72,7 +78,12 @@ def final_part(text: str) -> str:
 
 
 def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
-    """Return the content of the last of these marks in a text; None without any."""
+    """Return the content of the last mark in a text, or None without a mark.
+
+    Args:
+        text: the text.
+        marks: marks to look for, of MARKS.
+    """
     found: list[tuple[int, str]] = []
     if HASHES in marks and (place := text.rfind(HASHES)) >= 0:
         line = text[place + len(HASHES) :].lstrip(" \t\u00a0").partition("\n")[0]
@@ -88,11 +99,11 @@ def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
 
 
 def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
-    """Return the number in the required format, and nothing else; None without one.
+    """Return the number that is marked as the required format says, or None.
 
     Args:
         text: a completion.
-        marks: marks that the format allows; empty: the text itself is the answer.
+        marks: marks that the format allows. Empty means that the whole text is the answer.
     """
     final = final_part(text)
     content = marked_content(final, marks) if marks else final
@@ -100,7 +111,7 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
 
 def extract_lenient(text: str) -> Number | None:
-    """Return the number that the last mark begins with, else the last number of the text."""
+    """Return the number after the last mark, or the last number in a text without a mark."""
     final = final_part(text)
     content = marked_content(final)
     if content is not None:
@@ -114,10 +125,10 @@ def extract_lenient(text: str) -> Number | None:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    r"""Return the place and the content of the last \boxed{…} whose braces are closed."""
+    r"""Return the place and the content of the last \boxed{…} with balanced braces, or None."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    opened: list[int] = []  # places of open braces; of a plain brace −1
+    opened: list[int] = []  # places of open boxes, and -1 for each other open brace
     last = None
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":

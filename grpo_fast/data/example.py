@@ -1,4 +1,4 @@
-"""The example that every data source yields, and the error that every source raises."""
+"""The example that every data source returns, and the error that every source raises."""
 
 from __future__ import annotations
 
@@ -14,42 +14,51 @@ Prompt = str | list[dict[str, str]]
 
 
 class Example(NamedTuple):
-    """One question."""
+    """One question with its gold answer.
 
-    prompt: Prompt  # for the policy
-    answer: str | None  # for the rewards; None: there is none
-    solution: str | None  # gold text, for a warm start
-    fields: Mapping[str, Any] = MappingProxyType({})  # what else its record holds
-    label: Any = None  # the answer as its record holds it; None: `answer`
+    Attributes:
+        prompt: text or chat messages for the policy.
+        answer: gold answer for the reward functions, or None without one.
+        solution: gold text for supervised training (warm start), or None.
+        fields: all columns of the data set's row, for reward functions.
+        label: the unchanged answer of the row, of any type. None means `answer`.
+    """
+
+    prompt: Prompt
+    answer: str | None
+    solution: str | None
+    fields: Mapping[str, Any] = MappingProxyType({})
+    label: Any = None
 
 
 def words_of(example: Example) -> set[str]:
+    """Return all words of prompt, answer and solution."""
     prompt = example.prompt
-    asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    texts = [*asked, example.answer, example.solution]
+    parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    texts = [*parts, example.answer, example.solution]
     return {word for text in texts if text for word in text.split()}
 
 
 class DatasetError(ValueError):
-    """A data source that cannot be used; the message names the file and line, or the argument."""
+    """A data source cannot be used. The message names the file and line, or the argument."""
 
 
 def need(fits: Any, where: str, expected: str, came: Any) -> None:
-    """Raise a DatasetError, with the place, the expected and the given value, unless it fits."""
+    """Raise a DatasetError unless `fits`, with the place, the expected and the actual value."""
     require(fits, where, expected, came, DatasetError)
 
 
 Item = TypeVar("Item")
 
 
-class Made(Sequence[Item]):
-    """A sequence whose items are computed when they are read."""
+class LazySequence(Sequence[Item]):
+    """A sequence of `length` items, each computed when it is read."""
 
     length: int
 
     @abstractmethod
     def make(self, index: int) -> Item:
-        """Item 0 … length − 1."""
+        """Return the item at an index from 0 to length - 1."""
 
     def __len__(self) -> int:
         return self.length
@@ -60,6 +69,6 @@ class Made(Sequence[Item]):
 
 
 class DataSource(Protocol):
-    """The part of a data config all sources read (see `load_examples` for the rest)."""
+    """An object with the attributes that `load_examples` lists."""
 
     task: Any

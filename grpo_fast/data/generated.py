@@ -1,7 +1,7 @@
-"""Tasks that need no download: sort a few symbols, add two numbers, or answer listed prompts.
+"""Tasks that need no download: sorting symbols, adding two numbers, or open prompts.
 
-Example i of the training split of the first two is a function of (seed, i) alone. Held-out prompts
-do not depend on the run's seed, and are trained on only where there are no others.
+For sorting and adding, training example i depends only on (seed, i). Test prompts do not depend on
+the run's seed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,26 @@ import random
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from grpo_fast.data.example import Example, Made, need
+from grpo_fast.data.example import Example, LazySequence, need
 
-USUAL_TEST = 256  # test prompts where nobody says how many, at most half of those that there are
+USUAL_TEST = 256  # default number of test prompts, if at least twice as many prompts exist
 HELD_OUT_SEED = "grpo_fast held-out prompts"
 
 
-class GeneratedTask(Made[Example]):
-    """One split of a task. Test prompts are kept out of training, unless there are no others."""
+class GeneratedTask(LazySequence[Example]):
+    """Base class for one split of a generated task.
+
+    Test prompts are not trained, unless the task has no other prompts.
+
+    Args:
+        split: "train" or "test".
+        seed: seed of the training examples.
+        n_train: number of training examples.
+        n_test: number of test prompts. None takes 256, or half of all prompts if that is less.
+
+    Raises:
+        DatasetError: the task has fewer than `n_test` different prompts.
+    """
 
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -29,30 +41,32 @@ class GeneratedTask(Made[Example]):
         longer = f"{n_test}; make the prompts longer or the test split smaller"
         most = f"at most the {space} different prompts of this task"
         need(n_test <= space, "data.n_test", most, longer)
-        self.split, self.seed = split, seed
-        rng, chosen = random.Random(HELD_OUT_SEED), dict[tuple[int, ...], None]()
+        self.split = split
+        self.seed = seed
+        rng = random.Random(HELD_OUT_SEED)
+        chosen = dict[tuple[int, ...], None]()
         while len(chosen) < n_test:
             chosen[self.draw(rng)] = None
-        self.held_out = list(chosen)  # in the order of drawing
-        self._not_trained = frozenset(self.held_out if n_test < space else ())
+        self.test_prompts = list(chosen)
+        self._not_trained = frozenset(self.test_prompts if n_test < space else ())
         self.length = n_test if split == "test" else n_train
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[int, ...]:
-        """One random prompt, as the numbers it is made of."""
+        """Return a random prompt, as the numbers in it."""
 
     @abstractmethod
     def space_size(self) -> int:
-        """How many different prompts there are."""
+        """Return the number of different prompts."""
 
     @abstractmethod
     def render(self, content: tuple[int, ...]) -> Example:
-        """The text of a drawn prompt and its answer."""
+        """Return the example for the numbers of a prompt."""
 
     def make(self, index: int) -> Example:
         if self.split == "test":
-            return self.render(self.held_out[index])
-        # A text is hashed by SHA-512, not by `hash`, which differs from process to process.
+            return self.render(self.test_prompts[index])
+        # Random hashes a string seed by SHA-512. `hash()` would differ between processes.
         rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
@@ -61,19 +75,24 @@ class GeneratedTask(Made[Example]):
 
 
 class SortTask(GeneratedTask):
-    """The CS336 lecture's task: n random symbols, the answer is the same symbols sorted.
+    """Sorting task of the CS336 lecture: `3 1 2 =` has the answer `1 2 3`.
 
-    `3 1 2 =` → `1 2 3`. Symbols are the numbers 0…symbols−1 separated by blanks, one token each.
+    Args:
+        digits: number of symbols of a prompt.
+        symbols: number of different symbols: 0 to symbols - 1, one token each.
+        **split: arguments of `GeneratedTask`.
     """
 
     options = ("digits", "symbols")
 
     def __init__(self, *, digits: int = 5, symbols: int = 10, **split: Any) -> None:
-        self.digits, self.symbols = digits, symbols
+        self.digits = digits
+        self.symbols = symbols
         super().__init__(**split)
 
     @property
     def vocabulary(self) -> list[str]:
+        """All words of prompts and answers."""
         return [*map(str, range(self.symbols)), "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
@@ -88,7 +107,12 @@ class SortTask(GeneratedTask):
 
 
 class ArithmeticTask(GeneratedTask):
-    """Addition of two numbers of up to `digits` digits: `1 7 + 5 =` → `2 2`, a token per digit."""
+    """Addition of two numbers: `1 7 + 5 =` has the answer `2 2`, with one token per digit.
+
+    Args:
+        digits: most digits of a number.
+        **split: arguments of `GeneratedTask`.
+    """
 
     options = ("digits",)
 
@@ -98,6 +122,7 @@ class ArithmeticTask(GeneratedTask):
 
     @property
     def vocabulary(self) -> list[str]:
+        """All words of prompts and answers."""
         return [*map(str, range(10)), "+", "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
@@ -126,5 +151,5 @@ OPEN = (
 
 
 def open_examples() -> list[Example]:
-    """Return the prompts of the task "open", which have no answer."""
+    """Return the prompts of the task `open`, which have no answers."""
     return [Example(prompt, answer=None, solution=None) for prompt in OPEN]

@@ -1,4 +1,4 @@
-"""Checks before a model is loaded: whether the hub answers, what a folder must not ask for."""
+"""Checks before loading: whether the hub is reachable, and whether a model folder is safe."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from urllib.request import getproxies
 
 from grpo_fast.errors import require
 
-SECONDS = 3.0
+SECONDS = 3.0  # timeout of the connection to the hub
 LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # the names of their number
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # fields of a config.json
 MOST_LAYERS = 10_000
 
 
 @functools.cache
 def is_offline() -> bool:
-    """Whether nothing of the hub answers. Asked once: its clients would retry for half a minute.
+    """Return whether the hub is unreachable, and if so, switch its clients to offline mode.
 
-    Where nothing answers, the clients look into their cache alone from now on. A proxy is left to
-    them.
+    The result is cached. Without this check, the hub's clients would retry for half a minute. If
+    the environment has a proxy, nothing is checked and the result is False.
     """
     from huggingface_hub import constants
 
@@ -37,30 +37,43 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        # For libraries that have read it already, too.
+        # Libraries that are imported later read the environment. Others have read it already: set
+        # their constants.
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-        if settings := sys.modules.get("datasets.config"):  # else not installed, or reads it later
+        # If `datasets` is not imported yet, it will read the environment later.
+        if settings := sys.modules.get("datasets.config"):
             vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         return True
     return False
 
 
 def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
-    """Raise a ValueError for a model's config.json that asks for too many layers or, unless code is
-    allowed, for a kernel from the hub. Nested fields are checked, too.
+    """Check the fields of a model's config.json, including nested ones.
+
+    Args:
+        fields: the fields.
+        allow_code: True allows kernels from the hub, which are code.
+
+    Raises:
+        ValueError: too many layers, which would fill the memory, or a kernel from the hub.
     """
     for name, value in fields.items():
         if name in LAYERS and isinstance(value, int):
             require(0 <= value <= MOST_LAYERS, name, f"0 to {MOST_LAYERS} layers", value)
         fits = allow_code or "_implementation" not in name or "/" not in str(value)
-        require(fits, name, "one of transformers' own", repr(value))
+        require(fits, name, "one of transformers' implementations", repr(value))
         if isinstance(value, dict):
             check_fields(value, allow_code)
 
 
 def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
-    """The fields of a model's config.json, checked; transformers' own errors for no model."""
+    """Return the checked fields of a model's config.json. See `check_fields`.
+
+    Raises:
+        ValueError: a field is refused.
+        OSError: transformers finds no model.
+    """
     from transformers import PreTrainedConfig
 
     fields = PreTrainedConfig.get_config_dict(path)[0]
@@ -69,7 +82,7 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
 
 
 def check_files(path: str) -> None:
-    """Raise a ValueError for a file in a model's folder that may have no end, as a pipe."""
+    """Raise a ValueError if a model's folder has a file, such as a pipe, that may never end."""
     if not Path(path).exists():
         is_offline()
     for file in Path(path).glob("*"):

@@ -1,4 +1,4 @@
-"""The form of a prompt: template, chat messages, worked examples in front of the question."""
+"""The form of a prompt: template, chat messages, and worked examples before the question."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from grpo_fast.data.example import DatasetError, Example, Made, Prompt, need
+from grpo_fast.data.example import DatasetError, Example, LazySequence, Prompt, need
 
 PROMPT_TEMPLATES = {
     "plain": "Question: {question}\nAnswer:",
@@ -17,7 +17,13 @@ PROMPT_TEMPLATES = {
 
 
 class Form(NamedTuple):
-    """A template with `{question}` in it, and whether the text is sent as chat messages."""
+    """Template and chat settings that turn a question into a prompt.
+
+    Attributes:
+        template: text that contains `{question}`.
+        system: system message, or None.
+        chat: True sends the text as a user's chat message.
+    """
 
     template: str
     system: str | None
@@ -25,27 +31,40 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
-        """By a name in PROMPT_TEMPLATES, or by a text with `{question}`; None: no template."""
+        """Build a form from settings.
+
+        Args:
+            template: a key of PROMPT_TEMPLATES, a text with `{question}`, or None for no template.
+            system: system message, or None.
+            chat: True sends the text as a user's chat message.
+        """
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
         need("{question}" in text, "prompt_template", expected, repr(template))
         return cls(text, system, chat)
 
     def fill(self, question: str) -> str:
-        """The template with the question in it; braces in either are left alone."""
+        """Insert a question into the template. Other braces stay as they are."""
         return self.template.replace("{question}", question)
 
     def shot(self, example: Example) -> str:
-        """A worked example: the prompt as the question has it, and its solution."""
+        """Return a worked example: the question in this form, with its solution."""
         worked = example.solution or example.answer
-        asked = repr(str(example.prompt)[:60])
-        need(worked is not None, "data.shots", "an answer to every shot", f"none to {asked}")
+        question = repr(str(example.prompt)[:60])
+        need(worked is not None, "data.shots", "an answer to every shot", f"none to {question}")
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
-    def dress(self, example: Example, prefix: str = "") -> Example:
+    def apply(self, example: Example, prefix: str = "") -> Example:
         """Return the example with its prompt in this form.
 
-        Messages get the system prompt if they have none. A template is refused: it is of texts.
+        A prompt of chat messages receives the system message unless it has one.
+
+        Args:
+            example: an example whose prompt is a question, or chat messages.
+            prefix: worked examples to place before the question.
+
+        Raises:
+            DatasetError: the prompt is chat messages, but the form has a template or a prefix.
         """
         if not isinstance(example.prompt, str):
             came = "rows of messages"
@@ -66,24 +85,28 @@ class Form(NamedTuple):
 
 
 def in_chat(example: Example) -> Example:
-    """Return the example with a prompt of plain text as a user's message."""
+    """Return the example with a text prompt as a user's chat message."""
     if not isinstance(example.prompt, str):
         return example
     return example._replace(prompt=[{"role": "user", "content": example.prompt}])
 
 
-class ShotPrompts(Made[Example]):
-    """Examples whose prompts begin with worked examples, which are drawn when one is read.
+class ShotPrompts(LazySequence[Example]):
+    """Examples whose prompts begin with worked examples (shots), chosen at random.
 
-    The shots of number i depend on (seed, i) only. A question never occurs among its own shots, and
-    no question occurs twice among them (compared without case and blanks).
+    The shots of example i depend only on (seed, i). The example's question is not among its shots,
+    and no question occurs twice. Questions are compared without case and blanks.
 
     Args:
-        pool: the worked examples to draw from; they must come from the training split.
-        budget: tokens that the shots of a prompt may hold together; the first that does not fit
-        ends them.
+        examples: the examples to extend.
+        pool: the worked examples to choose from, all from the training split.
+        form: the form of prompts and shots.
+        budget: most tokens of all shots of a prompt. The first shot that does not fit ends them.
+        count_tokens: returns the number of tokens of a text.
+        seed: seed of the choice.
 
-    Raises DatasetError for a pool that is empty, or in which not one shot fits into the budget.
+    Raises:
+        DatasetError: none of the shortest shots fits into the budget, or the pool is empty.
     """
 
     def __init__(
@@ -96,7 +119,10 @@ class ShotPrompts(Made[Example]):
         count_tokens: Callable[[str], int],
         seed: int | str,
     ) -> None:
-        self.examples, self.form, self.budget, self.length = examples, form, budget, len(examples)
+        self.examples = examples
+        self.form = form
+        self.budget = budget
+        self.length = len(examples)
         self.seed = seed
         self.keys = [question_key(e.prompt) for e in pool]
         self.texts = [form.shot(e) for e in pool]
@@ -108,11 +134,13 @@ class ShotPrompts(Made[Example]):
 
     def make(self, index: int) -> Example:
         prefix = "".join(self.texts[i] for i in self.shots(index))
-        return self.form.dress(self.examples[index], prefix)
+        return self.form.apply(self.examples[index], prefix)
 
     def shots(self, index: int) -> list[int]:
-        """Places in the pool of the shots of question `index`, in their order in the prompt."""
-        taken, seen, room = [], {question_key(self.examples[index].prompt)}, self.budget
+        """Return the pool indices of an example's shots, in the order of the prompt."""
+        chosen: list[int] = []
+        seen = {question_key(self.examples[index].prompt)}
+        room = self.budget
         count = len(self.texts)
         for i in random.Random(f"{self.seed}/shots/{index}").sample(range(count), count):
             if self.keys[i] in seen:
@@ -120,12 +148,12 @@ class ShotPrompts(Made[Example]):
             room -= self._length(i)
             if room < 0:
                 break
-            taken.append(i)
+            chosen.append(i)
             seen.add(self.keys[i])
-        return taken
+        return chosen
 
 
 def question_key(prompt: Prompt) -> str:
-    """The text of a question without case and blanks: equal keys are equal questions."""
+    """Return a question without case and blanks, for comparison."""
     text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
     return "".join(text.split()).casefold()

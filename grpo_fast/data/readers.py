@@ -1,4 +1,4 @@
-"""Read the rows of a data set as people have it: files, folders, hub ids, each with its place."""
+"""Rows of data sets in files, folders and on the hub, each with its place for error messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from grpo_fast.data import hub
 from grpo_fast.data.escape import reason
 from grpo_fast.data.example import DatasetError
 
-Rows = Iterator[tuple[str, Any]]  # where a row is, for error messages, and its fields
-Splits = dict[str, Callable[[], Rows]]
+Rows = Iterator[tuple[str, Any]]  # (place such as "file:line", fields)
+Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
 
-LINES, TABLES = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
+LINES = (".jsonl", ".ndjson")
+TABLES = {".csv": ",", ".tsv": "\t"}  # file ending -> delimiter
 ARROW = {".parquet": "parquet", ".arrow": "arrow"}
 FORMATS = (*LINES, ".json", *TABLES, *ARROW)
 TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 
 def is_local(source: str) -> bool:
-    """Return whether a source in one word is a file or folder rather than a hub id owner/name."""
+    """Return whether a source is a file or folder, not a hub id of the form owner/name."""
     owner, _, name = source.partition("/")
     is_id = owner and name and "/" not in name and not owner.startswith((".", "~"))
     is_file = source.removesuffix(".gz").endswith(FORMATS)
@@ -34,12 +35,16 @@ def is_local(source: str) -> bool:
 
 
 def local_splits(path: Path) -> Splits:
-    """Return the splits of a file or folder. A file is the split "train".
+    """Return the splits of a file or folder.
 
-    If its name contains "train", the file named "test" instead, if it exists, is the split "test".
+    A file is the split "train". If its name contains "train", the file with "test" in its place is
+    the split "test", if it exists.
+
+    Raises:
+        DatasetError: the path does not exist, or the folder has no data.
     """
     expected = "a .jsonl, .json, .csv, .tsv or .parquet file (or .gz), or a folder with train.jsonl"
-    if not os.path.isdir(path):  # Path's own methods raise where a folder may not be looked into
+    if not os.path.isdir(path):  # unlike Path.is_dir, returns False without permission
         if not os.path.isfile(path):
             raise DatasetError(f"data.path: expected {expected}, found nothing at {path}")
         train, test = path, path.with_name(path.name.replace("train", "test", 1))
@@ -63,14 +68,22 @@ def local_splits(path: Path) -> Splits:
 
 
 def hub_splits(name: str) -> Splits:
-    """Return the splits of a hub dataset, `owner/name` or `owner/name:config`."""
+    """Return the splits of a hub dataset.
+
+    Args:
+        name: `owner/name`, or `owner/name:config`.
+    """
     repository, _, config = name.partition(":")
     config = config or ("main" if repository in ("openai/gsm8k", "gsm8k") else "")
     return _datasets(name, "load_dataset", repository, config or None)
 
 
 def read_file(path: Path) -> Rows:
-    """Yield the rows of a file, read by its ending. Raises DatasetError for a bad or empty file."""
+    """Yield the rows of a file, whose format follows from its ending.
+
+    Raises:
+        DatasetError: the file is damaged or empty.
+    """
     ending = Path(path.name.removesuffix(".gz")).suffix
     if ending in ARROW:
         loaded = _datasets(str(path), "load_dataset", ARROW[ending], data_files=str(path))
@@ -90,7 +103,11 @@ def read_file(path: Path) -> Rows:
 
 
 def read_jsonl(path: Path) -> Rows:
-    """Yield the lines of a file; blank lines are skipped. Raises DatasetError for bad JSON."""
+    """Yield the JSON objects of a file with one object per line. Blank lines are skipped.
+
+    Raises:
+        DatasetError: the file does not exist, or a line is not JSON.
+    """
     if not os.path.isfile(path):
         raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
     with _open(path) as file:
@@ -102,26 +119,28 @@ def read_jsonl(path: Path) -> Rows:
 
 
 def _read_json(path: Path) -> Rows:
-    """Yield the entries of a list, or of the one list that an object holds; else JSON lines."""
+    """Yield the entries of a JSON list, or of the only list in an object, or of JSON lines."""
     with _open(path) as file:
         raw = file.read().removeprefix(BOM_UTF8)
     try:
-        whole = _parse_json(str(path), raw)
-    except DatasetError:
+        content = _parse_json(str(path), raw)
+    except DatasetError:  # a .json file may hold JSON lines
         if b"\n" not in raw.strip():
             raise
         yield from read_jsonl(path)
         return
-    lists = [x for x in whole.values() if isinstance(x, list)] if isinstance(whole, dict) else []
-    rows = whole if isinstance(whole, list) else lists[0] if len(lists) == 1 else [whole]
+    rows = content if isinstance(content, list) else [content]
+    if isinstance(content, dict):
+        lists = [x for x in content.values() if isinstance(x, list)]
+        rows = lists[0] if len(lists) == 1 else [content]
     for number, fields in enumerate(rows, start=1):
         yield f"{path}[{number}]", fields
 
 
 def _read_table(path: Path) -> Rows:
-    # The csv module keeps texts; pandas, which `datasets` uses, would read 007 as 7 and None as
-    # missing.
-    csv.field_size_limit(1 << 30)
+    # Use the csv module, because `datasets` reads tables with pandas, which turns 007 into 7 and
+    # "None" into a missing value.
+    csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     delimiter = TABLES[Path(path.name.removesuffix(".gz")).suffix]
     with _open(path) as file:
         text = (line.decode("utf-8-sig" if i == 0 else "utf-8") for i, line in enumerate(file))
@@ -136,19 +155,20 @@ def _open(path: Path) -> Any:
 
 def _parse_json(where: str, raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode(), object_pairs_hook=_once)
+        return json.loads(raw.decode(), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError as error:
         at = f"{error.reason} at byte {error.start}"
         raise DatasetError(f"{where}: not UTF-8 text ({at})") from None
-    except (ValueError, RecursionError) as error:  # JSON's own, or a number of 5000 digits
+    except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
         raise DatasetError(f"{where}: not a JSON object ({error})") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dict from JSON keys and values. Refuse repeated keys, which json would accept."""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
-            raise ValueError(f"the key {name!r} is there twice")
+            raise ValueError(f"the key {name!r} occurs twice")
         fields[name] = value
     return fields
 
@@ -166,7 +186,7 @@ def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Sp
     offline = is_hub and hub.is_offline()
     try:
         loaded = getattr(datasets, function)(*arguments, **options)
-    except Exception as error:  # offline, no such dataset, a damaged file: one sentence
+    except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
         why = hub.LOCAL if offline else reason(error)
         raise DatasetError(f"{key}: could not load {source!r}{place}: {why}") from error
@@ -174,7 +194,7 @@ def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Sp
 
     def rows(split: str) -> Rows:
         for index, fields in enumerate(every[split], start=1):
-            # Dates and bytes become texts: rewards in worker processes receive JSON.
+            # Convert dates and bytes to text: rewards in worker processes receive JSON.
             yield f"{source}[{split}]:{index}", json.loads(json.dumps(fields, default=str))
 
     return {split: functools.partial(rows, split) for split in every}

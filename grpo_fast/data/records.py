@@ -1,4 +1,4 @@
-"""Turn a row into an example: find its prompt and its answer under their usual names."""
+"""Conversion of a data set's row to an example, with the usual names of its columns."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ from grpo_fast.errors import require
 
 PROMPTS = ("prompt", "question", "problem", "query", "messages")
 VERLS_ANSWER = "reward_model.ground_truth"
-ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)  # or a solution with a mark
+ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)  # without these, a solution with a mark
 ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON may hold it, no tokenizer may
+# Half of a UTF-16 pair. JSON can contain one, but tokenizers refuse it.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_record(
     where: str, fields: Any, gsm8k: bool, columns: Mapping[str, str] | None = None
 ) -> Example:
-    """Return the example in a row. Its `fields` are all columns but `prompt`.
+    """Return the example in a row. Its `fields` are all columns except `prompt`.
 
     Args:
         where: the row's place, for error messages.
-        fields: the row.
-        gsm8k: every answer must end with `#### <number>`.
-        columns: names of the columns `prompt`, `answer` and `solution`, dotted inside mappings.
+        fields: the row's columns.
+        gsm8k: True requires that every answer ends with `#### <number>`.
+        columns: names of the columns for `prompt`, `answer` and `solution`. A dot selects a key
+            inside a column, as in "reward_model.ground_truth".
 
     Raises:
-        DatasetError: a row without a prompt, or with a value of another type.
+        DatasetError: the row has no prompt, or a value of the wrong type.
     """
+    # 1. Find prompt, answer and solution.
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     given = dict(columns or {})
     name = _find(fields, [given["prompt"]] if "prompt" in given else PROMPTS)
@@ -58,17 +61,20 @@ def parse_record(
     solution = _value(fields, given.get("solution", "solution"))
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
+    # 2. Take the answer from the last message of a row for supervised training. A column `prompt`
+    #    may also end with a message of the assistant, which the completion continues.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-        # A supervised row ends with its answer; a `prompt` ends with a beginning to continue.
         if name == "messages" or (answer is None and name != "prompt"):
-            said = prompt.pop()["content"]
+            reply = prompt.pop()["content"]
             need(prompt, f"{where}: field {name!r}", "a message before the assistant's", "none")
-            answer, solution = (said if answer is None else answer), solution or said
+            answer = reply if answer is None else answer
+            solution = solution or reply
+    # 3. Convert the answer to text.
     label = answer
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     if isinstance(answer, (dict, list)) and answer_name == VERLS_ANSWER and not gsm8k:
-        answer = None  # a reward function of verl reads the label
+        answer = None  # reward functions for verl read the label
     if type(answer) is int or (isinstance(answer, float) and math.isfinite(answer)):
         answer = str(answer)
     is_text = isinstance(answer, str) and answer.strip()
@@ -78,6 +84,7 @@ def parse_record(
     need(fits, where, "a text in field 'solution'", type(solution).__name__)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     need(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
+    # 4. Extract the gold answer from a worked solution.
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if answer is None:
         return Example(prompt, None, solution, others, label)
@@ -92,9 +99,9 @@ def parse_record(
 def read_gold(answer: str) -> str:
     r"""Return a gold answer without the text around it.
 
-    A marked number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`) stands for the whole text,
-    and so does anything in `<answer>` or `\boxed`. Another text is the answer itself: `####` may
-    be a heading.
+    If the text has a marked number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`), return
+    this number. If it has any text in `<answer>` or `\boxed`, return that text. Otherwise return
+    the whole text, because `####` without a number may be a heading.
     """
     content = marked_content(answer)
     number = None if content is None else parse_number(content)
@@ -104,10 +111,14 @@ def read_gold(answer: str) -> str:
 
 
 def gold_answer(solution: str) -> str:
-    """Return GSM8K's number after the last `####`, without commas: '… #### 1,080' is '1080'.
+    """Return the number after the last `####` of a GSM8K solution, without commas.
 
     Raises:
         ValueError: the text has no such number.
+
+    Example:
+        >>> gold_answer("It costs 1,080. #### 1,080")
+        '1080'
     """
     content = marked_content(solution, (HASHES,))
     marked = content is not None
@@ -119,32 +130,33 @@ def gold_answer(solution: str) -> str:
 
 
 def strip_calculator(solution: str) -> str:
-    """Return the solution without GSM8K's `<<48/2=24>>` calculator notes."""
+    """Return a GSM8K solution without calculator notes such as `<<48/2=24>>`."""
     return _CALCULATOR.sub("", solution).strip()
 
 
 def _plain(number: Number) -> str:
+    """Return a number as text without an exponent."""
     return f"{number:f}" if hasattr(number, "as_tuple") else str(number)
 
 
 def _find(fields: Mapping[str, Any], names: Any) -> str | None:
-    """Return the first of these columns that has a value in the row."""
+    """Return the first of these column names that has a value in the row, or None."""
     return next((name for name in names if _value(fields, name) is not None), None)
 
 
 def _value(fields: Any, name: str) -> Any:
-    """Return the value of a column, or of a key inside it; None without one."""
+    """Return the value of a column, or of a key inside a column (`a.b`), or None."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
-    first, _, rest = name.partition(".")
-    inner = fields.get(first) if isinstance(fields, Mapping) and rest else None
-    return None if inner is None else _value(inner, rest)
+    column, _, key = name.partition(".")
+    inner = fields.get(column) if isinstance(fields, Mapping) and key else None
+    return None if inner is None else _value(inner, key)
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
-    """Return a prompt of text or of messages, whose parts of text are joined.
+    """Return a prompt of text or chat messages. Text parts of a message are joined.
 
-    A table may hold messages as the text of their JSON.
+    Tables may contain chat messages as JSON text.
     """
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         with contextlib.suppress(ValueError):
@@ -162,8 +174,9 @@ def _prompt_of(value: Any, where: str) -> Prompt:
             parts[-1] = "".join(texts) if are_all else None
         are_texts = all(isinstance(part, str) for part in parts)
         need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
-        kept = {key: item for key, item in message.items() if item is not None}
-        messages.append({**kept, "content": parts[-1]})
+        # Tables fill missing keys, such as tool_calls, with None.
+        present = {key: item for key, item in message.items() if item is not None}
+        messages.append({**present, "content": parts[-1]})
     return messages
 
 
@@ -171,10 +184,10 @@ def _no_prompt(fields: Mapping[str, Any], given: Mapping[str, str]) -> str:
     if "prompt" in given:
         return f"expected a field {given['prompt']!r} ({_listed(fields)})"
     listed = ", ".join(map(repr, fields)) or "none"
-    said = f"expected a field 'prompt' or 'question', found {listed}"
+    message = f"expected a field 'prompt' or 'question', found {listed}"
     names = [*fields, "COLUMN"][:2]
     words = f"data.columns={{prompt: {names[0]}, answer: {names[-1]}}}"
-    return f"{said}; say which columns they are: '{words}'" if fields else said
+    return f"{message}; say which columns they are: '{words}'" if fields else message
 
 
 def _listed(fields: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Both splits of a data set, read once for a whole run."""
+"""Training and test examples of a run, read once."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from grpo_fast.data import FILES, TRACES, Example, load_examples, task_symbols
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template, token_counter
 
-MADE = 256  # of examples that are made when asked for, so many stand for all
+GENERATED_SAMPLE = 256  # generated examples that a fingerprint covers
 
 
 class Splits:
-    """Training and held-out examples of a data config, a section as `load_examples` reads it.
+    """Both splits of a data set.
 
-    `shots_tokens` need a tokenizer: without one, questions have no worked examples in front.
+    Args:
+        data: the section `data` of a configuration. See `load_examples`.
+        seed: seed of the training split's order.
+        tokenizer: counts the tokens for `data.shots_tokens`. Without a tokenizer, questions have no
+            worked examples.
     """
 
     def __init__(self, data: Any, seed: int, tokenizer: Any = None) -> None:
-        self.data, self.seed = data, seed
+        self.data = data
+        self.seed = seed
         if tokenizer is None:
             data = data.model_copy(update={"shots_tokens": None})
-        counted = token_counter(tokenizer)
-        self.train, self.test = (
-            load_examples(data, split=split, seed=seed, count_tokens=counted)
-            for split in ("train", "test")
-        )
+        count = token_counter(tokenizer)
+        self.train = load_examples(data, split="train", seed=seed, count_tokens=count)
+        self.test = load_examples(data, split="test", seed=seed, count_tokens=count)
 
-    def asked_of(self, tokenizer: Any) -> Splits:
-        """Return the splits in the form in which this tokenizer's model is asked.
+    def for_tokenizer(self, tokenizer: Any) -> Splits:
+        """Return the splits with prompts for this tokenizer's model.
 
-        Questions of a file become chat messages if the tokenizer has a chat template, unless
-        `data.chat` is set.
+        Questions from a file become chat messages if the tokenizer has a chat template, unless
+        `data.chat` says otherwise.
         """
         splits = copy.copy(self)
         splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
@@ -46,36 +49,40 @@ class Splits:
         return splits
 
     def with_shots(self, tokenizer: Any) -> Splits:
-        """The splits with `shots_tokens` of worked examples in front of each question."""
+        """Return the splits with worked examples before each question, if `shots_tokens` is set."""
         return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
 
     @property
     def listed(self) -> Sequence[Example]:
-        """The training examples to check before a run: all of a file, one of a generated task.
+        """The training examples to check before a run: all of a file, or one of a generated task.
 
-        Empty for recorded rollouts: their examples are names of tasks, which no policy completes.
+        Empty for recorded rollouts, whose examples are names of tasks and not prompts.
         """
         if self.data.task == TRACES:
             return []
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:
+        """Return all words of the examples, for a tokenizer of symbols."""
         return task_symbols(self.data, itertools.chain(self.train, self.test))
 
     def fingerprints(self) -> dict[str, str]:
-        """A hash of the questions, answers and fields of each split: `data.train`, `data.test`."""
+        """Return a hash of the examples of each split, with the keys `data.train`, `data.test`."""
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
 
 
 def asks_in_chat(data: Any, tokenizer: Any) -> bool:
-    """Return whether questions are sent as chat messages: `data.chat`, or by the tokenizer."""
+    """Return whether questions become chat messages.
+
+    `data.chat` decides. If it is None, the tokenizer decides by its chat template.
+    """
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)
     return bool(data.chat)
 
 
 def _fingerprint(examples: Sequence[Example]) -> str:
-    count = len(examples) if isinstance(examples, list) else MADE
+    count = len(examples) if isinstance(examples, list) else GENERATED_SAMPLE
     digest = hashlib.sha256()
     for one in itertools.islice(examples, count):
         row: list[Any] = [one.prompt, one.answer, one.solution, dict(one.fields)]

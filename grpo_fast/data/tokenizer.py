@@ -1,4 +1,4 @@
-"""Tokenizers built on the spot, for models that start from random weights."""
+"""Tokenizers for models that start from random weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
 BYTE_ALPHABET = 256
 
-# A plain stand-in for a chat template, the contents one below the other: recipes written for a chat
-# model then also run with a tokenizer that knows no roles.
+# A chat template without roles, which writes each message on a line. Recipes for chat models need
+# some template, and with this one they run with tokenizers of this module.
 PLAIN_CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
 def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`: any text round-trips, each digit is a token.
+    """Train a byte-level BPE tokenizer. It can encode any text, and each digit is a token.
 
-    Returns one with `<|pad|>` = 0, `<|eos|>` = 1, padding on the left, a plain chat template: the
-    same for the same texts. `vocab_size`, of at least 258, counts the 256 bytes, pad and eos.
+    Equal texts give equal tokenizers. The ids of `<|pad|>` and `<|eos|>` are 0 and 1, padding is on
+    the left, and the chat template has no roles.
+
+    Args:
+        texts: the training texts.
+        vocab_size: number of tokens, including 256 bytes, pad and EOS; at least 258.
+
+    Raises:
+        ValueError: `vocab_size` is too small.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -35,7 +42,7 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    # The alphabet comes in another order in every process: sorted, so that the ids are the same.
+    # Sort the alphabet: its order differs between processes, and the ids follow the order.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
@@ -47,9 +54,16 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 
 def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per symbol, symbols separated by blanks; any other symbol is an error.
+    """Build a tokenizer with one token per symbol. Texts are symbols separated by blanks.
 
-    Returns one with `<|pad|>` = 0, `<|eos|>` = 1 and symbols[i] = 2 + i, padding on the left.
+    The ids of `<|pad|>` and `<|eos|>` are 0 and 1, and the id of symbols[i] is 2 + i. Padding is on
+    the left. Encoding an unknown symbol raises an error.
+
+    Args:
+        symbols: different words without blanks.
+
+    Raises:
+        ValueError: a symbol is empty, has a blank, or occurs twice.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -63,11 +77,12 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Return whether a tokenizer has a chat template, other than the stand-in of this module."""
+    """Return whether a tokenizer has a chat template other than PLAIN_CHAT_TEMPLATE."""
     return getattr(tokenizer, "chat_template", None) not in (None, PLAIN_CHAT_TEMPLATE)
 
 
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text, without special tokens."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

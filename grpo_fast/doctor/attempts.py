@@ -18,7 +18,7 @@ from grpo_fast.data import Prompt
 from grpo_fast.doctor import causes
 from grpo_fast.doctor.recompute import cast
 from grpo_fast.rollout import Samples, Sampling
-from grpo_fast.rollout.samples import select_support
+from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
 
 # Sampling settings in the order in which samplers apply them, each with transformers' class and

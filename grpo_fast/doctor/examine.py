@@ -35,7 +35,7 @@ def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
     policy.template_kwargs = config.data.template_kwargs
-    examples = splits.asked_of(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
+    examples = splits.for_tokenizer(policy.tokenizer).with_shots(policy.tokenizer).train[: own.n]
     length = min(config.rollout.max_new_tokens, own.tokens)
     with build_engine(policy, config.rollout) as engine:
         return diagnose(
@@ -44,5 +44,5 @@ def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
             group_size=own.samples, seed=config.seed,
             version=int(time.time()),  # a server has not seen this version before
             temperature=float(config.loss_config().temperature),
-            uses_kept=config.rollout.wants_kept, threshold=own.threshold,
+            uses_kept=config.rollout.needs_support, threshold=own.threshold,
         )  # fmt: skip

@@ -62,6 +62,6 @@ def pack_traces(
         "cu_seqlens": pack.cu_seqlens,
         "advantages": torch.tensor(values, dtype=torch.float32, device=device),
         "old_logps": torch.cat([branch.logps for branch in branches]).to(device),
-        "support": Support.join([branch.kept for branch in branches], pack.lengths, device),
+        "support": Support.join([branch.support for branch in branches], pack.lengths, device),
     }
     return pack, inputs

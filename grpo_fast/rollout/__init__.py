@@ -1,16 +1,8 @@
-"""Completions for prompts, with the log-probabilities the sampler used."""
+"""Sampling of completions: the engines, and `generate` for use in any training loop."""
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.completions import check_prompts, encode_prompts, generate, prompt_texts
-from grpo_fast.rollout.engine import (
-    Completion,
-    Engine,
-    EngineName,
-    Kept,
-    Request,
-    awake,
-    build_engine,
-)
+from grpo_fast.rollout.engine import Completion, Engine, EngineName, Request, awake, build_engine
 from grpo_fast.rollout.own.model import SampledModel
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.samples import Samples
@@ -20,7 +12,6 @@ __all__ = [
     "Engine",
     "EngineError",
     "EngineName",
-    "Kept",
     "NonFiniteLogits",
     "Request",
     "SampledModel",

@@ -1,4 +1,4 @@
-"""Encode prompts, sample completions by an engine, decode them."""
+"""Sampling as one call: encode prompts, sample completions with an engine, decode the texts."""
 
 from __future__ import annotations
 
@@ -33,31 +33,34 @@ def generate(
     places: Sequence[int] | None = None,
     **sampling: Any,
 ) -> Samples:
-    """Sample G = `group_size` completions of each prompt; each prompt is computed once::
-
-        done = generate(model, prompts, group_size=8, tokenizer=tokenizer, max_new_tokens=64)
-        rewards = [score(text) for text in done.texts]
+    """Sample `group_size` completions of each prompt. Each prompt is computed only once.
 
     Args:
-        model: a transformers causal LM, or a peft model around one, which is left unchanged; or
-            the trainer's `Policy`.
-        prompts: texts, chat messages for the tokenizer's template, or token ids.
-        options: the sampling options; or pass the fields of `Sampling` as keywords.
-        seed: an int or a tuple such as (seed, step). The random number of a token depends only on
-            the seed, the completion's place and the token's position, not on `batch_size`.
-        tokenizer: the model's tokenizer; a `Policy` has one. A `SampledModel` without a tokenizer
-            takes token ids only, and all texts of the result are empty.
-        engine: samples with the weights it has; None: the model itself samples.
-        places: index of each prompt in the batch of all ranks, rising; None: `prompts` is the
-            whole batch.
+        model: a transformers causal LM, a peft model around one, or the trainer's `Policy`. Its
+            mode, attention implementation and generation config are restored afterwards.
+        prompts: texts, chat messages for the tokenizer's chat template, or token ids.
+        options: the sampling options. You can pass the fields of `Sampling` as keywords instead.
+        group_size: number of completions of each prompt.
+        seed: an int, or a tuple such as (seed, step). The random number of a token depends only on
+            this seed, on the completion's place and on the token's position, not on `batch_size`.
+        tokenizer: the model's tokenizer. A `Policy` has one. A `SampledModel` without a tokenizer
+            accepts only token ids, and the texts of its result are empty.
+        engine: an engine that samples with its current weights. None samples with `model`.
+        places: increasing index of each prompt in the batch over all ranks. None if `prompts` is
+            the whole batch.
+        **sampling: fields of `Sampling`, such as `max_new_tokens=64` or `top_p=0.9`.
 
     Returns:
-        A table of the samples with their texts; `group` holds each prompt's place.
+        The samples with their texts. The column `group` holds the place of each sample's prompt.
 
     Raises:
-        ValueError: a prompt that the tokenizer or the model does not take, or without room for
-            `options.max_new_tokens`; places that do not rise; keywords that `Sampling` refuses.
-        NonFiniteLogits: the model's logits are NaN.
+        ValueError: the tokenizer or the model does not accept a prompt, a prompt leaves no room for
+            `max_new_tokens`, `places` do not increase, or a sampling option is out of range.
+        NonFiniteLogits: the model's logits are NaN or infinite.
+
+    Example:
+        >>> done = generate(model, prompts, group_size=8, tokenizer=tokenizer, max_new_tokens=64)
+        >>> rewards = [score(text) for text in done.texts]
     """
     # 1. Check the options.
     policy = SampledModel(model, tokenizer) if isinstance(model, nn.Module) else model
@@ -66,13 +69,14 @@ def generate(
     options = options or Sampling(**sampling)
     require(group_size >= 1, "group_size", "at least 1", group_size)
     if places is not None:
-        rising = [*places] == sorted({*places}) and min(places, default=0) >= 0
-        fits = rising and len(places) == len(prompts)
-        require(fits, "places", f"{len(prompts)} rising places from 0", list(places)[:8])
-    # 2. Encode, sample, decode.
+        increase = [*places] == sorted({*places}) and min(places, default=0) >= 0
+        fits = increase and len(places) == len(prompts)
+        require(fits, "places", f"{len(prompts)} increasing indices from 0", list(places)[:8])
+    # 2. Encode the prompts and sample.
     ids = encode_for(policy, prompts, options.max_new_tokens)
     sampler = engine or TransformersEngine(policy, options)
     done = sampler.generate(ids, options, group_size=group_size, seed=seed, places=places)
+    # 3. Check the result: engines may come from other packages.
     name = type(sampler).__name__
     expected = len(prompts) * group_size
     require(len(done) == expected, name, f"{expected} completions", len(done), RuntimeError)
@@ -80,12 +84,13 @@ def generate(
         fits = one.logps.shape == (len(one.ids),)
         shape = tuple(one.logps.shape)
         require(fits, name, f"logps of shape ({len(one.ids)},)", shape, RuntimeError)
+    # 4. Decode the texts.
     texts = decoded(policy.tokenizer, [one.ids for one in done])
     return table_of(ids, done, texts, places)
 
 
 def decoded(tokenizer: Any, completions: list[list[int]]) -> list[str]:
-    """Return the texts of completions without special tokens; empty ones without a tokenizer."""
+    """Return the text of each completion without special tokens, or "" without a tokenizer."""
     if tokenizer is None:
         return [""] * len(completions)
     texts: list[str] = tokenizer.batch_decode(completions, skip_special_tokens=True)
@@ -98,43 +103,42 @@ def table_of(
     texts: Sequence[str] = (),
     groups: Sequence[int] | None = None,
 ) -> Samples:
-    """Build the table of what an engine returns.
+    """Build the table of samples from an engine's completions.
 
     Args:
         prompts: token ids of each prompt.
-        completions: as many for each prompt, those of a prompt next to each other.
-        texts: of the completions.
-        groups: the number of each prompt's group; None: 0, 1, 2, …
+        completions: an equal number for each prompt, in the order of the prompts.
+        texts: the text of each completion.
+        groups: the group number of each prompt. None numbers the groups from 0.
     """
-    # 1. Token ids: prompt and completion of each sample, one after another.
+    # 1. Join the token ids of prompts and completions, sample after sample.
     size = len(completions) // max(len(prompts), 1)
     pieces = [torch.zeros(0, dtype=torch.int64)]
     for n, prompt in enumerate(prompts):
-        before = torch.tensor(prompt, dtype=torch.int64)
+        prompt_ids = torch.tensor(prompt, dtype=torch.int64)
         for one in completions[n * size : (n + 1) * size]:
-            pieces += [before, torch.tensor(one.ids, dtype=torch.int64)]
+            pieces += [prompt_ids, torch.tensor(one.ids, dtype=torch.int64)]
     lengths = torch.tensor([len(piece) for piece in pieces[1:]], dtype=torch.int64)
     segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
-    # 2. What each completion token was drawn from.
+    # 2. Join the supports. The mass is NaN for completions whose engine does not report it.
     counts = [len(one.ids) for one in completions]
-    sets = [one.kept and (one.kept.ids, one.kept.offsets.diff()) for one in completions]
+    sets = [one.support and (one.support.ids, one.support.offsets.diff()) for one in completions]
     support = Support.join(sets, counts, "cpu")
     mass = None
     if support is not None:
-        mass = torch.full((sum(counts),), torch.nan)
-        for one, own in zip(completions, mass.split(counts), strict=True):
-            if one.kept is not None and one.kept.mass is not None:
-                own.copy_(one.kept.mass)
-    # 3. The columns.
+        unknown = [torch.full((count,), torch.nan) for count in counts]
+        known = zip(completions, unknown, strict=True)
+        mass = torch.cat([nan if one.mass is None else one.mass for one, nan in known])
+    # 3. Compute the columns per sample.
     numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
-    cut = [one.finish_reason != EOS for one in completions]
+    truncated = [one.finish_reason != EOS for one in completions]
     versions = [one.weight_version for one in completions]
     return Samples(
         ids=torch.cat(pieces),
         segment=segment.repeat_interleave(lengths),
         cu_seqlens=pad(lengths.view(-1, 2).sum(1).cumsum(0), (1, 0)),
         group=numbers.to(torch.int64).repeat_interleave(size),
-        truncated=torch.tensor(cut, dtype=torch.bool),
+        truncated=torch.tensor(truncated, dtype=torch.bool),
         weight_version=torch.tensor(versions, dtype=torch.int64),
         logps=torch.cat([torch.zeros(0), *(one.logps for one in completions)]),
         support=support,
@@ -147,10 +151,10 @@ def table_of(
 
 
 def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Raise the ValueError for prompts that `generate` would raise, before a run has begun.
+    """Raise the ValueError that `generate` would raise for these prompts, before a run starts.
 
-    Only those that may be too long are encoded: a token has at least one byte, and a chat template
-    adds less than half of what a model has room for.
+    To save time, only prompts that may be too long are encoded. The test is a safe bound: a token
+    has at least one byte, and a chat template adds less than half of the model's positions.
     """
     room = policy.positions - max_new_tokens
     long = [p for p in prompts if 2 * len(str(p).encode()) > room]
@@ -158,7 +162,11 @@ def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -
 
 
 def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-    """Call `encode_prompts`; raise a ValueError for prompts that the policy cannot take."""
+    """Return the token ids of each prompt, checked against the size of the policy's model.
+
+    Raises:
+        ValueError: a prompt is too long for the model or has ids that are not in the vocabulary.
+    """
     ids = encode_prompts(policy.tokenizer, prompts, policy.template_kwargs)
     rows = policy.lm.get_input_embeddings().weight.shape[0]
     for prompt, tokens in zip(prompts, ids, strict=True):
@@ -167,8 +175,8 @@ def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> l
         shown = repr(prompt[:60])
         expected = f"at most {most} tokens (max_position_embeddings of the model)"
         require(count <= most, "prompts", expected, f"{count} in {shown}")
-        room = most - count + 1  # the last token is not fed
-        expected = f"at most {room} behind a prompt of {count} (max_position_embeddings: {most})"
+        room = most - count + 1  # the last sampled token is not fed to the model
+        expected = f"at most {room} after a prompt of {count} (max_position_embeddings: {most})"
         require(max_new_tokens <= room, "max_new_tokens", expected, max_new_tokens)
         low, high = min(tokens), max(tokens)
         expected = f"token ids below {rows}, the rows of the model's embedding"
@@ -182,29 +190,38 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    Chat messages go through the tokenizer's template with the arguments `template_kwargs`. If the
-    last message is the assistant's, the completion continues it. Prompts that are token ids already
-    need no tokenizer.
+    If the last chat message is the assistant's, the completion continues this message.
+
+    Args:
+        tokenizer: the model's tokenizer. None accepts prompts of token ids only.
+        prompts: texts, chat messages or token ids.
+        template_kwargs: further arguments of the tokenizer's chat template.
+
+    Raises:
+        ValueError: the tokenizer or its chat template refuses a prompt, or a prompt has no token.
     """
     ids: list[list[int]] = []
     for prompt in prompts:
         if tokenizer is None and not _is_encoded(prompt):
-            expected = "token ids, as the model has no tokenizer (pass tokenizer=)"
+            expected = "token ids, because the model has no tokenizer (pass tokenizer=)"
             raise ValueError(f"prompts: expected {expected}, got {str(prompt)[:60]!r}")
         try:
             encoded = _encoded(tokenizer, prompt, template_kwargs)
         except Exception as error:  # a template is a program, and tokenizers raise plain Exception
-            taken = "expected what the tokenizer and its chat template take"
+            expected = "expected a prompt that the tokenizer and its chat template accept"
             came = str(prompt)[:60]
-            raise ValueError(f"prompts: {taken}, got {came!r}: {reason(error)}") from error
-        if not encoded:  # `require` would write out every long prompt
+            raise ValueError(f"prompts: {expected}, got {came!r}: {reason(error)}") from error
+        if not encoded:  # `require` would format every long prompt
             raise ValueError(f"prompts: expected at least one token, got {prompt!r}")
         ids.append(encoded)
     return ids
 
 
 def prompt_texts(policy: Any, prompts: Sequence[Prompt]) -> list[str]:
-    """Return each prompt as the text that the model reads; token ids without a tokenizer: ""."""
+    """Return the text of each prompt after the chat template.
+
+    Without a tokenizer, the text of a prompt of token ids is "".
+    """
     tokenizer = policy.tokenizer
     return [_text_of(tokenizer, prompt, policy.template_kwargs) for prompt in prompts]
 
@@ -227,7 +244,7 @@ def _text_of(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | N
 def _encoded(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None) -> list[int]:
     if _is_encoded(prompt):
         return list(prompt)
-    # The chat template writes the special tokens into the text.
+    # A chat template writes special tokens such as BOS into the text: do not add them twice.
     is_plain = isinstance(prompt, str)
     text = _text_of(tokenizer, prompt, template_kwargs)
     return tokenizer(text, add_special_tokens=is_plain)["input_ids"]

@@ -1,4 +1,4 @@
-"""The interface of a rollout engine: token ids of prompts in, sampled completions out."""
+"""The interface of a rollout engine, which samples completions for prompts of token ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels.support import Support
 from grpo_fast.rollout.sampler import Sampling, seed_of
 
 log = logging.getLogger(__name__)
 
-EOS, LENGTH = "eos", "length"  # how a completion ends; engines may have further words
+# Values of `Completion.finish_reason`. Engines may use further words for completions cut off early.
+EOS = "eos"
+LENGTH = "length"
 
 EngineName = Literal["transformers", "vllm", "vllm-server"]
-# name -> module:callable(policy, options) -> Engine; `options` has what `rollout:` is configured to
+# Engine name -> "module:function". The function takes (policy, options), where `options` is the
+# section `rollout` of a configuration, and returns an Engine.
 BUILDERS: dict[str, str] = {
     "transformers": "grpo_fast.rollout.own.engine:TransformersEngine",
     "vllm": "grpo_fast.rollout.vllm.local:build",
@@ -30,47 +34,50 @@ BUILDERS: dict[str, str] = {
 Seed = int | tuple[int | str, ...]
 
 
-class Kept(NamedTuple):
-    """The tokens that a truncating sampler chose from, token by token (CSR).
-
-    Token t was drawn from `ids[offsets[t]:offsets[t + 1]]`; empty: from the whole vocabulary.
-    """
-
-    ids: Tensor  # (nnz,) int32
-    offsets: Tensor  # (n + 1,) int64
-    mass: Tensor | None = None  # (n,) fp32: their probability before truncation; None: unknown
-
-
 @functools.cache
-def say_that_kept_is_unknown(engine: str) -> None:
-    """Warn once per process that an engine does not report the tokens that truncation kept."""
+def warn_without_support(engine: str) -> None:
+    """Warn once per process that an engine does not report the support of its tokens."""
     log.warning(
-        "%s does not say which tokens top_p and top_k kept: its log-probabilities are compared "
-        "with the policy's over the whole vocabulary", engine,
+        "%s does not report the tokens that top_p and top_k kept: its log-probabilities are "
+        "compared with the policy's over the whole vocabulary", engine,
     )  # fmt: skip
 
 
 class Completion(NamedTuple):
-    """One completion of n tokens."""
+    """One sampled completion of n tokens.
 
-    ids: list[int]  # up to and with the first EOS
-    logps: Tensor  # (n,) fp32 on the CPU, of the distribution that was sampled from
-    finish_reason: str  # EOS, LENGTH, or an engine's own word for a completion that was cut off
-    weight_version: int  # of the weights that its first token was sampled with
-    kept: Kept | None = None  # None: not truncated, not requested, or not reported by the engine
+    Attributes:
+        ids: n token ids. The last one is the first EOS, if the completion has one.
+        logps: (n,) fp32 on the CPU, log-probabilities in the distribution that was sampled from.
+        finish_reason: `EOS`, `LENGTH`, or a word of the engine for a completion cut off early.
+        weight_version: version of the weights that sampled the first token.
+        support: for each token, the ids that truncation (top_p, top_k, min_p) kept. None if nothing
+            was truncated, or if the engine does not report the support.
+        mass: (n,) fp32, probability of each token's support before truncation. None if unknown.
+    """
+
+    ids: list[int]
+    logps: Tensor
+    finish_reason: str
+    weight_version: int
+    support: Support | None = None
+    mass: Tensor | None = None
 
 
 class Request(NamedTuple):
     """A request for G = `group_size` completions of each prompt.
 
     Attributes:
-        seed: the random numbers of a completion depend on the seed, the place of its prompt and
-            its number among the prompt's completions.
-        places: index of each prompt in the batch of the whole step, rising; None: this request is
-            the whole batch. With places several processes sample what one process would sample.
+        prompts: token ids of each prompt, at least one.
+        sampling: the sampling options.
+        group_size: number of completions of each prompt.
+        seed: seed of the random numbers. The numbers of a completion depend on this seed, on the
+            place of its prompt and on its index among the prompt's completions.
+        places: increasing index of each prompt in the step's batch over all ranks, so that several
+            ranks sample what one rank would sample. None if this request is the whole batch.
     """
 
-    prompts: Sequence[Sequence[int]]  # token ids, none empty
+    prompts: Sequence[Sequence[int]]
     sampling: Sampling
     group_size: int
     seed: Seed
@@ -78,37 +85,46 @@ class Request(NamedTuple):
 
 
 class Engine(ABC):
-    """Samples completions. As a context manager it closes itself.
+    """Base class of rollout engines. Leaving its context (`with engine:`) closes an engine.
 
-    Every wait of an engine has a timeout, whose error names what the engine waited for.
+    Every wait of an engine has a timeout. The error names what the engine waited for.
+
+    Attributes:
+        is_apart: True if the engine has its own device and its own copy of the weights. Such an
+            engine may sample in a thread while the policy trains, and `sleep` does nothing.
+        fallback: why the engine samples by a slower path, whose bits differ. None if it does not.
     """
 
-    # The engine has another device and its own weights. It may sample in a thread while the policy
-    # is trained, and does not sleep meanwhile.
     is_apart = False
-    # Why the engine samples by a slower path, which gives different bits; None: it does not.
     fallback: str | None = None
 
     def generate(self, *fields: Any, **others: Any) -> list[Completion]:
+        """Call `sample` with a `Request` built from the arguments."""
         return self.sample(Request(*fields, **others))
 
     @abstractmethod
     def sample(self, request: Request) -> list[Completion]:
-        """Return the completions of a request, those of a prompt next to each other."""
+        """Return `group_size` completions for each prompt, in the order of the prompts.
+
+        Raises:
+            EngineError: the engine is gone, or has no weights.
+            NonFiniteLogits: the policy's logits are NaN or infinite.
+        """
 
     @abstractmethod
     def update(self, policy: Any, version: int) -> None:
-        """Sample with the weights of this `Policy` from now on.
+        """Sample with the weights of this policy from now on.
 
         Args:
-            version: of the weights. An engine that already has this version moves none.
+            policy: a `Policy` or `SampledModel`.
+            version: number of these weights. An engine that has this version copies nothing.
         """
 
     def sleep(self) -> None:  # noqa: B027
         """Free the device for the trainer. Weights may be lost: call `update` after `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Prepare for `update` and `sample`. An engine that is awake does nothing."""
+        """Prepare for `update` and `sample`. Does nothing if the engine is awake."""
 
     def close(self) -> None:  # noqa: B027
         """Release all resources. The engine cannot be used afterwards."""
@@ -121,10 +137,15 @@ class Engine(ABC):
 
 
 def build_engine(policy: Any, options: Any = None) -> Engine:
-    """Return the engine that `options.engine` names, ready to sample; None: our own loop.
+    """Return the engine that `options.engine` names, ready to sample.
+
+    Args:
+        policy: a `Policy` or `SampledModel`.
+        options: the section `rollout` of a configuration. None selects the engine `transformers`.
 
     Raises:
-        ValueError: it cannot run here, or not with this model; the message says what is missing.
+        ValueError: the engine cannot run here, or cannot run this model. The message says what is
+            missing.
     """
     module, _, name = BUILDERS[options.engine if options else "transformers"].partition(":")
     return getattr(importlib.import_module(module), name)(policy, options)
@@ -132,7 +153,7 @@ def build_engine(policy: Any, options: Any = None) -> Engine:
 
 @contextmanager
 def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
-    """Wake the engine and give it this policy's weights; let it sleep afterwards."""
+    """Wake the engine, give it the policy's weights, and put it to sleep at the end."""
     engine.wake()
     engine.update(policy, version)
     try:
@@ -148,12 +169,17 @@ def seed_for(purpose: str, seed: Seed, *more: int) -> int:
 
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
-) -> Tensor:  # (count·G, length) in [0, 1)
-    """Return the random numbers of the completions of `count` prompts, in the order of places."""
+) -> Tensor:
+    """Return the random numbers of the completions of `count` prompts, in the order of `places`.
+
+    Returns:
+        (count·group_size, length) fp32 in [0, 1).
+    """
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
     wanted = set(range(count) if places is None else places)
     rows = []
-    # One generator for the batch of the whole step: draw the numbers of other ranks' places, too.
+    # The step's batch has one generator. Numbers of other ranks' prompts are drawn and dropped, so
+    # that a prompt's numbers do not depend on the number of ranks.
     for place in range(max(wanted, default=-1) + 1):
         group = torch.rand(group_size, length, generator=generator)
         if place in wanted:

@@ -1,7 +1,7 @@
-"""Sampling of tokens: temperature, top-k, top-p, min-p, one uniform number per token.
+"""Sampling of tokens: temperature, top-k, top-p and min-p, with one uniform number per token.
 
-The sampled token is the first whose cumulative probability, in the order of the vocabulary, exceeds
-the uniform number, which depends only on (seed, place, position).
+The sampled token is the first one, in vocabulary order, whose cumulative probability exceeds the
+uniform number. The number depends only on (seed, place, position), so samples are reproducible.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
-COLDEST = 1e-6
+MIN_TEMPERATURE = 1e-6
 
 
 class Sampling(BaseModel):
     """Options of the sampler."""
 
-    model_config = ConfigDict(
-        extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )  # fmt: skip
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_new_tokens: int = Field(256, ge=1, le=1 << 20)
     """Most tokens of a completion."""
@@ -39,18 +37,19 @@ class Sampling(BaseModel):
 
     @property
     def truncates(self) -> bool:
+        """True if top_p, top_k or min_p removes tokens from the distribution."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
-    def wants_kept(self) -> bool:
-        """Whether engines report the tokens that truncation kept."""
+    def needs_support(self) -> bool:
+        """True if engines must report the support of each token."""
         return self.truncates
 
     @field_validator("temperature")
     @classmethod
     def _divides(cls, temperature: float) -> float:
-        if 0 < temperature < COLDEST:  # logits divided by less overflow fp32
-            raise ValueError(f"expected 0 (greedy) or at least {COLDEST:g}")
+        if 0 < temperature < MIN_TEMPERATURE:  # logits divided by less overflow fp32
+            raise ValueError(f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}")
         return temperature
 
 
@@ -61,24 +60,42 @@ def seed_of(*parts: int | str) -> int:
 
 
 class Draw(NamedTuple):
-    """One token for each of B rows, and the tokens it was drawn from."""
+    """One sampled token for each of B rows, with the support it was sampled from.
 
-    tokens: Tensor  # (B,) int64
-    logps: Tensor  # (B,) fp32, of the distribution that was drawn from
-    # (B, K) int64, rising token ids; None: the whole vocabulary, or not requested
-    candidates: Tensor | None = None
-    kept: Tensor | None = None  # (B, K) bool: the candidates that could be drawn
-    mass: Tensor | None = None  # (B,) fp32: probability of these before truncation
+    The last three fields are None if the sampler did not truncate, or if the options do not ask for
+    the support.
 
-
-def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:  # (B, V) fp32, (B,)
-    """Draw a token for each row.
-
-    Temperature 0 takes the most likely token, with its log-probability at temperature 1. Otherwise
-    top_k is applied first, then top_p to the remaining tokens, then min_p; log-probabilities are
-    renormalised over the kept tokens. Scores that are NaN or +inf make the log-probability NaN,
-    which is checked once at the end: no sync per token.
+    Attributes:
+        tokens: (B,) int64, the sampled ids.
+        logps: (B,) fp32, log-probabilities in the distribution that was sampled from.
+        candidates: (B, K) int64, increasing token ids.
+        in_support: (B, K) bool, True for candidates that could be sampled.
+        mass: (B,) fp32, probability of the support before truncation.
     """
+
+    tokens: Tensor
+    logps: Tensor
+    candidates: Tensor | None = None
+    in_support: Tensor | None = None
+    mass: Tensor | None = None
+
+
+def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:
+    """Sample a token for each row.
+
+    Temperature 0 takes the likeliest token, with its log-probability at temperature 1. Otherwise
+    top_k is applied first, then top_p to the remaining tokens, then min_p, and log-probabilities
+    are renormalised over the support.
+
+    A row with NaN or +inf gets the log-probability NaN. The engine checks for NaN once at the end,
+    because a check here would cost a GPU sync per token.
+
+    Args:
+        scores: (B, V) fp32 logits.
+        uniform: (B,) fp32 in [0, 1).
+        options: the sampling options.
+    """
+    # 1. Sample greedily, or from the whole vocabulary. Neither needs sorted logits.
     if options.temperature == 0:
         tokens = scores.argmax(-1)
         return Draw(tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1))
@@ -88,66 +105,90 @@ def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:  # (B, V
         p = z.softmax(-1)
         tokens = pick(p, uniform)
         return Draw(tokens, p.gather(-1, tokens[:, None])[:, 0].log())
+    # 2. Sample from the truncated distribution.
     values, candidates = truncate(z, top_k, options)
     p = values.softmax(-1)
     place = pick(p, uniform)[:, None]
     logps = p.gather(-1, place)[:, 0].log()
     tokens = candidates.gather(-1, place)[:, 0]
-    if not options.wants_kept:
+    if not options.needs_support:
         return Draw(tokens, logps)
+    # 3. Report the support.
     mass = (values.logsumexp(-1) - z.logsumexp(-1)).exp()
     return Draw(tokens, logps, candidates, values > -torch.inf, mass)
 
 
-def truncate(z: Tensor, most: int, options: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the `most` likeliest logits of each row by rising id; dropped ones are −inf."""
-    values, ids = z.topk(most, dim=-1)
+def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
+    """Return the `top_k` likeliest tokens of each row, in vocabulary order.
+
+    Args:
+        z: (B, V) logits.
+        top_k: number of tokens to return.
+        options: `top_p` and `min_p` mark further tokens as dropped.
+
+    Returns:
+        (B, top_k) logits, with -inf for dropped tokens, and (B, top_k) int64 token ids.
+    """
+    values, ids = z.topk(top_k, dim=-1)
     if options.top_p < 1:
         p = values.softmax(-1)
-        # A token stays while the mass before it is below top_p: the most likely one does.
+        # A token stays if the likelier tokens together hold less than top_p.
         dropped = p.cumsum(-1) - p >= options.top_p
-        dropped[:, 0] = False  # also where top_p is 0 in fp32
+        dropped[:, 0] = False  # needed if top_p rounds to 0 in fp32
         values = values.masked_fill(dropped, float("-inf"))
-    if options.min_p > 0:  # the most likely one stands first
+    if options.min_p > 0:  # column 0 holds the likeliest token
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
-    # `pick` draws in the order of the vocabulary, not of the likelihood.
+    # `pick` goes through tokens in vocabulary order: undo the order by likelihood.
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
 
-def pick(p: Tensor, uniform: Tensor) -> Tensor:  # (B, V), (B,) in [0, 1) -> (B,) int64
-    """Return the first token whose cumulative probability exceeds `uniform`, never one of 0."""
+def pick(p: Tensor, uniform: Tensor) -> Tensor:
+    """Return the first token of each row whose cumulative probability exceeds the uniform number.
+
+    A token of probability 0 is never returned.
+
+    Args:
+        p: (B, V) probabilities.
+        uniform: (B,) in [0, 1).
+
+    Returns:
+        (B,) int64.
+    """
     cumulative = p.cumsum(-1)
     total = cumulative[:, -1]
-    # uniform·total can round up to total, beyond every token.
+    # uniform * total can round up to total, which no cumulative probability exceeds.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return tokens.clamp(
-        max=p.shape[-1] - 1
-    )  # NaN gives an index beyond the last token, which is a device assert on GPUs
+    # NaN gives an index past the last token, which would be a device-side assert on a GPU.
+    return tokens.clamp(max=p.shape[-1] - 1)
 
 
 class Sampler:
-    """`sample` as the last logits processor of transformers' `generate`, in greedy mode.
+    """A logits processor for transformers' `generate` that makes `sample` choose the token.
+
+    It must be the last processor, and `generate` must run with `do_sample=False`.
 
     Args:
-        uniforms: (B, L) in [0, 1); column t decides the t-th new token of each row.
+        uniforms: (B, L) in [0, 1). Column t decides the t-th new token of each row.
+        options: the sampling options.
 
-    After generation `logps` (B, L) fp32 has the log-probabilities, and `drawn` the draw of each
-    position.
+    Attributes:
+        logps: (B, L) fp32, log-probabilities of the sampled tokens after generation.
+        draws: one `Draw` for each position.
     """
 
     def __init__(self, uniforms: Tensor, options: Sampling) -> None:
         self.uniforms = uniforms
         self.options = options
         self.logps = torch.zeros_like(uniforms)
-        self.drawn: list[Draw] = []
+        self.draws: list[Draw] = []
 
-    # (B, length), (B, V) fp32 -> (B, V)
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        t = len(self.drawn)
-        drawn = sample(scores, self.uniforms[:, t], self.options)
-        self.drawn.append(drawn)
-        self.logps[:, t] = drawn.logps
-        # `generate` is greedy: it takes the only token that is left.
-        return torch.full_like(scores, float("-inf")).scatter_(-1, drawn.tokens[:, None], 0.0)
+        """Return (B, V) scores that leave only the sampled token of each row."""
+        t = len(self.draws)
+        draw = sample(scores, self.uniforms[:, t], self.options)
+        self.draws.append(draw)
+        self.logps[:, t] = draw.logps
+        # Greedy `generate` takes the only token whose score is not -inf.
+        return torch.full_like(scores, float("-inf")).scatter_(-1, draw.tokens[:, None], 0.0)

@@ -1,8 +1,11 @@
-"""One table of samples: prompts with their completions, as flat tensors.
+"""The table of samples that every part of a training step reads and extends.
 
-The table has three kinds of columns. A column of the B samples has one entry per sample. A column
-of the N tokens has one entry per token, sample after sample. A column of the R completion tokens
-has one entry per token that is trained, in the same order; the loss reads these.
+A sample is a prompt with one completion. The table holds flat tensors without padding:
+
+- Columns per sample have B entries, one for each sample.
+- Columns per token have N entries: the tokens of sample 0, then those of sample 1, and so on.
+- Columns per completion token have R entries, one for each token that is trained, in token order.
+  The loss reads these columns.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ from torch.nn.functional import pad
 
 from grpo_fast.errors import require
 from grpo_fast.kernels.support import Support
+from grpo_fast.rollout.ranges import ranges, select_support
 
-PROMPT, COMPLETION = 0, 1
+# Values of the column `segment`.
+PROMPT = 0
+COMPLETION = 1
 
-OF_SAMPLES = ("group", "truncated", "weight_version", "rewards", "advantages")
-OF_TOKENS = ("ids", "segment")
-OF_COMPLETIONS = (
+PER_SAMPLE = ("group", "truncated", "weight_version", "rewards", "advantages")
+PER_TOKEN = ("ids", "segment")
+PER_COMPLETION_TOKEN = (
     "logps", "mass", "token_rewards", "token_advantages", "old_logps", "ref_logps", "ref_hidden",
     "teacher", "values", "returns",
 )  # fmt: skip
-COLUMNS = ("cu_seqlens", *OF_SAMPLES, *OF_TOKENS, *OF_COMPLETIONS)
+COLUMNS = ("cu_seqlens", *PER_SAMPLE, *PER_TOKEN, *PER_COMPLETION_TOKEN)
 REQUIRED = {
     "ids": torch.int64, "segment": torch.uint8, "cu_seqlens": torch.int64, "group": torch.int64,
     "truncated": torch.bool, "weight_version": torch.int64, "logps": torch.float32,
@@ -38,39 +44,69 @@ REQUIRED = {
 
 @dataclass
 class Samples:
-    """The samples of a step. A column is None until it is computed."""
+    """The B samples of a step, with N tokens, of which R are trained completion tokens.
 
-    ids: Tensor  # (N,) int64
-    segment: Tensor  # (N,) uint8: PROMPT, or COMPLETION where the token is trained
-    cu_seqlens: Tensor  # (B+1,) int64: sample b is ids[cu_seqlens[b] : cu_seqlens[b + 1]]
-    group: Tensor  # (B,) int64: the samples of one prompt have the same number
-    truncated: Tensor  # (B,) bool: the completion did not end with an EOS
-    weight_version: Tensor  # (B,) int64, see `Engine.update`
-    logps: Tensor  # (R,) fp32, of the sampler
-    support: Support | None = None  # of the R tokens: the ids that each was drawn from
-    mass: Tensor | None = None  # (R,) fp32: probability of the support; NaN: unknown
-    texts: list[str] = field(default_factory=list)  # of the B completions, no special tokens
-    rewards: Tensor | None = None  # (B,) fp32: the weighted sum; NaN: lost
-    scores: dict[str, Tensor] = field(default_factory=dict)  # reward function -> (B,) fp32
-    extra: dict[str, list[str]] = field(default_factory=dict)  # logged by reward functions
-    advantages: Tensor | None = None  # (B,) fp32; NaN: the sample does not count
-    token_rewards: Tensor | None = None  # (R,) fp32
-    token_advantages: Tensor | None = None  # (R,) fp32; None: a token has its sample's
-    old_logps: Tensor | None = None  # (R,) fp32: of the policy that begins the step
-    ref_logps: Tensor | None = None  # (R,) fp32
-    ref_hidden: Tensor | None = None  # (R, H) of the reference, for an exact KL
-    teacher: Tensor | None = None  # (R, K, 2) fp64: ids and their logps, from a server
-    values: Tensor | None = None  # (R,) fp32, of a critic
-    returns: Tensor | None = None  # (R,) fp32
+    Optional columns are None until a step of the training loop computes them.
 
-    # ---- shape
+    Attributes:
+        ids: (N,) int64, token ids of each prompt and its completion.
+        segment: (N,) uint8, `COMPLETION` for trained tokens, `PROMPT` for all others. Tokens that
+            a tool wrote between two turns are `PROMPT`, too.
+        cu_seqlens: (B+1,) int64. Sample b is `ids[cu_seqlens[b] : cu_seqlens[b + 1]]`.
+        group: (B,) int64, number of the sample's prompt. Completions of one prompt form a group.
+        truncated: (B,) bool, True if the completion was cut off before an EOS.
+        weight_version: (B,) int64, version of the weights that sampled the completion.
+        logps: (R,) fp32, log-probabilities that the sampler reported.
+        support: for each of the R tokens, the ids that the sampler's truncation kept. None if it
+            kept the whole vocabulary.
+        mass: (R,) fp32, probability of each token's support before truncation; NaN if unknown.
+        texts: B texts of the completions, without special tokens.
+        rewards: (B,) fp32, weighted sum of the reward functions; NaN if they failed.
+        scores: reward function name -> (B,) fp32, its unweighted rewards.
+        extra: column name -> B texts that reward functions log.
+        advantages: (B,) fp32; NaN excludes the sample from the loss.
+        token_rewards: (R,) fp32, reward of each token.
+        token_advantages: (R,) fp32. None gives each token the advantage of its sample.
+        old_logps: (R,) fp32, log-probabilities of the policy at the start of the step.
+        ref_logps: (R,) fp32, log-probabilities of the reference model.
+        ref_hidden: (R, H) hidden states of the reference model, for an exact KL divergence.
+        teacher: (R, K, 2) fp64, token ids and log-probabilities from a teacher server.
+        values: (R,) fp32, the critic's values.
+        returns: (R,) fp32, targets of the critic.
+    """
+
+    ids: Tensor
+    segment: Tensor
+    cu_seqlens: Tensor
+    group: Tensor
+    truncated: Tensor
+    weight_version: Tensor
+    logps: Tensor
+    support: Support | None = None
+    mass: Tensor | None = None
+    texts: list[str] = field(default_factory=list)
+    rewards: Tensor | None = None
+    scores: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, list[str]] = field(default_factory=dict)
+    advantages: Tensor | None = None
+    token_rewards: Tensor | None = None
+    token_advantages: Tensor | None = None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    ref_hidden: Tensor | None = None
+    teacher: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
 
     @cached_property
     def rows(self) -> Tensor:
-        """(B+1,) int64: sample b has rows[b] to rows[b + 1] of the R completion tokens."""
+        """The offsets of the samples among the R completion tokens, (B+1,) int64.
+
+        The completion tokens of sample b are rows[b] to rows[b + 1] - 1.
+        """
         return pad(self.segment.long().cumsum(0), (1, 0))[self.cu_seqlens]
 
     @cached_property
@@ -84,44 +120,46 @@ class Samples:
         return (self.cu_seqlens - self.rows).diff().tolist()
 
     def sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the token ids of sample i and, for each, whether it is trained (bool)."""
+        """Return the n token ids of sample i, (n,) int64, and which are trained, (n,) bool."""
         part = slice(*self.cu_seqlens[i : i + 2].tolist())
         return self.ids[part], self.segment[part].bool()
 
     def prompt(self, i: int) -> Tensor:
+        """Return the token ids of sample i that are not trained."""
         ids, is_trained = self.sample(i)
         return ids[~is_trained]
 
     def completion(self, i: int) -> Tensor:
+        """Return the trained token ids of sample i."""
         ids, is_trained = self.sample(i)
         return ids[is_trained]
 
     @property
     def prompt_ids(self) -> list[list[int]]:
+        """The prompt's token ids of each sample."""
         return [self.prompt(i).tolist() for i in range(len(self))]
 
     @property
     def completion_ids(self) -> list[list[int]]:
+        """The completion's token ids of each sample."""
         return [ids.tolist() for ids in self.ids[self.segment.bool()].split(self.lengths)]
 
     @property
     def sampling_logps(self) -> tuple[Tensor, ...]:
-        """The sampler's log-probabilities of each completion's tokens."""
+        """The sampler's log-probabilities, one tensor for each sample."""
         return self.logps.split(self.lengths)
 
-    # ---- selecting and joining
-
     def __getitem__(self, chosen: Sequence[int] | Tensor) -> Samples:
-        """Return the chosen samples, in the given order."""
+        """Return a table of the chosen samples, in the given order."""
         at = torch.as_tensor(chosen, dtype=torch.int64)
-        index = dict.fromkeys(OF_SAMPLES, at)
-        index |= dict.fromkeys(OF_TOKENS, ranges(self.cu_seqlens, at))
-        index |= dict.fromkeys(OF_COMPLETIONS, ranges(self.rows, at))
+        index = dict.fromkeys(PER_SAMPLE, at)
+        index |= dict.fromkeys(PER_TOKEN, ranges(self.cu_seqlens, at))
+        index |= dict.fromkeys(PER_COMPLETION_TOKEN, ranges(self.rows, at))
         columns = {name: getattr(self, name) for name in index}
-        taken = {n: x[index[n].to(x.device)] for n, x in columns.items() if x is not None}
+        selected = {n: x[index[n].to(x.device)] for n, x in columns.items() if x is not None}
         return dataclasses.replace(
             self,
-            **taken,
+            **selected,
             cu_seqlens=pad(self.cu_seqlens.diff()[at].cumsum(0), (1, 0)),
             support=select_support(self.support, ranges(self.rows, at)),
             texts=[self.texts[i] for i in at.tolist()] if self.texts else [],
@@ -131,7 +169,12 @@ class Samples:
 
     @classmethod
     def cat(cls, parts: Iterable[Samples | None]) -> Samples:
-        """Join tables, one after another; a None among them is skipped."""
+        """Join several tables, one after another.
+
+        Args:
+            parts: at least one table. None entries are skipped. An optional column that one table
+                lacks is missing in the result.
+        """
         tables = [part for part in parts if part is not None]
         if len(tables) == 1:
             return tables[0]
@@ -160,27 +203,34 @@ class Samples:
         )
 
     def on(self, device: torch.device | str) -> Samples:
-        """Return the table with the columns of the R completion tokens on a device.
+        """Return the table with the columns per completion token on a device.
 
-        Token ids and support stay on the host, where micro-batches are packed.
+        Token ids and support stay on the CPU, where micro-batches are packed.
         """
-        columns = {name: getattr(self, name) for name in OF_COMPLETIONS}
+        columns = {name: getattr(self, name) for name in PER_COMPLETION_TOKEN}
         return dataclasses.replace(
             self, **{name: x.to(device) for name, x in columns.items() if x is not None}
         )
 
     def write(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Write values of some completion tokens into a column, which is created if missing."""
+        """Write values into a column per completion token, which is created with zeros if missing.
+
+        Args:
+            name: the column, such as "old_logps".
+            rows: (r,) int64, indices among the R completion tokens.
+            values: (r, ...) values for these tokens, detached before they are written.
+        """
         column = getattr(self, name)
         if column is None:
             column = values.new_zeros(len(self.logps), *values.shape[1:])
             setattr(self, name, column)
         column[rows] = values.detach()
 
-    # ---- files
-
     def tensors(self) -> dict[str, Tensor]:
-        """Return every column by name, for one safetensors file. `texts` follow from `ids`."""
+        """Return every column by name, for one safetensors file.
+
+        `texts` are left out: decoding `ids` gives them again.
+        """
         found = {f"scores.{name}": values for name, values in self.scores.items()}
         if self.support is not None:
             found |= {f"support.{name}": x for name, x in self.support._asdict().items()}
@@ -190,11 +240,15 @@ class Samples:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Samples:
-        """Build the table from `tensors()`; see `check`. Raises ValueError for other names."""
+        """Build a table from the result of `tensors()`. Call `check` on it afterwards.
+
+        Raises:
+            ValueError: a required column is missing, or a name is unknown.
+        """
         parts: dict[str, dict[str, Tensor]] = {"": {}, "scores": {}, "support": {}}
         for name, tensor in tensors.items():
-            part, _, rest = name.rpartition(".")
-            parts.setdefault(part, {})[rest] = tensor
+            part, _, column = name.rpartition(".")
+            parts.setdefault(part, {})[column] = tensor
         columns: dict[str, Any] = parts.pop("")
         scores = parts.pop("scores")
         sets = parts.pop("support")
@@ -204,53 +258,42 @@ class Samples:
         return cls(**columns, scores=scores, support=Support(**sets) if sets else None)
 
     def check(self, vocab_size: int) -> None:
-        """Raise a ValueError for columns that do not fit, or an id outside of the vocabulary."""
+        """Check that all columns have consistent lengths and that ids are in the vocabulary.
+
+        Raises:
+            ValueError: a column has another dtype or length, or an id is out of range.
+        """
         for name, dtype in REQUIRED.items():
             came = getattr(self, name).dtype
             require(came == dtype, f"samples: {name}", f"dtype {dtype}", came)
-        # 1. Tokens, and the ends of the samples among them.
+        # 1. Check the tokens, and the samples' boundaries among them.
         ends = self.cu_seqlens
         count = len(self.ids)
         fits = ends.dim() == 1 and len(ends) > 0 and bool((ends.diff() > 0).all())
         fits = fits and ends[[0, -1]].tolist() == [0, count]
-        require(fits, "samples: cu_seqlens", f"rising numbers from 0 to {count}", ends.tolist())
+        require(fits, "samples: cu_seqlens", f"increasing numbers from 0 to {count}", ends.tolist())
         fits = self.segment.shape == (count,) and bool((self.segment <= COMPLETION).all())
-        require(fits, "samples: segment", f"{PROMPT} or {COMPLETION} for each id", "others")
+        expected = f"{PROMPT} or {COMPLETION} for each id"
+        require(fits, "samples: segment", expected, "other values or another length")
         _check_ids("samples: ids", self.ids, vocab_size)
-        # 2. One entry per sample, or per completion token.
-        lengths = dict.fromkeys(OF_SAMPLES, len(self))
-        lengths |= dict.fromkeys(OF_COMPLETIONS, int(self.rows[-1]))
+        # 2. Check that every column has one entry per sample, or one per completion token.
+        lengths = dict.fromkeys(PER_SAMPLE, len(self))
+        lengths |= dict.fromkeys(PER_COMPLETION_TOKEN, int(self.rows[-1]))
         for name, length in lengths.items():
             column = getattr(self, name)
             shape = (length,) if column is None else tuple(column.shape)
             require(shape[:1] == (length,), f"samples: {name}", f"{length} entries", shape)
-        # 3. The support of each completion token.
+        # 3. Check the support of the completion tokens.
         if self.support is not None:
             ids, offsets = self.support
             _check_ids("samples: support", ids, vocab_size)
             fits = offsets.shape == (len(self.logps) + 1,) and bool((offsets.diff() >= 0).all())
             fits = fits and offsets[[0, -1]].tolist() == [0, len(ids)]
-            require(fits, "samples: support", f"rising offsets from 0 to {len(ids)}", "others")
+            expected = f"{len(self.logps) + 1} offsets that increase from 0 to {len(ids)}"
+            require(fits, "samples: support", expected, "other offsets")
 
 
 def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
     low, high = ids.aminmax() if len(ids) else (torch.tensor(0), torch.tensor(0))
     fits = ids.dim() == 1 and not ids.is_floating_point() and bool(0 <= low <= high < vocab_size)
     require(fits, name, f"token ids from 0 to {vocab_size - 1}", f"{low} to {high}")
-
-
-def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
-    """Return the places offsets[i] to offsets[i + 1] of each chosen i, one after another."""
-    counts = offsets.diff()[chosen]
-    before = counts.cumsum(0) - counts
-    starts = offsets[:-1][chosen] - before
-    total = int(counts.sum())
-    return torch.arange(total) + starts.repeat_interleave(counts, output_size=total)
-
-
-def select_support(support: Support | None, rows: Tensor) -> Support | None:
-    """Return the support of some completion tokens; None if all were drawn from the vocabulary."""
-    if support is None:
-        return None
-    ids = support.ids[ranges(support.offsets, rows)]
-    return Support(ids, pad(support.offsets.diff()[rows].cumsum(0), (1, 0))) if len(ids) else None

@@ -1,4 +1,4 @@
-"""Data sources and tokenizers: the real GSM8K where it is, broken files, generated tasks."""
+"""Data sources and tokenizers: GSM8K if it is available, broken files, generated tasks."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(
-    not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not beside the checkout"
+    not (GSM8K / "train.jsonl").is_file(), reason="GSM8K is not in ../shared/data/gsm8k"
 )
 
 
@@ -38,7 +38,7 @@ def write_lines(path: Path, *lines) -> Path:
 # -------------------------------------------------------------------------------------------- GSM8K
 @needs_gsm8k
 def test_gsm8k_counts_of_the_real_files():
-    """79 + 14 gold answers with commas, 3 + 2 negative, none decimal; none of them lost."""
+    """79 + 14 gold answers have commas, 3 + 2 are negative, none is decimal. None is lost."""
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
         answers = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").open()]
         raw = [answer.rpartition("####")[2].strip() for answer in answers]
@@ -61,9 +61,9 @@ def test_gsm8k_train_file_uses_its_sibling_as_test():
 def test_gold_answer(tmp_path):
     assert gold_answer("a\n#### 1,080") == "1080"
     assert gold_answer("#### 1\n#### -7 ") == "-7"
-    said = ("$12", "12%", ".5", "+7", "\u22127", "12.", "**12**", "\\boxed{12}", "15/2", "1e3")
+    texts = ("$12", "12%", ".5", "+7", "\u22127", "12.", "**12**", "\\boxed{12}", "15/2", "1e3")
     plain = ["12", "12", "0.5", "7", "-7", "12", "12", "12", "15/2", "1000"]
-    assert [gold_answer(f"so\n#### {text}") for text in said] == plain
+    assert [gold_answer(f"so\n#### {text}") for text in texts] == plain
     assert strip_calculator("48/2 = <<48/2=24>>24") == "48/2 = 24"
     for bad in ("no marker", "#### ", "#### about 3", "#### ١٨"):
         with pytest.raises(ValueError, match="####"):
@@ -86,7 +86,7 @@ def test_gold_answer(tmp_path):
         ({"prompt": 3, "answer": "1"}, "text or a list of chat messages, got 3"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "'role' and 'content'"),
         ({"prompt": "x", "answer": "1", "solution": 5}, "field 'solution', got int"),
-        ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' is there twice"),
+        ('{"prompt": "x", "answer": "1", "answer": "2"}', "the key 'answer' occurs twice"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
         ("[" * 100_000, "not a JSON object"),
         ('{"prompt": "x", "answer": ' + "1" * 5000 + "}", "4300 digits"),
@@ -103,7 +103,7 @@ def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
 
 @pytest.mark.parametrize("lines", [10, 2, 1])
 def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
-    """One line repeated, or two equal files: trained on all the same, and said."""
+    """A file of one repeated line, or two equal files: both are used, and a warning is logged."""
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
     one_file = dict(task="jsonl", path=str(path))
     found = load(**one_file)
@@ -154,7 +154,7 @@ def test_fields_and_templates(tmp_path):
     first, second = read(prompt_template="[{question}] {y}")
     assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
     assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
-    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # as they stand in the file
+    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # unchanged from the file
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read(prompt_template="plain")[1].prompt == plain
     with pytest.raises(DatasetError, match="prompt_template: expected {question}"):
@@ -170,7 +170,7 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
     assert test == load("test", seed=2, **data) and len(test) == 12
-    # Also where a prompt occurs twice in the file.
+    # A prompt that occurs twice in the file is in one split only.
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
@@ -196,7 +196,7 @@ def test_shots_come_from_train_and_leave_it(tmp_path):
     assert sorted(e.answer for e in load(**data)) == ["2", "3", "4"]
 
 
-def test_sources_that_are_not_there_or_cannot_be_read(tmp_path, monkeypatch):
+def test_missing_and_unreadable_sources(tmp_path, monkeypatch):
     with pytest.raises(DatasetError, match="found nothing at"):
         load(task="jsonl", path=str(tmp_path / "no.jsonl"))
     with pytest.raises(DatasetError, match="the file is empty"):
@@ -223,14 +223,14 @@ def test_sources_that_are_not_there_or_cannot_be_read(tmp_path, monkeypatch):
 
 
 def test_hub_rows(monkeypatch):
-    asked = []
+    calls = []
 
     def load_dataset(repository, config):
-        asked.append((repository, config))
+        calls.append((repository, config))
         return {split: [{"question": f"{split} q", "answer": "#### 1"}] for split in SPLITS}
 
-    def without_a_test(*asked):
-        return {**load_dataset(*asked), "test": []}
+    def without_a_test(*arguments):
+        return {**load_dataset(*arguments), "test": []}
 
     def installed(patch, load_dataset):
         patch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
@@ -241,18 +241,18 @@ def test_hub_rows(monkeypatch):
         for split in ("train", "test"):
             with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
                 load(split, task="gsm8k", name="a/b")
-    asked.clear()
+    calls.clear()
     train = load(task="gsm8k", name="openai/gsm8k")
     assert train[0].prompt == "train q" and load("test", task="jsonl", name="a/b:c")[0].prompt[:4]
-    assert asked == [("openai/gsm8k", "main"), ("a/b", "c")]
+    assert calls == [("openai/gsm8k", "main"), ("a/b", "c")]
     one = {"only": [{"question": f"q{i}", "answer": "1"} for i in range(20)]}
     with monkeypatch.context() as patch:
         installed(patch, lambda *_: one)
-        assert len(load(task="jsonl", name="a/b")) == 18  # the others are held out
+        assert len(load(task="jsonl", name="a/b")) == 18  # two are held out
 
 
 # ---------------------------------------------------------------------------------- Generated tasks
-# Small spaces, where prompts collide.
+# Small spaces, so that random prompts collide.
 @pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
 def test_sort_answers_and_held_out_prompts(digits, symbols):
     data = dict(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
@@ -281,7 +281,7 @@ def test_generated_examples_depend_on_seed_and_index_alone():
     assert set(task_symbols(SimpleNamespace(task="arithmetic"))) == {*"0123456789+="}
 
 
-def test_the_test_split_follows_the_prompts_that_there_are():
+def test_the_default_size_of_the_test_split():
     assert len(SortTask(split="test", seed=0)) == 256
     assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of ten
 

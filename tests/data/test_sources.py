@@ -1,4 +1,4 @@
-"""Data as people have it: formats, folders, columns, chat rows, and what is said about them."""
+"""User data sets: file formats, folders, columns, chat messages, and notes for the log."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ QUESTIONS = sorted(row["question"] for row in ROWS)
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Tables that `datasets` converts go to a folder of their own."""
+    """Let `datasets` store converted tables in a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
@@ -38,7 +38,7 @@ def parse(fields, gsm8k=False, **columns):
 
 
 def write_as(path, rows):
-    """Write rows in the format that the file's name says."""
+    """Write rows in the format of the file's ending."""
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")):
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -125,17 +125,17 @@ def test_json_in_its_usual_forms(tmp_path):
         ("d.csv", b"", "the file is empty"),
         ("d.json", b"[]", "the file is empty"),
         ("d.json", b"[1]", r"d.json\[1\]: expected a JSON object, got int"),
-        ("d.json", b'[{"prompt": "x", "prompt": "y"}]', "the key 'prompt' is there twice"),
+        ("d.json", b'[{"prompt": "x", "prompt": "y"}]', "the key 'prompt' occurs twice"),
         ("d.tsv", b"a\tb\n1\t2\n", "d.tsv:2: expected a field 'prompt'"),
     ],
 )
-def test_damaged_files_end_in_a_sentence(tmp_path, name, content, message):
+def test_damaged_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=message):
         load(tmp_path / name)
 
 
-def test_folders_without_data_and_words_for_the_hub(tmp_path):
+def test_folders_without_data_and_hub_ids(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatasetError, match="data.path: expected .* found nothing at .*empty"):
         load(tmp_path / "empty")
@@ -191,36 +191,37 @@ def test_columns_by_their_names():
         parse({"a": "1", "b": "2", "c": 3})
 
 
-def test_the_line_that_the_message_gives_works(tmp_path):
+def test_the_command_in_the_message_works(tmp_path):
     file = write_lines(tmp_path / "d.jsonl", *({"a": f"q{i}", "b": i} for i in range(4)))
-    said = invoke("data", str(file)).stderr
-    words = said.partition("they are: '")[2].partition("'")[0].removeprefix("data.")
+    message = invoke("data", str(file)).stderr
+    words = message.partition("they are: '")[2].partition("'")[0].removeprefix("data.")
     assert invoke("data", str(file), words).exit_code == 0
     assert refused(invoke("data", str(file), "columns={promt: a}"), "columns")
 
 
 # ---------------------------------------------------------------------------------------- chat rows
-USER, SYSTEM = {"role": "user", "content": "u"}, {"role": "system", "content": "s"}
+USER = {"role": "user", "content": "u"}
+SYSTEM = {"role": "system", "content": "s"}
 
 
-def said(text):
+def reply(text):
     return {"role": "assistant", "content": text}
 
 
 def test_a_supervised_row_ends_with_its_answer():
-    found = parse({"messages": [SYSTEM, USER, said("so\n#### 4")]})
+    found = parse({"messages": [SYSTEM, USER, reply("so\n#### 4")]})
     assert found[:3] == ([SYSTEM, USER], "4", "so\n#### 4")
-    found = parse({"messages": [USER, said("first"), USER, said("Paris")]})
-    assert found.answer == "Paris" and found.prompt == [USER, said("first"), USER]
-    found = parse({"messages": [USER, said("long")], "answer": "5"})
+    found = parse({"messages": [USER, reply("first"), USER, reply("Paris")]})
+    assert found.answer == "Paris" and found.prompt == [USER, reply("first"), USER]
+    found = parse({"messages": [USER, reply("long")], "answer": "5"})
     assert found[:3] == ([USER], "5", "long")
-    found = parse({"chat": [USER, said("x")]}, prompt="chat")
+    found = parse({"chat": [USER, reply("x")]}, prompt="chat")
     assert found[:2] == ([USER], "x")
     with pytest.raises(DatasetError, match="expected a message before the assistant's, got none"):
-        parse({"messages": [said("x")]})
+        parse({"messages": [reply("x")]})
     with pytest.raises(DatasetError, match="a non-empty text in field 'answer', got ''"):
-        parse({"messages": [USER, said("")]})
-    row = {"messages": [USER, said("x")]}
+        parse({"messages": [USER, reply("")]})
+    row = {"messages": [USER, reply("x")]}
     assert parse(row).prompt == [USER] and len(row["messages"]) == 2  # the row is not changed
 
 
@@ -246,14 +247,14 @@ def tokenizer(tmp_path_factory):
 
 def test_a_beginning_of_the_assistant_is_continued(tokenizer):
     _, chat = tokenizer
-    found = parse({"prompt": [USER, said("<think>\nLet")], "answer": "4"})
-    assert found.prompt[-1] == said("<think>\nLet") and found.answer == "4"
+    found = parse({"prompt": [USER, reply("<think>\nLet")], "answer": "4"})
+    assert found.prompt[-1] == reply("<think>\nLet") and found.answer == "4"
     policy = SimpleNamespace(tokenizer=chat, template_kwargs={})
     sent = prompt_texts(policy, [found.prompt, [USER]])
     assert sent == ["[user] u\n[assistant] <think>\nLet", "[user] u\n[assistant]"]
     ids = encode_prompts(chat, [found.prompt, [USER]])
     assert [chat.decode(i) for i in ids] == sent
-    assert parse({"prompt": [USER, said("A")]}).prompt == [USER, said("A")]
+    assert parse({"prompt": [USER, reply("A")]}).prompt == [USER, reply("A")]
 
 
 def test_arguments_of_the_template(tokenizer):
@@ -263,13 +264,15 @@ def test_arguments_of_the_template(tokenizer):
     assert sent == ["[user!] u\n[assistant]", "u"]
     ids = encode_prompts(chat, [[USER], "u"], {"mood": "!"})
     assert [chat.decode(i) for i in ids] == sent
-    with pytest.raises(ValueError, match="prompts: expected what the tokenizer and its chat"):
+    with pytest.raises(
+        ValueError, match="prompts: expected a prompt that the tokenizer and its chat"
+    ):
         encode_prompts(chat, [[USER]], {"tokenize": True})
 
 
 def test_system_prompts_for_rows_of_messages(tmp_path):
     rows = [{"prompt": [USER], "answer": "1"}, {"prompt": [SYSTEM, USER], "answer": "2"}]
-    rows.append({"prompt": [USER, said("a"), USER], "answer": "3"})
+    rows.append({"prompt": [USER, reply("a"), USER], "answer": "3"})
     path = write_lines(tmp_path / "d.jsonl", *rows)
     found = load(path, "test", n_test=3, system_prompt="mine")
     assert [e.prompt[0]["content"] for e in found] == ["mine", "s", "mine"]
@@ -279,7 +282,7 @@ def test_system_prompts_for_rows_of_messages(tmp_path):
         load(path, shots=1, n_test=1)
 
 
-# ---------------------------------------------------------------------------- what is said of it
+# ----------------------------------------------------------------------------------- notes
 def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplog):
     golds = ["5", "15/2", "12 pens", "1e3", "+5", "\u22125", "x^2"]
     rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(golds)]

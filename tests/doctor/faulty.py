@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from grpo_fast import Support
 from grpo_fast.data.tokenizer import build_bpe_tokenizer
 from grpo_fast.doctor import Diagnosis, diagnose
-from grpo_fast.rollout import Completion, Engine, Kept, Sampling
+from grpo_fast.rollout import Completion, Engine, Sampling
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import TEXTS, tiny_model
 
@@ -83,7 +84,8 @@ class FaultyEngine(Engine):
         names = None
         if self.names_kept:
             sizes = torch.tensor([0, *map(len, kept)]).cumsum(0)
-            names = Kept(torch.tensor([t for row in kept for t in row], dtype=torch.int32), sizes)
+            kept_ids = torch.tensor([t for row in kept for t in row], dtype=torch.int32)
+            names = Support(kept_ids, sizes)
         why = "eos" if ids[-1] in self.policy.eos_ids else "length"
         return Completion(ids, reported, why, self.version, names)
 

@@ -70,5 +70,7 @@ def test_models_that_are_no_reward_models(tmp_path, scorer):
     config = json.loads((tmp_path / "config.json").read_text())
     config["attn_implementation"] = "somebody/kernels"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="attn_implementation: expected one of transformers' own"):
+    with pytest.raises(
+        ValueError, match="attn_implementation: expected one of transformers' implementations"
+    ):
         RewardModel(path)

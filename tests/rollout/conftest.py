@@ -1,4 +1,4 @@
-"""A tiny policy and a stand-in of a vLLM server that has a copy of it."""
+"""Fixtures: a tiny policy, and stand-in vLLM servers that have a copy of it."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,14 @@ from tests.tiny import tiny_policy
 
 
 @pytest.fixture(scope="session")
-def made() -> Policy:
+def shared_policy() -> Policy:
     return tiny_policy()
 
 
 @pytest.fixture
-def policy(made: Policy) -> Policy:
-    """One that may be changed."""
-    return made.frozen_copy()
+def policy(shared_policy: Policy) -> Policy:
+    """A copy that a test may change."""
+    return shared_policy.frozen_copy()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The sampling loop against `generate`: tokens, logps, kept ids; attention in torch and C++.
+"""The decoding loop against transformers' `generate`, with attention in torch and in C++.
 
-A model's own modules compute the rest here; `test_decoder.py` has whole layers in C++.
+Here a model's modules compute everything but attention. `test_decoder.py` tests layers in C++.
 """
 
 import itertools
@@ -19,8 +19,7 @@ from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model, tiny_policy
 from tests.train.tiny_steps import taken
 
-PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
-EOS = 1
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens exceed a window of 6
 
 
 @pytest.fixture(autouse=True, params=["torch", "csrc"])
@@ -43,16 +42,16 @@ def policy():
 
 
 def ending_often(policy, ids):
-    """Makes these tokens ends of completions, so that few rows are left soon."""
+    """Make these ids end completions, so that rows leave the batch early."""
     policy.eos_ids = frozenset(ids)
     return policy
 
 
 def both(policy, monkeypatch, prompts=PROMPTS, *, group_size=4, seed=1, **options):
-    """Completions by our loop and by transformers' `generate`."""
+    """Return the completions of our loop and those of transformers' `generate`."""
     sampling = Sampling(**{"max_new_tokens": 12, **options})
     found = []
-    for why in (None, "asked for by a test"):
+    for why in (None, "requested by a test"):
         monkeypatch.setitem(hf._unsuited, policy.lm, why)
         engine = hf.TransformersEngine(policy)
         found.append(engine.generate(prompts, sampling, group_size=group_size, seed=seed))
@@ -63,10 +62,10 @@ def assert_same(ours, theirs, tolerance=2e-5):
     for a, b in zip(ours, theirs, strict=True):
         assert (a.ids, a.finish_reason) == (b.ids, b.finish_reason)
         torch.testing.assert_close(a.logps, b.logps, rtol=0, atol=tolerance)
-        assert (a.kept is None) == (b.kept is None)
-        if a.kept is not None and b.kept is not None:
-            assert torch.equal(a.kept.ids, b.kept.ids)
-            assert torch.equal(a.kept.offsets, b.kept.offsets)
+        assert (a.support is None) == (b.support is None)
+        if a.support is not None:
+            assert all(map(torch.equal, a.support, b.support))
+            torch.testing.assert_close(a.mass, b.mass)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,8 +81,8 @@ OPTIONS = [
     {"group_size": 1}, {"max_new_tokens": 1}, {"temperature": 0.0}, {"top_p": 0.7},
     {"temperature": 0.6, "top_k": 5}, {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
     {"top_k": 9, "top_p": 0.8}, {"batch_size": 1}, {"prompts": PROMPTS[:1]},
-    {"batch_size": 5},  # groups cut apart
-    {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # of one length: no padding
+    {"batch_size": 5},  # cuts groups apart
+    {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # equal lengths need no padding
 ]  # fmt: skip
 
 
@@ -92,16 +91,16 @@ def test_options(policy, monkeypatch, options):
     assert_same(*both(policy, monkeypatch, **options))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2: windows that move on
-def test_ended_completions_leave_and_the_others_do_not_notice(family, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has windows
+def test_ended_completions_leave_without_changing_the_others(family, monkeypatch):
     policy = ending_often(policy_of(family), range(1, 16))
-    calls, drop = [], decode.RolloutCache.drop
+    calls, drop_ended = [], decode.RolloutCache.drop_ended
 
     def counted(cache, stay):
-        drop(cache, stay)
+        drop_ended(cache, stay)
         calls.append((len(stay), cache.taken is not None, len(cache.counts)))
 
-    monkeypatch.setattr(decode.RolloutCache, "drop", counted)
+    monkeypatch.setattr(decode.RolloutCache, "drop_ended", counted)
     ours, theirs = both(policy, monkeypatch, max_new_tokens=16, group_size=5)
     assert_same(ours, theirs)
     assert len(calls) >= 3 and any(ragged for _, ragged, _ in calls)
@@ -113,7 +112,7 @@ def test_prompts_pass_in_several_rows_and_room_grows_with_completions(policy, mo
     monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
     calls = spied(decode, "forward")
     assert_same(*both(policy, monkeypatch))
-    # Each prompt once, then a token of each completion.
+    # Each prompt once, then one token of each completion.
     assert [len(call.args[1]) for call in calls][:3] == [9, 5, 12]
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     assert_same(*both(policy, monkeypatch, max_new_tokens=20))
@@ -132,12 +131,12 @@ def test_prompts_of_one_row_fit_it_and_no_other_prompt_would(monkeypatch, length
 
 
 @pytest.mark.parametrize("every", [1, 5])
-def test_a_look_now_and_then_changes_nothing(policy, monkeypatch, every):
-    monkeypatch.setattr(decode, "LOOK_EVERY", {"cpu": every})
+def test_rare_checks_for_ended_completions_change_nothing(policy, monkeypatch, every):
+    monkeypatch.setattr(decode, "CHECK_EVERY", {"cpu": every})
     assert_same(*both(policy, monkeypatch))
 
 
-def test_a_lora_adapter_and_16_bits(monkeypatch):
+def test_a_lora_adapter(monkeypatch):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(tiny_model("qwen2"), config)
@@ -150,7 +149,7 @@ def test_a_lora_adapter_and_16_bits(monkeypatch):
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 def test_16_bits(how, monkeypatch):
-    """Tokens may differ where two are nearly as likely; the loop's logps are the model's own."""
+    """The loop's logps are the model's. Tokens may differ if two are nearly equally likely."""
     model = tiny_model("llama")
     if how == "weights":
         model = model.to(torch.bfloat16)
@@ -159,18 +158,18 @@ def test_16_bits(how, monkeypatch):
     sampling = Sampling(max_new_tokens=8)
     monkeypatch.setitem(hf._unsuited, policy.lm, None)
     found = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
-    wide = model.float()
+    fp32_model = model.float()
     for n, one in enumerate(found):
         ids = torch.tensor([PROMPTS[n // 2] + one.ids])
         with policy.generation(), torch.autocast("cpu", enabled=False):
-            logits = wide(ids, use_cache=False).logits[0]
-        own = taken(logits[-1 - len(one.ids) : -1], one.ids)
+            logits = fp32_model(ids, use_cache=False).logits[0]
+        expected = taken(logits[-1 - len(one.ids) : -1], one.ids)
         assert one.logps.dtype == torch.float32
-        torch.testing.assert_close(one.logps, own, rtol=0, atol=0.25)
+        torch.testing.assert_close(one.logps, expected, rtol=0, atol=0.25)
 
 
 def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
-    """Said once, with the reason; the samples are those of transformers."""
+    """The reason is logged once, and transformers' `generate` samples."""
     policy = policy_of("llama", seed=3)
     original = decode.logits_of
     monkeypatch.setattr(decode, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
@@ -179,13 +178,13 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
         first = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
         again = hf.TransformersEngine(policy).generate(PROMPTS, sampling, group_size=2, seed=0)
     assert [one.ids for one in first] == [one.ids for one in again]
-    (said,) = caplog.messages
-    assert "rollouts run by transformers' generate" in said and "differ by" in said
+    (message,) = caplog.messages
+    assert "rollouts run by transformers' generate" in message and "differ by" in message
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_stands_behind_an_eos_is_no_difference(seed, monkeypatch):
-    """A model that ends at once is judged by all its tokens, not by what follows its EOS."""
+def test_the_comparison_of_a_model_ignores_eos(seed, monkeypatch):
+    """A model whose tokens all end a completion is compared at every token, too."""
     vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
     policy = policy_of(seed=seed, vocab_size=vocab, num_key_value_heads=heads)
     policy.lm.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])
@@ -214,7 +213,7 @@ def test_a_layer_that_attention_refuses_falls_back(monkeypatch, caplog):
     assert len(found) == 6 and "s_aux: not supported" in caplog.text
 
 
-def test_nan_in_the_middle_is_refused_and_behind_the_end_ignored(policy, monkeypatch):
+def test_nan_logits_are_refused(policy, monkeypatch):
     original = decode.logits_of
     calls = []
 

@@ -1,4 +1,6 @@
-"""Whole layers in C++ while sampling: the same tokens, and only for models that have the form."""
+"""The C++ decoder: it samples the same tokens as the modules, and only unchanged Llama-like models
+use it.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_policy
 
-PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens: beyond a window of 6
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens exceed a window of 6
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +27,12 @@ def kernels() -> None:
 
 
 def policy_of(family: str = "llama", **changes: Any) -> Policy:
-    """With random biases and norms, which start as zeros and ones."""
+    """Return a policy with random biases and norms instead of zeros and ones."""
     policy = tiny_policy(family, vocab_size=61, **changes)
     for parameter in policy.lm.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    hf._unsuited[policy.lm] = None  # sampled by our loop
+    hf._unsuited[policy.lm] = None  # use the decoding loop
     return policy
 
 
@@ -41,7 +43,7 @@ def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
 
 @pytest.fixture
 def steps(spied: Any) -> Callable[[], list[Any]]:
-    """What each call of `decode` found: a decoder, or None."""
+    """Return a function that lists the decoder of each `decode` call; None means no decoder."""
     calls = spied(decode, "decoder_of")
     return lambda: [call.result for call in calls]
 
@@ -59,7 +61,7 @@ YARN = {
     ],
 )  # fmt: skip
 def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch):
-    """Also when completions end and leave, and when the room for them grows."""
+    """Completions end and leave the batch, and their buffers grow."""
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     policy = policy_of(family, **changes)
     if "tie_word_embeddings" in changes:
@@ -94,10 +96,10 @@ def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():
 
     def run(chosen: slice) -> torch.Tensor:
         out, n = x[chosen].clone(), len(x[chosen])
-        own = cpp.grow_tiles((), prompts, n, 1)
+        completions = cpp.grow_tiles((), prompts, n, 1)
         numbers = torch.tensor([21]), torch.tensor([n])
         angles = cos[chosen].contiguous(), sin[chosen].contiguous()
-        cpp.decode_layer_(out, layer, *angles, prompts, own, *numbers, 0, 0.3, None)
+        cpp.decode_layer_(out, layer, *angles, prompts, completions, *numbers, 0, 0.3, None)
         return out
 
     try:
@@ -163,7 +165,7 @@ def test_layers_of_other_parts_are_not_packed(family, changes, steps, monkeypatc
 
 
 def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
-    """Granite has Llama's parameters, and multiplies what a layer adds."""
+    """Granite has Llama's parameters, but scales the output of each layer."""
     policy = policy_of("granite")
     ours = sampled(policy)
     monkeypatch.setattr(decoder, "Decoder", unwanted)
@@ -171,20 +173,19 @@ def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
     assert steps() == [None, None] and ours.completion_ids == again.completion_ids
 
 
-# ------------------------------------------------------------------------------------------------
-# the trial
+# --------------------------------------------------------------------- the comparison before use
 
 SCALED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 
 
 def check_logps(policy: Policy, prompt: list[int], length: int = 20) -> None:
-    """Sampled logps are those of one pass of the model, also past the limits."""
+    """Check that sampled logps equal those of one forward pass."""
     policy.eos_ids = frozenset()
     drawn = generate(policy, [prompt], Sampling(max_new_tokens=length), group_size=2, seed=1)
     with policy.generation():
         for ids, logps in zip(drawn.completion_ids, drawn.sampling_logps, strict=True):
-            own = policy.own_logps([prompt + ids])[0, len(prompt) - 1 :]
-            torch.testing.assert_close(torch.as_tensor(logps), own, rtol=0, atol=1e-4)
+            expected = policy.model_logps([prompt + ids])[0, len(prompt) - 1 :]
+            torch.testing.assert_close(torch.as_tensor(logps), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("original", [16, 40, 4096])
@@ -219,7 +220,7 @@ def test_weights_that_hide_a_formula_do_not_decide(zero, steps):
 
 def test_a_verdict_is_shared_by_models_of_one_configuration(spied, steps):
     tried = spied(decoder, "agrees")
-    changes = {"rope_theta": 12345.0}  # no other test has it
+    changes = {"rope_theta": 12345.0}  # a value that no other test uses
     for seed in (0, 1):
         policy = policy_of("llama", seed=seed, **changes)
         for _ in range(2):
@@ -276,7 +277,7 @@ def adapted(policy: Policy) -> None:
 
 
 def scaled_attention(policy: Policy) -> None:
-    policy.lm.model.layers[0].self_attn.scaling = 0.5  # which the cache's rule brings
+    policy.lm.model.layers[0].self_attn.scaling = 0.5  # the cache passes it to the decoder
 
 
 @pytest.mark.parametrize(
@@ -309,11 +310,11 @@ def test_a_limit_that_no_configuration_names_is_found(limit, steps, monkeypatch)
     assert steps() == [None]
 
 
-def test_the_operator_refuses_what_does_not_fit():
+def test_the_operator_refuses_wrong_shapes():
     weight, bias = torch.ones(32, 16), torch.ones(5)
     x, angles, norm = torch.ones(2, 16), torch.ones(2, 8), torch.ones(16)
     tiles = cpp.tiles_of(*(torch.ones(1, 1, 3, 8) for _ in "kv"))
-    own = cpp.grow_tiles((), tiles, 2, 4)
+    completions = cpp.grow_tiles((), tiles, 2, 4)
     layer = cpp.LayerWeights(
         norm, cpp.pack(weight), None, None, None, cpp.pack(torch.ones(16, 16)), norm,
         cpp.pack(torch.ones(24, 16)), cpp.pack(torch.ones(16, 12)), heads=2, inner=12, eps=1e-6,
@@ -321,7 +322,7 @@ def test_the_operator_refuses_what_does_not_fit():
 
     def run(layer: cpp.LayerWeights, count: int = 2) -> None:
         numbers = torch.tensor([3]), torch.tensor([count])
-        cpp.decode_layer_(x, layer, angles, angles, tiles, own, *numbers, 0, 1.0, None)
+        cpp.decode_layer_(x, layer, angles, angles, tiles, completions, *numbers, 0, 1.0, None)
 
     run(layer)
     for name, wrong in (

@@ -1,4 +1,4 @@
-"""`rollout.generate` from outside; the protocol of engines: places, weights, completions."""
+"""`rollout.generate`, and the interface of engines: places, weights, completions."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_example_runs(tokenizer):
 def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer):
     model = tiny_model()
     model.train()
-    model.model.layers[0].eval()  # frozen by its owner
+    model.model.layers[0].eval()  # as the owner of the model left it
     model.model.layers[0].mlp.register_module("drop", torch.nn.Dropout(0.5))
     model.generation_config.repetition_penalty = 5.0
     before = state_of(model)
@@ -50,7 +50,9 @@ def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer)
     policy = Policy(tiny_model(), tokenizer)
     theirs = generate(policy, PROMPTS, Sampling(max_new_tokens=9), **options)
     assert ours.completion_ids == theirs.completion_ids
-    model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()  # nothing of it is inference's
+    model(
+        input_ids=torch.tensor([[1, 2]])
+    ).logits.sum().backward()  # no parameter became an inference tensor
 
 
 def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
@@ -65,7 +67,7 @@ def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
 
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
-    """The completions are those with a tokenizer; only the texts are empty."""
+    """The completions are the same as with a tokenizer. Only the texts are empty."""
     model, ids = tiny_model(), tokenizer(PROMPTS)["input_ids"]
     with_tokenizer = rollout.SampledModel(model, tokenizer)
     alone = rollout.SampledModel(model, eos_ids=with_tokenizer.eos_ids)
@@ -78,9 +80,7 @@ def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
     ended = generate(rollout.SampledModel(model, eos_ids=[2]), [[5, 6, 7]], max_new_tokens=4)
     assert len(ended.completion_ids) == 1 and ended.texts == [""]
     for prompts in (PROMPTS, [[{"role": "user", "content": "hi"}]], ["5 6 7"], [[5.0, 6.0]]):
-        with pytest.raises(
-            ValueError, match="prompts: expected token ids, as the model has no tok"
-        ):
+        with pytest.raises(ValueError, match="token ids, because the model has no tokenizer"):
             generate(alone, prompts)
     with pytest.raises(ValueError, match="prompts: expected at least one token"):
         generate(alone, [[]])
@@ -134,12 +134,12 @@ def test_a_head_with_an_adapter_samples_by_transformers(tokenizer):
         generate(peft.get_peft_model(tiny_model(), prefix), PROMPTS, tokenizer=tokenizer)
 
 
-# --------------------------------------------------------------- The protocol of engines
+# ---------------------------------------------------------------------- the interface of engines
 THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 
 
 class Recorded(Engine):
-    """Notes what it is asked to do; its completions are the EOS alone."""
+    """Engine that records its calls. Its completions are one EOS."""
 
     def __init__(self, short: int = 0) -> None:
         self.calls: list = []
@@ -177,7 +177,7 @@ def test_shares_of_a_batch_sample_what_the_whole_does(policy):
 
 @pytest.mark.parametrize("places", [[0], [1, 0, 2], [0, 0, 1], [-1, 0, 1]])
 def test_places_that_do_not_fit_are_refused(policy, places):
-    with pytest.raises(ValueError, match="places: expected 3 rising places from 0"):
+    with pytest.raises(ValueError, match="places: expected 3 increasing indices from 0"):
         rollouts.generate(policy, THREE, Sampling(), group_size=1, seed=0, places=places)
 
 

@@ -1,4 +1,4 @@
-"""Rollout: the sampler against probabilities computed by hand, cutting at EOS, seeding, padding."""
+"""The sampler against probabilities computed here; ends of completions, seeds and padding."""
 
 import pytest
 import torch
@@ -39,11 +39,11 @@ def test_draw_never_takes_an_impossible_token(uniform):
 def test_top_k_then_top_p_and_a_temperature_in_the_logps():
     probabilities = torch.tensor([[0.3, 0.05, 0.4, 0.1, 0.15]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
-    # top_k leaves .4 .3 .15 .1 (of .95): the mass before the third is .737 ≥ .7, so two stay
+    # top_k leaves .4 .3 .15 .1 (of .95). The mass before the third is .737 >= .7, so two remain.
     scores = sampler(torch.zeros(1, 1), probabilities.log())
-    assert scores.argmax(-1).item() == 2  # the last of the vocabulary, not the least likely
+    assert scores.argmax(-1).item() == 2  # the last one in vocabulary order, not the least likely
     assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
-    assert sampler.drawn[0].candidates.tolist() == [[0, 2, 3, 4]]
+    assert sampler.draws[0].candidates.tolist() == [[0, 2, 3, 4]]
     logits = torch.tensor([[1.0, 3.0, 0.5]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_p=1e-300))
     assert sampler(torch.zeros(1, 1), logits).argmax(-1).item() == 1
@@ -96,7 +96,7 @@ def test_chat_messages_empty_prompts_and_prompts_without_positions(policy, monke
     short = {"group_size": 1, "max_new_tokens": 1}
     assert len(generate(policy, [longest], seed=0, **short).texts) == 1
     for name in ("decode", "by_transformers"):
-        monkeypatch.setattr(hf, name, lambda *_: pytest.fail("asked before the check"))
+        monkeypatch.setattr(hf, name, lambda *_: pytest.fail("called before the check"))
     with pytest.raises(ValueError, match="at most 512 tokens .*max_position_embeddings.*, got 513"):
         generate(policy, ["1 2 =", longest + " 1"], seed=0, **short)
 
@@ -111,8 +111,8 @@ def test_a_policy_that_gives_no_numbers(bad, how):
         generate(broken, PROMPTS, seed=1, **how)
 
 
-def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
-    """It goes on until the whole batch has ended."""
+def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
+    """The sampler continues until the whole batch has ended."""
     eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
 
     def ends_at_once(input_ids, logits_processor, **_):
@@ -123,7 +123,7 @@ def test_what_the_sampler_sees_behind_the_end_is_nobodys(policy, monkeypatch):
             input_ids = torch.cat([input_ids, tokens], dim=1)
         return input_ids
 
-    monkeypatch.setitem(hf._unsuited, policy.lm, "asked for by a test")
+    monkeypatch.setitem(hf._unsuited, policy.lm, "requested by a test")
     monkeypatch.setattr(policy.lm, "generate", ends_at_once)
     rollout = generate(policy, PROMPTS, seed=2, group_size=1, max_new_tokens=2)
     assert rollout.completion_ids == [[eos]] * 3 and not rollout.truncated.any()

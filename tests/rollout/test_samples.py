@@ -1,4 +1,4 @@
-"""The table of samples: selecting, joining, files, and what it refuses."""
+"""The table of samples: selecting, joining, files, and the checks of its columns."""
 
 import dataclasses
 import itertools
@@ -8,28 +8,31 @@ import torch
 from safetensors.torch import load, save
 
 from grpo_fast import Support
-from grpo_fast.rollout import Completion, Kept, Samples
+from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import EOS, LENGTH
-from grpo_fast.rollout.samples import OF_COMPLETIONS, ranges
+from grpo_fast.rollout.ranges import ranges
+from grpo_fast.rollout.samples import PER_COMPLETION_TOKEN
 
 PROMPTS = [[3, 4], [5]]
 COMPLETIONS = [[6, 7, 1], [8], [9, 1], [2, 2, 2]]
-KEPT = [
-    Kept(torch.tensor([6, 7, 7, 1]).int(), torch.tensor([0, 2, 3, 4]), torch.tensor([0.9, 1, 1])),
+SUPPORTS = [
+    Support(torch.tensor([6, 7, 7, 1]).int(), torch.tensor([0, 2, 3, 4])),
     None,
-    Kept(torch.tensor([9, 1, 2]).int(), torch.tensor([0, 1, 3])),
+    Support(torch.tensor([9, 1, 2]).int(), torch.tensor([0, 1, 3])),
     None,
 ]
+MASSES = [torch.tensor([0.9, 1, 1]), None, None, None]
 
 
 def table(**changes):
-    """Two prompts with two completions each; completions 0 and 2 have a support."""
-    drawn = [
-        Completion(ids, torch.arange(len(ids)) - 10.0 * i, EOS if 1 in ids else LENGTH, i, KEPT[i])
-        for i, ids in enumerate(COMPLETIONS)
-    ]
-    samples = table_of(PROMPTS, drawn, [f"t{i}" for i in range(4)], [5, 9])
+    """Build two prompts with two completions each. Completions 0 and 2 have a support."""
+    completions = []
+    for i, ids in enumerate(COMPLETIONS):
+        logps = torch.arange(len(ids)) - 10.0 * i
+        reason = EOS if 1 in ids else LENGTH
+        completions.append(Completion(ids, logps, reason, i, SUPPORTS[i], MASSES[i]))
+    samples = table_of(PROMPTS, completions, [f"t{i}" for i in range(4)], [5, 9])
     samples.rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     samples.scores = {"f": samples.rewards + 10}
     samples.extra = {"said": [str(i) for i in range(len(samples))]}
@@ -69,9 +72,9 @@ def test_selecting_is_indexing(chosen):
         views = getattr(whole, name).split(whole.lengths)
         expected = torch.cat([views[i] for i in chosen])
         torch.testing.assert_close(getattr(part, name), expected, equal_nan=True)
-    sets = [KEPT[i] for i in chosen if KEPT[i] is not None]
+    sets = [SUPPORTS[i] for i in chosen if SUPPORTS[i] is not None]
     if sets:
-        assert part.support.ids.tolist() == [x for kept in sets for x in kept.ids.tolist()]
+        assert part.support.ids.tolist() == [x for one in sets for x in one.ids.tolist()]
     part.check(vocab_size=10)
 
 
@@ -79,7 +82,7 @@ def test_samples_of_the_whole_vocabulary_have_no_support():
     assert table()[[1, 3]].support is None
 
 
-def test_joining_gives_what_was_taken_apart():
+def test_joining_restores_the_table():
     whole = table()
     joined = Samples.cat([whole[[0, 1]], None, whole[[2]], whole[[3]]])
     assert joined.texts == whole.texts and joined.completion_ids == whole.completion_ids
@@ -99,7 +102,7 @@ def test_a_column_that_a_part_lacks_is_missing_in_the_whole():
 def test_a_file_holds_every_column():
     whole = table()
     again = Samples.of_tensors(load(save(whole.tensors())))
-    assert again.texts == []  # decoded from the ids by whoever has the tokenizer
+    assert again.texts == []  # a tokenizer decodes them from the ids
     for name, column in whole.tensors().items():
         torch.testing.assert_close(again.tensors()[name], column, equal_nan=True, msg=name)
     again.check(vocab_size=10)
@@ -178,9 +181,11 @@ def test_places_of_ranges():
 
 
 def test_every_column_has_its_kind():
-    """A new column must say whether it has an entry per sample or per completion token."""
+    """A new column must be listed as one per sample or one per completion token."""
     columns = {each.name for each in dataclasses.fields(Samples)}
-    assert {*OF_COMPLETIONS} <= columns
-    known = {"ids", "segment", "cu_seqlens", "group", "truncated", "weight_version", "rewards",
-             "advantages", "support", "texts", "scores", "extra", *OF_COMPLETIONS}  # fmt: skip
+    assert {*PER_COMPLETION_TOKEN} <= columns
+    known = {
+        "ids", "segment", "cu_seqlens", "group", "truncated", "weight_version", "rewards",
+        "advantages", "support", "texts", "scores", "extra", *PER_COMPLETION_TOKEN,
+    }  # fmt: skip
     assert columns == known

@@ -1,4 +1,4 @@
-"""The engine `vllm` around a stand-in of vLLM's class LLM: when it sleeps, what it is told."""
+"""The engine `vllm` with a stand-in for vLLM's class LLM: sleeping, weights and refusals."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.rollout import Completion, EngineError, NonFiniteLogits, Sampling, awake
-from grpo_fast.rollout.engine import Request, say_that_kept_is_unknown
+from grpo_fast.rollout.engine import Request, warn_without_support
 from grpo_fast.rollout.own.engine import TransformersEngine
-from grpo_fast.rollout.vllm.answers import Asked, StaleWeights
+from grpo_fast.rollout.vllm.answers import StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.data import HeldOut
@@ -32,21 +32,21 @@ class Options(Sampling):
 
 
 class StandIn:
-    """A `vllm.LLM` whose model is a copy of a policy."""
+    """Stand-in for `vllm.LLM`, whose model is a copy of a policy."""
 
-    policy: Policy  # set by the test
+    policy: Policy  # set by the fixture `vllm`
 
     def __init__(self, model: str = "", **given) -> None:
         self.model, self.given = model, given
         self.calls: list[str] = []
         self.version, self.logp = "default", None
-        self.own = StandIn.policy.frozen_copy()
+        self.copy = StandIn.policy.frozen_copy()
         end = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
         self.llm_engine = SimpleNamespace(engine_core=end)
 
     def collective_rpc(self, method, kwargs):
         self.calls.append(method)
-        state = self.own.lm.state_dict()
+        state = self.copy.lm.state_dict()
         for name, tensor in kwargs["weights_iterator"]:
             state[name].copy_(tensor)
 
@@ -63,7 +63,7 @@ class StandIn:
         self.calls.append(f"wake {' '.join(tags)}")
 
     def generate(self, prompts, parameters, use_tqdm):
-        sample = TransformersEngine(self.own).generate
+        sample = TransformersEngine(self.copy).generate
         assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
         for prompt, wanted in zip(prompts, parameters, strict=True):
             sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
@@ -83,7 +83,7 @@ class StandIn:
 
 @pytest.fixture
 def vllm(policy, monkeypatch):
-    """A module of this name, as far as it is used."""
+    """Install modules `vllm` and `vllm.distributed` with the functions that the engine uses."""
     StandIn.policy = policy
     found, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
     found.LLM, found.SamplingParams = StandIn, SimpleNamespace
@@ -111,14 +111,14 @@ def generate(policy, engine, **options):
     ],
 )  # fmt: skip
 def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
-    """Twice with the same weights, then with others: level 2 has lost them each time."""
+    """Wake twice with the same weights, then with others. Level 2 loses the weights each time."""
     engine = VLLMEngine(policy, llm := StandIn(), level)
     for version in (4, 4, 5):
         with awake(engine, policy, version):
             rollout = generate(policy, engine)
             assert rollout.weight_version.tolist() == [version] * 6
             assert engine.policy is policy
-        engine.sleep()  # it does already
+        engine.sleep()  # has no effect, the engine sleeps already
     assert llm.calls == moved
 
 
@@ -129,9 +129,9 @@ def test_it_keeps_the_weights_it_was_given(policy, vllm):
         given = [p.clone() for p in policy.lm.parameters()]
         spoil(policy)
         engine.update(policy, 1)
-        assert all(map(torch.equal, given, llm.own.lm.parameters()))
+        assert all(map(torch.equal, given, llm.copy.lm.parameters()))
         engine.update(policy, 2)
-        assert all(map(torch.equal, policy.lm.parameters(), llm.own.lm.parameters()))
+        assert all(map(torch.equal, policy.lm.parameters(), llm.copy.lm.parameters()))
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -144,25 +144,25 @@ def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
     with pytest.raises(EngineError, match="expected wake and update"):
         generate(policy, engine)
     engine.wake()
-    if level:  # its weights are gone
+    if level:  # sleeping lost the weights
         with pytest.raises(EngineError, match="expected wake and update"):
             generate(policy, engine)
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "said"),
+    ("fault", "error", "message"),
     [({"version": "2"}, StaleWeights, "by the weights 3, got some by .2"),
-     ({"logp": float("nan")}, NonFiniteLogits, "")],
+     ({"logp": float("nan")}, NonFiniteLogits, "NaN or infinite")],
 )  # fmt: skip
-def test_completions_that_cannot_be_are_refused(policy, vllm, fault, error, said):
+def test_bad_completions_are_refused(policy, vllm, fault, error, message):
     engine = VLLMEngine(policy, llm := StandIn(), 0)
     with awake(engine, policy, 3):
         vars(llm).update(fault)
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             generate(policy, engine)
 
 
-def test_how_it_is_built(policy, vllm, monkeypatch):
+def test_arguments_of_the_llm(policy, vllm, monkeypatch):
     options = Options(vllm=VLLMOptions(options={"max_model_len": 64, "seed": 5}))
     with build(policy, options) as engine:
         given = engine.llm.given
@@ -172,7 +172,7 @@ def test_how_it_is_built(policy, vllm, monkeypatch):
     assert engine.llm.calls == ["shutdown"]
 
 
-def test_what_cannot_be_built_is_a_sentence(policy, vllm, monkeypatch):
+def test_an_engine_that_cannot_be_built(policy, vllm, monkeypatch):
     def refuse(**given):
         raise ValueError("head_dim=8")
 
@@ -184,17 +184,17 @@ def test_what_cannot_be_built_is_a_sentence(policy, vllm, monkeypatch):
         build(policy, Options())
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="expected vllm-server where several processes train"):
+    with pytest.raises(ValueError, match="expected vllm-server because several processes train"):
         build(policy, Options())
 
 
-def test_unknown_kept_tokens_are_logged_once_and_only_where_the_loss_needs_them(policy, caplog):
-    say_that_kept_is_unknown.cache_clear()
+def test_a_missing_support_is_logged_once_and_only_if_the_loss_needs_it(policy, caplog):
+    warn_without_support.cache_clear()
     done = [[Completion([5], torch.zeros(1), "length", 1)]]
     for sampling in (Sampling(max_new_tokens=1), HeldOut(max_new_tokens=1, top_p=0.9)):
-        Asked(policy, Request(PROMPTS[:1], sampling, 1, 0), 1, "1").in_groups(done)
+        VLLMRequest(policy, Request(PROMPTS[:1], sampling, 1, 0), 1, "1").in_groups(done)
     assert "top_p" not in caplog.text
     truncating = Request(PROMPTS[:1], Sampling(max_new_tokens=1, top_p=0.9), 1, 0)
     for _ in range(2):
-        Asked(policy, truncating, 1, "1").in_groups(done)
+        VLLMRequest(policy, truncating, 1, "1").in_groups(done)
     assert caplog.text.count("top_p and top_k kept") == 1

@@ -1,4 +1,4 @@
-"""Faults of a vLLM server, played by a stand-in: each ends in time with one clear error."""
+"""Faults of a vLLM server, simulated by a stand-in. Each ends in time with one clear error."""
 
 import gzip
 import time
@@ -41,7 +41,7 @@ def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
 
 # ------------------------------------------------------------------------------------- table
 def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    """Replace fields of the second completion. A function computes its field from the choice."""
+    """Replace fields of the second completion, by values or by functions of this completion."""
 
     def change(answer: dict[str, Any]) -> None:
         one = answer["choices"][1]
@@ -75,7 +75,10 @@ def logprob(value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def spans(*given: tuple[str, float, float]) -> Callable[[dict[str, Any]], None]:
-    """(version, start, end) in shares of the length; "now" and "past" are versions of this run."""
+    """Replace the weight versions by spans (version, start, end) in fractions of the length.
+
+    The versions "now" and "past" stand for the current and an earlier one of this run.
+    """
 
     def change(one: dict[str, Any]) -> list[dict[str, Any]]:
         label, size = one["weight_versions"][0]["version"], len(one["token_ids"])
@@ -127,15 +130,15 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# One value of a wrong type stands for all: every field is of one strict schema (`Reply`).
+# One value of a wrong type is enough: all fields share a strict schema (`Reply`).
 FAULTS: dict[str, tuple[str, Any]] = {
-    # ids
+    # token ids
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
     "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
     "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
     "no ids": (GENERATE, ids(lambda t: [])),
     "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
-    "ids behind the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
+    "ids after the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
     # log-probabilities
     "logprob 0.5": (GENERATE, logprob(0.5)),
     "logprob nan": (GENERATE, logprob(float("nan"))),
@@ -148,18 +151,18 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "reason of another end": (
         GENERATE, choice(finish_reason=lambda x: OTHER_END[x["finish_reason"]])
     ),
-    # versions
+    # weight versions
     "no version": (GENERATE, choice(weight_versions=[])),
     "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
     "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
     "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
     "versions that go back": (GENERATE, spans(("now", 0, 2), ("now", 2, 1))),
-    # what was kept
+    # support
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
     "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
-    # bodies
+    # malformed responses
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
@@ -184,7 +187,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "a byte of a header now and then": (GENERATE, slowly(OK + b"A: " + b"b" * 999)),
     "a byte of an update now and then": (UPDATE, slowly(OK + b"\r\n" + b" " * 999)),
     "a redirect": (GENERATE, raw(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n")),
-    "busy for ever": (GENERATE, 429),
+    "busy forever": (GENERATE, 429),
     "busy for an hour": (GENERATE, raw(b"HTTP/1.1 429 No\r\nRetry-After: 3600\r\n\r\n")),
     "an error of deep JSON": (
         GENERATE, raw(b"HTTP/1.1 500 No\r\n\r\n" + b'{"error": ' + b"[" * 99_999)
@@ -192,7 +195,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "an error of control characters": (
         GENERATE, raw(b'HTTP/1.1 400 No\r\n\r\n{"error": "\\u001b[2J"}')
     ),
-    # the server about itself
+    # facts about the server
     "world_size 0": ("/get_world_size", answer({"world_size": 0})),
     "no weight_version": ("/weight_info", answer({})),
     "logprobs_mode of control characters": (
@@ -203,27 +206,27 @@ FAULTS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-WAITED_FOR = {  # the others are refused at once
+WAITS = {  # these faults end by a timeout, the others at once
     "blanks in chunks", "100 without end", "a byte now and then",
     "a byte of a header now and then", "a byte of a trailer now and then",
-    "a byte of an update now and then", "busy for ever", "busy for an hour",
+    "a byte of an update now and then", "busy forever", "busy for an hour",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_refused_in_time_with_the_servers_name(policy, server, fault):
+def test_a_fault_ends_in_time_and_names_the_server(policy, server, fault):
     path, server.faults[path] = FAULTS[fault][0], FAULTS[fault][1]
-    waits = fault in WAITED_FOR
+    waits = fault in WAITS
     start = time.monotonic()
     with pytest.raises((EngineError, ValueError, NonFiniteLogits)) as refused:
         sample(policy, server, timeout=0.5 if waits else 10.0, patience=0.1)
     assert time.monotonic() - start < 10
-    said = str(refused.value)
-    assert waits or "no answer within" not in said
-    assert server.url in said and len(said) < 2000 and said.isprintable(), said
+    message = str(refused.value)
+    assert waits or "no answer within" not in message
+    assert server.url in message and len(message) < 2000 and message.isprintable(), message
 
 
-def test_the_same_changes_with_values_that_are_right(policy, server):
+def test_the_same_changes_with_valid_values(policy, server):
     for right in (
         ids(lambda t: [12] * 6), logprob(1e-4), logprob(0), each_index(2, 0, 1),
         spans(("now", 0, 0.5), ("now", 0.5, 1)), mask(lambda t: [t, (t + 1) % 13]),

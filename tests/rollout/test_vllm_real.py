@@ -1,4 +1,4 @@
-"""Both engines against vLLM itself, on a CPU: `make test-vllm`, in an environment of its own."""
+"""Both vLLM engines against real vLLM on a CPU. `make test-vllm` creates the environment."""
 
 import os
 import shlex
@@ -31,13 +31,15 @@ from tests.train.resuming import result
 pytestmark = pytest.mark.skipif(
     "GRPO_FAST_VLLM" not in os.environ, reason="vLLM: make test-vllm runs this against it"
 )
-START_S = 400.0  # for a server on a busy machine
-EXACT = 1e-4  # nats, between the logps of vLLM and ours
+START_S = 400.0  # seconds to start a server on a busy machine
+EXACT = 1e-4  # most nats between log-probabilities of vLLM and ours
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
          "max_position_embeddings": 512}  # fmt: skip
 SORT = ["data.digits=2", "data.symbols=5", "optim.lr=5e-3", "optim.schedule=constant",
         *(f"model.config.{key}={value}" for key, value in SIZES.items())]  # fmt: skip
-LONG = " ".join("31402"[i % 5] for i in range(299)) + " ="  # some blocks of the prefix cache
+LONG = (
+    " ".join("31402"[i % 5] for i in range(299)) + " ="
+)  # fills several blocks of the prefix cache
 PROMPTS = [LONG, "3 1 =", LONG.replace("1 =", "2 ="), "2 ="]
 
 
@@ -51,7 +53,7 @@ def policy_of(family: str = "llama") -> Any:
 
 
 def spoil(policy: Any) -> None:
-    """Other weights, far from where a model begins."""
+    """Replace the weights by random ones, far from the initial ones."""
     with torch.no_grad():
         for parameter in policy.lm.parameters():
             if parameter.dim() > 1:
@@ -59,14 +61,14 @@ def spoil(policy: Any) -> None:
 
 
 def readme_words() -> list[str]:
-    """What the README says behind `vllm serve MODEL`, for weights by gloo."""
-    said = (Path(rollouts.__file__).parent / "README.md").read_text()
-    command = said.partition("vllm serve MODEL ")[2].partition("\ngrpo-fast")[0]
+    """Return the README's options of `vllm serve MODEL`, with gloo for the weights."""
+    text = (Path(rollouts.__file__).parent / "README.md").read_text()
+    command = text.partition("vllm serve MODEL ")[2].partition("\ngrpo-fast")[0]
     return shlex.split(command.replace("\\\n", " ").replace("nccl", "gloo"))
 
 
 class Process:
-    """A vLLM server of this machine in a process group of its own, as the README starts it."""
+    """A vLLM server, started as in the README, in a separate process group."""
 
     def __init__(self, model: Path, dtype: str = "float32") -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
@@ -117,7 +119,7 @@ def generate(policy: Any, engine: Any, options: Any, *, seed: int = 1, **changes
 
 
 def check_engine(policy: Any, engine: Any, options: Any) -> None:
-    """Log-probabilities, ends, seeds; weights that are old, and then not."""
+    """Check log-probabilities, ends of completions, seeds, and old and new weights."""
     with awake(engine, policy, 0):
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
@@ -135,7 +137,7 @@ def check_engine(policy: Any, engine: Any, options: Any) -> None:
         assert greedy.completion_ids == ours.completion_ids
         spoil(policy)
         assert difference(policy, generate(policy, engine, options)) > 0.1
-    with awake(engine, policy, 1):  # what is cached of the long prompts is of the old weights
+    with awake(engine, policy, 1):  # the long prompts were cached with the old weights
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
         assert rollout.weight_version.tolist() == [1] * 12
@@ -149,7 +151,7 @@ def test_servers_sample_with_the_weights_they_are_sent(server, options):
 
 
 def test_stale_weights_of_a_server_are_refused(server, options, caplog):
-    """Somebody gives it others, under another name."""
+    """Something else has given the server other weights, under another name."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
@@ -160,8 +162,8 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
     assert "expected completions by the weights" in caplog.text
 
 
-def test_a_teachers_prompt_logprobs_are_its_own(server, options):
-    """Also in the long prompt's blocks, which are cached; more ids than it gives are refused."""
+def test_a_teachers_log_probabilities(server, options):
+    """Cached blocks of the long prompt are included. A request for too many ids is refused."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 9)
@@ -177,30 +179,28 @@ def test_a_teachers_prompt_logprobs_are_its_own(server, options):
             assert (found - wanted).masked_fill(found == 0, 0.0).abs().max() < EXACT
             assert rows[:, 0, 0].tolist() == ids[start:]
             best = logps.topk(topk).indices.tolist()
-            said = rows[..., 0].long().tolist()
-            assert all(set(a) <= set(b) for a, b in zip(best, said, strict=True))
+            ids_of_rows = rows[..., 0].long().tolist()
+            assert all(set(a) <= set(b) for a, b in zip(best, ids_of_rows, strict=True))
     with pytest.raises(ValueError, match="prompt logprobs of 50"):
         TeacherServer(server.url, 50, 1000, options.vllm)
 
 
 def in_the_middle(engine: Any, action: Any) -> None:
-    """Before the last of the prompts is sent, while the others are under way."""
+    """Run an action before the last prompt is sent, while the server computes the others."""
     link, lock, sent = engine.links[0], threading.Lock(), []
-    ask = link.generate
+    original = link.generate
 
-    def generate(*question: Any) -> Any:
+    def generate(*prompt: Any) -> Any:
         with lock:
-            sent.append(question)
+            sent.append(prompt)
             if len(sent) == len(PROMPTS):
                 action()
-        return ask(*question)
+        return original(*prompt)
 
     link.generate = generate
 
 
-def test_a_server_killed_in_the_middle_is_an_error_then_restarted_it_is_asked_again(
-    server, options
-):
+def test_a_server_that_is_killed_while_it_samples_and_restarted(server, options):
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 3)
@@ -228,19 +228,21 @@ def test_the_readmes_command_serves_the_trainers_dtype(server, options, caplog):
     assert "samples in float32, the trainer computes in bfloat16" in caplog.text
 
 
-def test_a_server_of_another_model_stays_as_it_is(server, options, tmp_path):
-    """Also when the doctor is asked about it."""
+def test_a_server_of_another_model_is_not_changed(server, options, tmp_path):
+    """Neither an engine nor `grpo-fast doctor` changes it."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 5)
-        for size in ("num_hidden_layers=1", "hidden_size=32", "intermediate_size=64"):
+        for size in ("num_hidden_layers=1", "hidden_size=32"):
             config = load_recipe("sort", [*SORT, f"model.config.{size}"])
             other = load_policy(config.model, policy.tokenizer)
-            with pytest.raises(ValueError, match=f"this run's model, got another at {server.url}"):
+            with pytest.raises(
+                ValueError, match=f"this run's model, got a different model at {server.url}"
+            ):
                 build_engine(other, options)
         other.save(tmp_path / "other")
-        said = invoke("doctor", str(tmp_path / "other"), server.url)
-        assert said.exit_code and f"{server.url} has another" in said.output
+        done = invoke("doctor", str(tmp_path / "other"), server.url)
+        assert done.exit_code and f"a different model at {server.url}" in done.output
         sent = engine.links[0].server.weight_version()
         rollout = generate(policy, engine, options)
         assert sent == engine.label and difference(policy, rollout) < EXACT
@@ -255,7 +257,7 @@ transfer.BUCKET, sent, send = 1, [], link.Link.send
 def send_or_die(self, tensors):
     sent.append(tensors)
     if len(sent) == int(sys.argv[1]):
-        if sys.argv[2] == "waiting":  # the server for a tensor that never comes
+        if sys.argv[2] == "waiting":  # let the server wait for a tensor that never comes
             self.group.broadcast = lambda tensor: time.sleep(99)
             transfer.started(lambda: send(self, tensors))
             time.sleep(1)
@@ -267,7 +269,7 @@ loop.train(load_recipe("sort", sys.argv[3:]))
 
 
 @pytest.mark.parametrize("server_is", ["idle", "waiting"])
-def test_a_trainer_killed_in_mid_transfer_then_resumed(server, tmp_path, server_is):
+def test_a_trainer_that_is_killed_during_a_transfer_and_resumed(server, tmp_path, server_is):
     words = [
         *SORT, "steps=4", "rollout.engine=vllm-server", f"rollout.vllm.urls=[{server.url}]",
         "rollout.vllm.timeout=60", "rollout.vllm.patience=5", "checkpoint.every=1",
@@ -303,7 +305,7 @@ def test_a_run_through_a_server_learns(server, tmp_path):
     assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
 
 
-# In process last: what vLLM does to a process is not undone.
+# The tests of vLLM in this process come last, because vLLM changes the process permanently.
 def test_in_process_it_samples_with_the_weights_it_is_given():
     policy = policy_of("qwen2")
     options = load_recipe("sort", [

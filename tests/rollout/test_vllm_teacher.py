@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities from a stand-in of a vLLM server: what is read, and refused."""
+"""A teacher's log-probabilities from a stand-in for a vLLM server: valid and refused responses."""
 
 import math
 import time
@@ -17,16 +17,16 @@ LOW = {"logprob": -99.0}
 SAMPLES = [([3, 5, 2, 4, 9], 2), ([6, 8, 7], 1), ([3, 5, 1], 2)]
 
 
-def asked(policy: Any, server: StandIn, topk: int, **options: float) -> TeacherServer:
+def teacher_of(policy: Any, server: StandIn, topk: int, **options: float) -> TeacherServer:
     options = {"timeout": 20.0, "patience": 0.5, **options}
     return TeacherServer(server.url, topk, len(policy.head.weight), VLLMOptions(**options))
 
 
 @pytest.mark.parametrize("topk", [0, 1, 3, 8, 99])
-def test_rows_are_the_models(policy, server, topk):
-    """The token first, with its own log-probability, then the likeliest that are not it."""
+def test_rows_are_the_models_log_probabilities(policy, server, topk):
+    """The completion's token comes first, then the likeliest other ids."""
     V = len(policy.head.weight)
-    found = asked(policy, server, topk).scores(SAMPLES)
+    found = teacher_of(policy, server, topk).scores(SAMPLES)
     K = min(topk, V)
     for (ids, start), rows in zip(SAMPLES, found, strict=True):
         assert rows.shape == (len(ids) - start, min(K + 1, V), 2)
@@ -35,26 +35,26 @@ def test_rows_are_the_models(policy, server, topk):
             assert row[0].tolist() == [token, pytest.approx(logps[token].item(), abs=1e-6)]
             best = logps.topk(K).indices.tolist()
             wanted = [token, *(i for i in best if i != token)]
-            said = row[row[:, 1] > -torch.inf]
-            assert said[:, 0].tolist() == wanted
-            torch.testing.assert_close(said[:, 1].float(), logps[wanted])
+            finite = row[row[:, 1] > -torch.inf]
+            assert finite[:, 0].tolist() == wanted
+            torch.testing.assert_close(finite[:, 1].float(), logps[wanted])
 
 
-def test_a_log_probability_that_vllm_cut_off_is_no_category(policy, server):
-    """-9999 stands for -inf: the id then belongs to all the others."""
+def test_a_clamped_log_probability_means_minus_infinity(policy, server):
+    """vLLM writes -9999 for -inf, which JSON cannot hold."""
 
     def cut(answer: dict[str, Any]) -> None:
         for row in filter(None, answer["prompt_logprobs"]):
             row[next(i for i in row if i != next(iter(row)))]["logprob"] = -9999.0
 
     server.faults[GENERATE] = cut
-    rows = asked(policy, server, 4).scores(SAMPLES[:1])[0]
+    rows = teacher_of(policy, server, 4).scores(SAMPLES[:1])[0]
     assert rows[:, 1, 1].tolist() == [-torch.inf] * 3
     assert rows[:, 2:4, 1].isfinite().all()
 
 
-def test_a_server_that_is_back_is_asked_again(policy, server):
-    made = asked(policy, server, 2, patience=20.0)
+def test_a_server_that_returns_is_called_again(policy, server):
+    made = teacher_of(policy, server, 2, patience=20.0)
     server.faults[GENERATE] = [503, 500, Raw(lambda write: write(b"HTTP/1.1 200 OK\r\n\r\n")), 429]
     assert len(made.scores(SAMPLES)) == 3 and not server.faults[GENERATE]
     with pytest.raises(EngineError, match="127.0.0.1:9"):
@@ -62,7 +62,7 @@ def test_a_server_that_is_back_is_asked_again(policy, server):
 
 
 def rows_of(change: Any) -> Any:
-    """An answer whose last row is another."""
+    """Return a change of a response's last row."""
 
     def changed(answer: dict[str, Any]) -> None:
         answer["prompt_logprobs"][-1] = change(dict(answer["prompt_logprobs"][-1]))
@@ -86,7 +86,7 @@ def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
 
 
 def each(logp: float, topk: Any = None) -> Any:
-    """An answer in which every id has this log-probability."""
+    """Return a change that gives every id this log-probability."""
 
     def changed(answer: dict[str, Any]) -> None:
         for row in filter(None, answer["prompt_logprobs"]):
@@ -95,10 +95,10 @@ def each(logp: float, topk: Any = None) -> Any:
     return changed
 
 
-# (topk, every id's log-probability) -> what is said; the vocabulary has 13 ids: -log(13) = -2.565.
+# (topk, log-probability of every id) -> message. The vocabulary has 13 ids, and -log(13) = -2.565.
 IMPLAUSIBLE = {
-    (topk, logp): said
-    for topk, logps, said in (
+    (topk, logp): message
+    for topk, logps, message in (
         (0, (-9999.0, -1000.0, -1e300, -math.inf), "above -1000 of a completion's token"),
         (1, (-9999.0, -math.inf, -3.6, -50.0), "above -3.565 of the likeliest of 13 ids"),
         (3, (-9999.0, -math.inf, -4.0, -999.0), "above -3.565 of the likeliest of 13 ids"),
@@ -112,23 +112,23 @@ IMPLAUSIBLE = {
 
 
 @pytest.mark.parametrize(("topk", "logp"), IMPLAUSIBLE)
-def test_numbers_that_no_softmax_gives_are_refused_by_the_teachers_name(policy, server, topk, logp):
-    """Each would be a teacher from which nothing is learnt: a loss and a gradient of exactly 0."""
+def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
+    """With such a teacher, loss and gradient would be exactly 0."""
     assert len(policy.head.weight) == 13
-    made = asked(policy, server, topk)
+    made = teacher_of(policy, server, topk)
     server.faults[GENERATE] = each(logp)
     with pytest.raises(BadAnswer, match=rf"^teacher {server.url}\S+: expected .*") as caught:
         made.scores(SAMPLES[:1])
     assert IMPLAUSIBLE[topk, logp] in str(caught.value)
     server.faults[GENERATE] = each(logp)
-    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):  # before a run begins, too
-        asked(policy, server, topk)
+    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):  # also when it is built
+        teacher_of(policy, server, topk)
 
 
 @pytest.mark.parametrize(("topk", "logp"), [(0, -999.0), (0, 0.0), (3, -3.5), (13, -2.5649)])
-def test_unlikely_numbers_that_a_softmax_can_give_are_taken(policy, server, topk, logp):
+def test_unlikely_values_that_a_softmax_can_return_are_accepted(policy, server, topk, logp):
     server.faults[GENERATE] = each(logp)
-    (rows,) = asked(policy, server, topk).scores(SAMPLES[:1])
+    (rows,) = teacher_of(policy, server, topk).scores(SAMPLES[:1])
     assert torch.isclose(rows[:, 0, 1], torch.tensor(logp).double()).all()
 
 
@@ -143,7 +143,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "an id without bound": (rows_of(lambda row: row | {1 << 40: LOW}), "should be less than"),
     "an id below 0": (rows_of(lambda row: row | {-1: LOW}), "greater than or equal"),
     "an id that is none": (rows_of(lambda row: row | {"\x1b[2J" * 99: LOW}), "integer"),
-    "NaN": (rows_of(lambda row: first(row, float("nan"))), f"{SUM}, got others, or NaN"),
+    "NaN": (rows_of(lambda row: first(row, float("nan"))), f"{SUM}, got larger ones, or NaN"),
     "a logit": (rows_of(lambda row: first(row, 2.5)), SUM),
     "a sum above 1": (rows_of(lambda row: dict.fromkeys(row, {"logprob": -0.2})), SUM),
     "a word": (rows_of(lambda row: first(row, "-1.0")), "valid number"),
@@ -154,13 +154,13 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_answer_ends_in_one_sentence(policy, server, name):
+def test_a_hostile_response_ends_with_one_message(policy, server, name):
     fault, message = HOSTILE[name]
     server.faults[GENERATE] = fault
     start = time.monotonic()
     with pytest.raises((EngineError, ValueError)) as caught:
-        asked(policy, server, 3, patience=0.1)
-    said = str(caught.value)
-    assert message in said and server.url in said, said
-    assert len(said) < 600 and said.isprintable()
+        teacher_of(policy, server, 3, patience=0.1)
+    text = str(caught.value)
+    assert message in text and server.url in text, text
+    assert len(text) < 600 and text.isprintable()
     assert time.monotonic() - start < 15

@@ -1,4 +1,4 @@
-"""A training run through (stand-ins of) vLLM servers: weights, versions, servers that fail."""
+"""Training runs with stand-ins for vLLM servers: weights, versions, and servers that fail."""
 
 import threading
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
 from tests.train.resuming import config_of, run
 
 
-def words_of(*servers: StandIn, **options: float) -> list[str]:
+def settings_for(*servers: StandIn, **options: float) -> list[str]:
     urls = ", ".join(server.url for server in servers)
     given = {"timeout": 60.0, "patience": 60.0, **options}
     return ["rollout.engine=vllm-server", f"rollout.vllm.urls=[{urls}]", "optim.lr=0.05",
@@ -23,18 +23,18 @@ def words_of(*servers: StandIn, **options: float) -> list[str]:
 
 @pytest.fixture
 def policy(tmp_path: Path):
-    """That of the servers: other random weights than the run's."""
+    """The servers' policy, whose random weights differ from the run's."""
     config = config_of(tmp_path)
     return load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
-    """Each step's completions are of the weights of that step, and count once."""
+    """Each step's completions are sampled with the weights of that step, and count once."""
     one, two = servers
-    calm = run(tmp_path / "calm", *words_of(one, two))
+    calm = run(tmp_path / "calm", *settings_for(one, two))
     for row in (row for row in calm["metrics"] if row["step"] and "loss" in row):
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
-    # An evaluation and the step behind it have the same weights.
+    # An evaluation and the step after it have the same weights.
     assert [server.calls[UPDATE] for server in servers] == [4, 4]
     one.stop(), two.stop()
     one.start(), two.start()
@@ -47,40 +47,40 @@ def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp
 
     thread = threading.Thread(target=restart)
     thread.start()
-    rough = run(tmp_path / "rough", *words_of(one, two))
+    rough = run(tmp_path / "rough", *settings_for(one, two))
     thread.join()
     assert two.ended.is_set() and not one.ended.is_set()
-    for found in (calm, rough):  # where the servers are is the only other thing
+    for found in (calm, rough):  # the page shows the servers' addresses, which differ
         assert found.pop("page")
     assert calm == rough
 
 
 def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_path):
-    """One that comes back in the middle waits for the next version."""
+    """A server that returns in the middle of a step waits for the next version."""
     ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
              "loss.corrections=[{high: 3}]"]  # fmt: skip
-    calm = run(tmp_path / "calm", *words_of(*servers), *ahead)
+    calm = run(tmp_path / "calm", *settings_for(*servers), *ahead)
     assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4  # a step older
     servers[0].faults = {GENERATE: [None] * 12 + [500]}
-    rough = run(tmp_path / "rough", *words_of(*servers), *ahead)
+    rough = run(tmp_path / "rough", *settings_for(*servers), *ahead)
     assert calm.pop("page") and rough.pop("page")
     assert calm == rough
 
 
-def test_a_run_whose_servers_stay_away_ends_with_a_sentence(servers, tmp_path):
+def test_a_run_whose_servers_stay_away_ends_with_a_message(servers, tmp_path):
     recipe = write_recipe(tmp_path)
     servers[0].faults = {GENERATE: ["die"] * 9}
-    one_left = words_of(servers[0], patience=0.1)
-    said = invoke("train", recipe, *one_left, "log.progress=false")
-    assert refused(said, "no vLLM server has the weights", servers[0].url, code=1)
+    one_left = settings_for(servers[0], patience=0.1)
+    result = invoke("train", recipe, *one_left, "log.progress=false")
+    assert refused(result, "no vLLM server has the weights", servers[0].url, code=1)
 
 
 def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):
-    calm = run(tmp_path / "calm", *words_of(servers[0]))
+    calm = run(tmp_path / "calm", *settings_for(servers[0]))
     servers[0].faults = {GENERATE: [None] * 10 + ["die"]}
-    left = config_of(tmp_path / "left", *words_of(servers[0], patience=0.1))
+    left = config_of(tmp_path / "left", *settings_for(servers[0], patience=0.1))
     with pytest.raises(EngineError, match=r"no vLLM server has the.*\nsaved in .*step_000002"):
         loop.train(left)
-    again = run(tmp_path / "left", *words_of(servers[1]), "resume=auto")
+    again = run(tmp_path / "left", *settings_for(servers[1]), "resume=auto")
     assert calm.pop("page") and again.pop("page")
     assert calm == again

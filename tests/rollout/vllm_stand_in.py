@@ -1,6 +1,6 @@
-"""A stand-in for a vLLM server: the same paths and fields, a tiny transformers model behind them.
+"""A stand-in for a vLLM server, with the same paths and fields and a tiny transformers model.
 
-It receives weights by gloo like the real one, and can be told to fail.
+It receives weights by gloo like a real server, and tests can make it fail.
 """
 
 import copy
@@ -17,23 +17,31 @@ import torch
 from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.own.engine import TransformersEngine
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.servers import VLLMServers
 from grpo_fast.rollout.vllm.transfer import GlooGroup
 from tests.train.tiny_steps import batch_of
 
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
-Change = Callable[[dict[str, Any]], Any]  # of an answer, in place
+START, FINISH = "/start_weight_update", "/finish_weight_update"
+JOIN = "/init_weight_transfer_engine"
+SECONDS = 20.0  # more than any call takes on a busy machine
+Change = Callable[[dict[str, Any]], Any]  # changes a response in place, or returns another one
 
 
 @torch.no_grad()
 def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
-    """(n - 1, V) of every token but the first."""
+    """Return the log-probabilities of all ids, (n - 1, V), at every token except the first."""
     packed = pack_groups([(ids[:1], [ids[1:]])])
     hidden = policy.hidden(packed).index_select(0, packed.predicting)
     return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float:
-    """The largest, between the sampler's log-probabilities and the policy's; groups of three."""
+    """Return the largest difference of the sampler's log-probabilities and the policy's.
+
+    The samples are in groups of three.
+    """
     batch = batch_of(samples, torch.zeros(len(samples))).micro_batches[0]
     with torch.no_grad():
         logps = policy.logps(batch.packed, temperature)
@@ -46,8 +54,19 @@ def spoil(policy: Any) -> None:
     policy.lm.get_output_embeddings().weight.mul_(0.5)
 
 
+def engine_of(
+    policy: Any, *servers: "StandIn", version: int | None = None, **options: float
+) -> VLLMServers:
+    """Return an engine, whose servers have received the weights if a version is given."""
+    given = {"timeout": SECONDS, "patience": SECONDS, **options}
+    engine = VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
+    if version is not None:
+        engine.update(policy, version)
+    return engine
+
+
 class Raw:
-    """What is written in the place of an answer: `play(write)`, where `write` takes bytes."""
+    """Bytes to send instead of a response. `play(write)` calls `write` with bytes."""
 
     def __init__(self, play: Callable[[Callable[[bytes], None]], None]) -> None:
         self.play = play
@@ -57,10 +76,10 @@ class StandIn:
     """A server on loopback that samples with a copy of `policy`.
 
     Attributes:
-        faults: path → what happens to its next calls, one each: a status, "hang", a `Raw`
-            or a `Change`. A fault that is no list happens to all of them.
-        calls: path → how often it was called.
-        prompts: all that were answered, in order.
+        faults: path -> list of faults of the next calls, one for each call: None, a status, "hang",
+            "die", a `Raw` or a `Change`. A single fault instead of a list applies to all calls.
+        calls: path -> number of calls.
+        prompts: token ids of all prompts that were completed, in order.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -72,9 +91,9 @@ class StandIn:
         self.start()
 
     def start(self) -> None:
-        """Anew, at the same port, with the weights it was made with."""
+        """Start, or restart at the same port with the initial weights."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
-        self.is_paused, self.versions = False, []  # that updates were finished with
+        self.is_paused, self.versions = False, []  # names of the weights of finished updates
         self.group: GlooGroup | None = None
         self.ended, self.lock = threading.Event(), threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
@@ -82,7 +101,7 @@ class StandIn:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
-        """Dead: calls under way are never answered."""
+        """Stop. Calls in progress never receive a response."""
         self.ended.set()
         self.http.shutdown()
         self.http.server_close()
@@ -95,27 +114,20 @@ class StandIn:
     # ------------------------------------------------------------------------------- answers
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         name = path.strip("/").split("?")[0].replace("/", "_")
-        return getattr(self, f"on_{name}")(**body)
-
-    def on_health(self) -> dict[str, Any]:
-        return {}
-
-    def on_weight_info(self) -> dict[str, Any]:
-        return {"weight_version": self.version}
-
-    def on_get_world_size(self) -> dict[str, Any]:
-        return {"world_size": 1}
-
-    def on_server_info(self) -> dict[str, Any]:
-        model = {"logprobs_mode": self.mode, "dtype": self.dtype}
-        return {"vllm_config": {"model_config": model}}
-
-    def on_collective_rpc(self, method: str) -> dict[str, Any]:
-        """vLLM's account of its model, of one layer."""
-        assert method == "get_model_inspection"
         rows, width = self.policy.lm.get_input_embeddings().weight.shape
-        layer = f"VocabParallelEmbedding(num_embeddings={rows}, embedding_dim={width}, tp_size=1)"
-        return {"results": [f"Model()(\n  (model): Base()(\n    (embed_tokens): {layer}\n  )\n)"]}
+        embedding = f"VocabParallelEmbedding(embedding_dim={width}, org_vocab_size={rows})"
+        facts: dict[str, dict[str, Any]] = {
+            "health": {},
+            "weight_info": {"weight_version": self.version},
+            "get_world_size": {"world_size": 1},
+            "is_paused": {"is_paused": self.is_paused},
+            "server_info": {
+                "vllm_config": {"model_config": {"logprobs_mode": self.mode, "dtype": self.dtype}}
+            },
+            # The only remote call: vLLM's text about its model, here with one embedding.
+            "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
+        }
+        return facts[name] if name in facts else getattr(self, f"on_{name}")(**body)
 
     def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
         self.group = GlooGroup(
@@ -123,9 +135,6 @@ class StandIn:
             init_info["world_size"], init_info["seconds"],
         )  # fmt: skip
         return {}
-
-    def on_is_paused(self) -> dict[str, Any]:
-        return {"is_paused": self.is_paused}
 
     def on_pause(self) -> dict[str, Any]:
         self.is_paused = True
@@ -145,11 +154,11 @@ class StandIn:
         assert self.is_updating
         if self.group is None:
             raise RuntimeError("not initialized")
-        own = dict(self.policy.lm.state_dict())
+        state = dict(self.policy.lm.state_dict())
         for name, dtype, shape in zip(*update_info.values(), strict=True):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)
-            own[name].copy_(tensor)
+            state[name].copy_(tensor)
         return {}
 
     def on_finish_weight_update(self, weight_version: str) -> dict[str, Any]:
@@ -178,7 +187,7 @@ class StandIn:
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
 
     def scored(self, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
-        """The K likeliest ids before every token but the first, and the token's own."""
+        """Return log-probabilities of each token except the first, and of the K likeliest ids."""
         assert given["max_tokens"] == 1 and not given["detokenize"]
         self.prompts.append(ids)
         rows: list[Any] = [None]
@@ -200,7 +209,7 @@ class StandIn:
 
     # ---------------------------------------------------------------------------------- HTTP
     def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
-        ended = stand_in.ended  # of this start
+        ended = stand_in.ended  # a restart creates another event
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -225,7 +234,7 @@ class StandIn:
                     self.close_connection = True
                     return
                 if isinstance(fault, Raw):
-                    with suppress(OSError):  # whoever asked has gone
+                    with suppress(OSError):  # the client has gone
                         fault.play(self.put)
                     self.close_connection = True
                     return
@@ -251,11 +260,11 @@ class StandIn:
                 text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
-                with suppress(OSError):  # whoever asked has gone
+                with suppress(OSError):  # the client has gone
                     self.end_headers()
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         return Handler

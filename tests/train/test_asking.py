@@ -99,7 +99,7 @@ def test_training_asks_as_an_evaluation_does(models, questions, tmp_path, spied)
 def test_only_questions_of_files_are_sent_as_chat(models):
     tokenizer = AutoTokenizer.from_pretrained(models[1])
     assert has_chat_template(tokenizer)
-    splits = Splits(DataConfig(task="sort", digits=3), 0).asked_of(tokenizer)
+    splits = Splits(DataConfig(task="sort", digits=3), 0).for_tokenizer(tokenizer)
     assert isinstance(splits.train[0].prompt, str) and not splits.data.chat
     lines = asking_lines(splits.data, tokenizer, splits.train[0].prompt)
     assert lines[0] == "questions are asked as plain text; the first prompt:"

@@ -264,7 +264,7 @@ def test_an_exported_config_is_data(newest, tmp_path, monkeypatch):
     assert refused(invoke(*words), "num_hidden_layers: expected 0 to")
     change(newest, "settings.model.config.num_hidden_layers", 1)
     change(newest, "settings.model.config.attn_implementation", "some/kernel")
-    assert refused(invoke(*words), "expected one of transformers' own")
+    assert refused(invoke(*words), "expected one of transformers' implementations")
     change(newest, "settings.model.config.attn_implementation", DELETE)
     change(newest, "settings.model.attn", "some/kernel")
     monkeypatch.setattr(Policy, "save", lambda self, _: used.append(self.generation_attn))

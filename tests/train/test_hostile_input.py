@@ -51,7 +51,9 @@ def test_a_models_chat_template_that_fails(run, tmp_path, template, said):
     (tmp_path / "d.jsonl").write_text('{"prompt": "1 2", "answer": "1"}\n')
     words = (f"data={tmp_path / 'd.jsonl'}", "task=jsonl", "chat=true")
     result = invoke("eval", str(run), *words)
-    assert refused(result, "prompts: expected what the tokenizer and its chat template take", said)
+    assert refused(
+        result, "prompts: expected a prompt that the tokenizer and its chat template accept", said
+    )
     assert ESCAPE not in result.stderr
 
 
@@ -89,8 +91,10 @@ def test_a_kernel_from_the_hub_is_not_followed(run, field, monkeypatch):
     change_json(run / "model" / "config.json", **field)
     load = "transformers.AutoModelForCausalLM.from_pretrained"
     monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
-    assert refused(invoke("eval", str(run), "n=2"), "expected one of transformers' own")
-    assert refused(invoke("plan", str(run / "model"), "gpu=8"), "expected one of transformers' own")
+    assert refused(invoke("eval", str(run), "n=2"), "expected one of transformers' implementations")
+    assert refused(
+        invoke("plan", str(run / "model"), "gpu=8"), "expected one of transformers' implementations"
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -134,7 +138,7 @@ def test_a_device_without_memory_and_one_that_is_not_here():
     [
         ([CONFIG, "rollout.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
         ([CONFIG, "eval.max_new_tokens=32"], "max_new_tokens: expected at most 13"),
-        (["rollout.max_new_tokens=1000000"], "max_new_tokens: expected at most 61 behind a prompt"),
+        (["rollout.max_new_tokens=1000000"], "max_new_tokens: expected at most 61 after a prompt"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, said, monkeypatch):

@@ -134,7 +134,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
         branch = found[0].branches[0]
         sets = [torch.tensor(sorted({t, 5, 9})).int() for t in branch.ids[branch.trained].tolist()]
         kept = torch.cat(sets), torch.tensor([len(s) for s in sets])
-        found[0].branches[0] = branch._replace(kept=kept)
+        found[0].branches[0] = branch._replace(support=kept)
         return found
 
     monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from grpo_fast import grpo_loss
+from grpo_fast import Support, grpo_loss
 from grpo_fast.objective.kl import KL_ESTIMATORS
-from grpo_fast.rollout import Kept, Request, generate
-from grpo_fast.rollout.vllm.answers import Asked, Choices, parsed
+from grpo_fast.rollout import Request, generate
+from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.train.config import EvalConfig, ReferenceConfig, RolloutConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.metrics.samples import support_metrics
@@ -137,11 +137,11 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
 
 
 def test_completions_with_and_without_sets_in_one_batch():
-    kept = [
-        Kept(torch.tensor([4, 9, 5], dtype=torch.int32), torch.tensor([0, 2, 3])), None,
-        Kept(torch.tensor([7, 8, 2], dtype=torch.int32), torch.tensor([0, 1, 3])),
+    supports = [
+        Support(torch.tensor([4, 9, 5], dtype=torch.int32), torch.tensor([0, 2, 3])), None,
+        Support(torch.tensor([7, 8, 2], dtype=torch.int32), torch.tensor([0, 1, 3])),
     ]  # fmt: skip
-    samples = table_of([[3]], [[4, 5], [6], [7, 8]], kept=kept)
+    samples = table_of([[3]], [[4, 5], [6], [7, 8]], supports=supports)
     ids, offsets = samples[[2, 1, 0]].support
     assert ids.tolist() == [7, 8, 2, 4, 9, 5]
     assert offsets.tolist() == [0, 1, 3, 3, 5, 6]
@@ -162,7 +162,7 @@ def test_top_p_alone_is_bounded_where_its_sets_are_kept(words, top_k):
     config = load_recipe("sort", [f"rollout.{word}" for word in words])
     assert config.rollout.top_k == top_k
     assert RolloutConfig(**config.rollout.model_dump()).top_k == top_k  # saved, and read again
-    assert config.rollout.wants_kept == (words != [] and "replay_support=off" not in words)
+    assert config.rollout.needs_support == (words != [] and "replay_support=off" not in words)
 
 
 def test_yaml_takes_the_word_off_for_false():
@@ -197,7 +197,7 @@ def test_vllm_hands_on_sets_where_they_are_asked_for(policy, replay):
     }  # fmt: skip
     found = parsed(Choices, {"choices": [choice]}, "vLLM")
     request = Request([[3]], asked, group_size=1, seed=0)
-    (completion,) = Asked(policy, request, 0, "0").completions(found, "vLLM")
-    kept = completion.kept
-    assert (kept is None) == (replay == "off")
-    assert kept is None or kept.ids.tolist() == [1, 3, 1]
+    (completion,) = VLLMRequest(policy, request, 0, "0").completions(found, "vLLM")
+    support = completion.support
+    assert (support is None) == (replay == "off")
+    assert support is None or support.ids.tolist() == [1, 3, 1]

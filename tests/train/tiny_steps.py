@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.rollout import Completion, Kept, Samples
+from grpo_fast import Support
+from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout import completions as rollouts
 from grpo_fast.rollout.engine import EOS, LENGTH
 from grpo_fast.train.update import gradients
@@ -43,13 +44,13 @@ def table_of(
     cut: Collection[int] = (),  # completions without an EOS
     logps: Sequence[Tensor] | None = None,  # zeros
     texts: Sequence[str] = (),
-    kept: Sequence[Kept | None] | None = None,
+    supports: Sequence[Support | None] | None = None,
 ) -> Samples:
     drawn = []
     for i, ids in enumerate(completions):
         own = torch.zeros(len(ids)) if logps is None else logps[i]
-        sets = None if kept is None else kept[i]
-        drawn.append(Completion(ids, own, LENGTH if i in cut else EOS, 0, sets))
+        support = None if supports is None else supports[i]
+        drawn.append(Completion(ids, own, LENGTH if i in cut else EOS, 0, support))
     return rollouts.table_of(prompts, drawn, texts)
 
 

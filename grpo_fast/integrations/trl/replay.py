@@ -36,10 +36,10 @@ class Replay:
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Store one completion of each prompt, if its sampler truncated the distribution."""
         for prompt, one in zip(prompts, completions, strict=True):
-            if one.kept is not None:
+            if one.support is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
-                self.ids.append(one.kept.ids)
-                self.length += len(one.kept.ids)
+                self.ids.append(one.support.ids)
+                self.length += len(one.support.ids)
 
     def __call__(
         self,
@@ -72,14 +72,14 @@ class Replay:
             tokens = ids[real].tolist()
             columns = real[-shape[1] :].nonzero()[:, 0]
             for at, one, base in self._turns_of(tokens, len(tokens) - len(columns)):
-                assert one.kept is not None and one.kept.mass is not None
+                assert one.support is not None and one.mass is not None
                 first = at - (len(tokens) - len(columns))
                 where = row, columns[first : first + len(one.ids)]
                 n = len(where[1])
-                starts[where] = one.kept.offsets[:n] + base
-                counts[where] = one.kept.offsets.diff()[:n]
+                starts[where] = one.support.offsets[:n] + base
+                counts[where] = one.support.offsets.diff()[:n]
                 logps[where] = one.logps[:n]
-                mass[where] = one.kept.mass[:n]
+                mass[where] = one.mass[:n]
         # 2. Concatenate the kept ids of the scored tokens.
         scored = slots.cpu()
         device = slots.device

@@ -36,7 +36,7 @@ class Forgetful(Sampling):
     """Sampling settings under which no engine reports the tokens that truncation kept."""
 
     @property
-    def wants_kept(self) -> bool:
+    def needs_support(self) -> bool:
         return False
 
 
@@ -124,7 +124,7 @@ class OwnRollouts:
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
         # Decide from the settings alone, so that either all processes join the reduction or none.
-        self._keeps = isinstance(sampling, Sampling) and sampling.wants_kept
+        self._keeps = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):

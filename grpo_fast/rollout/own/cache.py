@@ -1,16 +1,17 @@
 """Keys and values of a rollout: each prompt's once for all its completions, and each completion's.
 
-One attention function, registered with transformers, serves both halves of a rollout:
+One attention function, registered with transformers, serves both phases of a rollout:
 
-    prefill   the prompts packed in one row, without padding, by the kernels of training; their
-              keys and values are kept, (N, H_kv, L, D) for each layer
-    decoding  a row of B tokens, one of each completion: on the prompt of its group, where the
-              queries of a whole group meet one copy of the keys in one matrix product, and on its
-              own tokens, (B, H_kv, t, D), written in place; one softmax over both. fp32 on a CPU
-              goes through our own kernel, which keeps the same in tiles
+- Prefill: the prompts are packed into one row without padding and use the attention kernels of
+  training. The cache stores their keys and values, (N, H_kv, L, D) for each layer.
+- Decoding: the row holds B tokens, one of each completion. They attend to the prompt of their
+  group and to the earlier tokens of their completion, with one softmax over both. All queries of a
+  group use one copy of the prompt's keys in one matrix product. The completions' keys and values,
+  (B, H_kv, t, D), are written in place. In fp32 on a CPU a C++ kernel stores the same in tiles.
 
-Models are called without a cache of their own and without a mask. A layer's rule (scale, window,
-softcap) arrives in prefill, and the cache keeps it for decoding.
+Models are called without a transformers cache and without a mask. A layer passes its settings
+(scale, window, softcap) to the attention function in prefill, and the cache stores them for
+decoding.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from grpo_fast.attention import TreeLayout, packed_attention, window_as_mask, wi
 from grpo_fast.kernels.cpu import decode as cpp
 
 NAME = "grpo_cached"
-GROWTH = 128  # tokens by which the room for completions grows
+GROWTH = 128  # tokens by which the buffers of completions grow
 
 
 def register() -> str:
-    """Register the attention with transformers (again: harmless) and return its name."""
+    """Register the attention function with transformers and return its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, cached_attention)
@@ -42,7 +43,7 @@ def cached_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Any,  # in prefill as `window_as_mask` made it
+    attention_mask: Any,  # in prefill: the result of `window_as_mask`
     *,
     rollout_cache: RolloutCache,
     scaling: float | None = None,
@@ -50,22 +51,28 @@ def cached_attention(
     softcap: float | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
-    """Attention of the prompts on themselves, or of B tokens on what the cache holds."""
+    """Compute the attention of packed prompts, or of B tokens on the cache while decoding."""
     layout = rollout_cache.layout
     if layout is None:
         out = rollout_cache.decode(module, query[0], key[0], value[0])
         return out.to(value.dtype)[None], None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = Rule(scale, window_of(attention_mask, sliding_window), softcap)
-    rollout_cache.keep(module, key[0], value[0], rule)
+    settings = AttentionSettings(scale, window_of(attention_mask, sliding_window), softcap)
+    rollout_cache.store_prompts(module, key[0], value[0], settings)
     return packed_attention(
         module, query, key, value, attention_mask, packed_layout=layout, scaling=scaling,
         sliding_window=sliding_window, softcap=softcap, **extra,
     )  # fmt: skip
 
 
-class Rule(NamedTuple):
-    """softmax(mask(softcap(scale·q·kᵀ))); a query sees `window` keys at most, its own included."""
+class AttentionSettings(NamedTuple):
+    """Settings of softmax(mask(softcap(scale·q·kᵀ))) in one layer.
+
+    Attributes:
+        scale: factor of the scores.
+        window: most keys that a query attends to, including the query's token. None: all.
+        softcap: bound of the scores, or None.
+    """
 
     scale: float
     window: int | None
@@ -73,68 +80,102 @@ class Rule(NamedTuple):
 
 
 class Layer:
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.parts: list[tuple[Tensor, Tensor]] = []  # (H_kv, T, D) of the prompts, packed
-        self.prompts: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # (N, H_kv, L, D)
-        self.own: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]  # (B, H_kv, room, D)
+    """Keys and values of one layer.
+
+    Attributes:
+        settings: settings of the layer's attention.
+        chunks: keys and values, (H_kv, T, D) each, of packed prompts during prefill.
+        prompts: keys and values, (N, H_kv, L, D) each, after prefill; or tiles of the C++ kernel.
+        completions: keys and values, (B, H_kv, room, D) each; or tiles. Empty before the first
+            token.
+    """
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        self.settings = settings
+        self.chunks: list[tuple[Tensor, Tensor]] = []
+        self.prompts: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
+        self.completions: tuple[Tensor, Tensor] = ()  # type: ignore[assignment]
 
 
 class RolloutCache:
-    """Keys and values of N prompts and of their completions, for the rollout.
+    """Keys and values of N prompts and of their B completions.
 
     Args:
-        lengths: of the prompts.
-        counts: completions of each prompt, side by side; each at least 1.
-        most: tokens of a completion at most.
+        lengths: number of tokens of each prompt.
+        counts: number of completions of each prompt, at least 1.
+        max_new_tokens: most tokens of a completion.
+        device: device of the model.
+
+    Attributes:
+        layers: attention module -> its keys and values.
+        layout: layout of the packed prompts during prefill; None while decoding.
+        time: number of tokens of each completion in the cache.
     """
 
     def __init__(
-        self, lengths: Sequence[int], counts: Sequence[int], most: int, device: torch.device
+        self,
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        max_new_tokens: int,
+        device: torch.device,
     ) -> None:
-        self.lengths, self.most, self.device = list(lengths), most, device
+        self.lengths = list(lengths)
+        self.max_new_tokens = max_new_tokens
+        self.device = device
         self.layers: dict[nn.Module, Layer] = {}
-        self.layout: TreeLayout | None = None  # of the prompts that pass through; None: decoding
-        self.time = 0  # tokens of each completion that the cache holds
+        self.layout: TreeLayout | None = None
+        self.time = 0
         self.seat(counts)
 
     def seat(self, counts: Sequence[int]) -> None:
-        """Arrange the B rows as a grid of N prompts with as many seats as the largest group has.
+        """Arrange the B rows in a grid of N prompts with as many seats as the largest group needs.
 
-        `taken`: the seat of each row; None: every seat is taken.
+        Sets `taken`, the seat of each row, (B,) int64. None means that all seats are taken, so that
+        rows and grid are the same memory.
         """
-        self.counts, self.seats = list(counts), max(counts)
+        self.counts = list(counts)
+        self.seats = max(counts)
         self.taken: Tensor | None = None
         if min(counts) < self.seats:
             taken = [n * self.seats + i for n, count in enumerate(counts) for i in range(count)]
             self.taken = torch.tensor(taken, device=self.device)
         lengths, completions = (torch.tensor(x, device=self.device) for x in (self.lengths, counts))
-        self.numbers = lengths, completions  # (N,) int64 each
-        ends, longest = lengths.view(-1, 1, 1, 1), max(self.lengths)
-        self.ends, self.places = ends, torch.arange(longest, device=self.device)
-        self.padding = self.places >= ends if min(self.lengths) < longest else None
+        self.sizes = lengths, completions  # prompt lengths and numbers of completions, (N,) int64
+        longest = max(self.lengths)
+        self.ends = lengths.view(-1, 1, 1, 1)
+        self.places = torch.arange(longest, device=self.device)
+        self.padding = self.places >= self.ends if min(self.lengths) < longest else None
 
-    def keep(self, module: nn.Module, key: Tensor, value: Tensor, rule: Rule) -> None:
-        """Keys and values of the prompts of `layout`, as one layer made them, and its rule."""
-        # Under autocast RoPE leaves keys in fp32 beside values in 16 bits.
-        self.layers.setdefault(module, Layer(rule)).parts.append((key.to(value.dtype), value))
+    def store_prompts(
+        self, module: nn.Module, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> None:
+        """Store one layer's keys and values, (H_kv, T, D), of the prompts packed in `layout`."""
+        layer = self.layers.setdefault(module, Layer(settings))
+        # Under autocast RoPE returns fp32 keys, while values have 16 bits.
+        layer.chunks.append((key.to(value.dtype), value))
 
     def close_prompts(self) -> None:
-        """Stack the keys and values of all prompts, padded at the end. Decoding begins."""
-        self.layout, longest = None, max(self.lengths)
+        """Stack the keys and values of all prompts, padded at the end. Decoding starts now."""
+        self.layout = None
+        longest = max(self.lengths)
         lengths = torch.tensor(self.lengths, device=self.device)[:, None]
         starts = lengths.cumsum(0) - lengths
         rows = (starts + torch.minimum(self.places[None], lengths - 1)).flatten()
         for layer in self.layers.values():
-            packed = [torch.cat(part, 1) for part in zip(*layer.parts, strict=True)]
+            packed = [torch.cat(chunk, 1) for chunk in zip(*layer.chunks, strict=True)]
             k, v = (
                 x.index_select(1, rows).unflatten(1, (-1, longest)).transpose(0, 1).contiguous()
                 for x in packed
             )
-            layer.prompts, layer.parts = (k, v), []
+            layer.prompts = k, v
+            layer.chunks = []
 
-    def drop(self, stay: Sequence[int]) -> None:
-        """Keep the completions `stay` alone, rising row numbers, and the prompts they have."""
+    def drop_ended(self, stay: Sequence[int]) -> None:
+        """Remove all completions except `stay`, and prompts whose completions are all removed.
+
+        Args:
+            stay: increasing row numbers of the completions to retain.
+        """
         prompt_of = [n for n, count in enumerate(self.counts) for _ in range(count)]
         counts = [0] * len(self.counts)
         for row in stay:
@@ -144,83 +185,105 @@ class RolloutCache:
         chosen = [torch.tensor(x, device=self.device) for x in (prompts, stay)]
         for layer in self.layers.values():
             if len(prompts) < len(self.counts):
-                # In tiles this keeps more than is needed: a tile holds several tokens.
+                # In tiles, this axis counts groups of tokens, so the slice may retain too many.
                 k, v = (x.index_select(0, chosen[0])[:, :, :longest] for x in layer.prompts)
                 layer.prompts = k.contiguous(), v.contiguous()
-            if layer.own:
-                k, v = (x.index_select(0, chosen[1]) for x in layer.own)
-                layer.own = k, v
+            if layer.completions:
+                k, v = (x.index_select(0, chosen[1]) for x in layer.completions)
+                layer.completions = k, v
         self.lengths = [self.lengths[n] for n in prompts]
         self.seat([counts[n] for n in prompts])
 
     def decode(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(H, B, D) and (H_kv, B, D) twice → (B, H, D): one more token of each completion."""
-        layer, heads = self.layers[module], k.shape[0]
-        rule = layer.rule
-        # The kernel has no room for values shorter than keys (latent attention).
-        if rule.softcap is None and k.shape == v.shape and cpp.runs(v):
+        """Add one token of each completion to a layer and return its attention output.
+
+        Args:
+            module: the layer's attention module.
+            q: (H, B, D) queries.
+            k: (H_kv, B, D) keys.
+            v: (H_kv, B, D) values.
+
+        Returns:
+            (B, H, D).
+        """
+        layer = self.layers[module]
+        heads = k.shape[0]
+        settings = layer.settings
+        # 1. Use the C++ kernel if it can. It needs keys and values of equal width, which latent
+        #    attention does not have.
+        if settings.softcap is None and k.shape == v.shape and cpp.runs(v):
             return cpp.decode_(q.to(v.dtype), k.to(v.dtype), v, *self.in_tiles(layer))
+        # 2. Compute the scores on the prompt and on the completion's tokens inside the window.
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
-        first = 0 if rule.window is None else max(0, self.time + 1 - rule.window)
-        own_k, own_v = (x[:, :, first:] for x in self.extend(layer, k, v))
+        first = 0 if settings.window is None else max(0, self.time + 1 - settings.window)
+        completion_k, completion_v = (x[:, :, first:] for x in self.extend(layer, k, v))
         prompt_k, prompt_v = layer.prompts
-        own = self.to_grid(product(q, own_k.mT))
-        scores = torch.cat([product(self.to_grid(q), prompt_k.mT), own], -1).mul_(rule.scale)
-        if rule.softcap is not None:
-            scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-        unseen = self.unseen(rule.window)
-        if unseen is not None:
-            scores[..., : prompt_k.shape[2]].masked_fill_(unseen, -torch.inf)
+        on_prompt = product(self.to_grid(q), prompt_k.mT)
+        on_completion = self.to_grid(product(q, completion_k.mT))
+        scores = torch.cat([on_prompt, on_completion], -1).mul_(settings.scale)
+        if settings.softcap is not None:
+            scores = scores.div_(settings.softcap).tanh_().mul_(settings.softcap)
+        masked = self.masked_places(settings.window)
+        if masked is not None:
+            scores[..., : prompt_k.shape[2]].masked_fill_(masked, -torch.inf)
+        # 3. Apply one softmax to both, then add the two weighted sums of values.
         weights = scores.softmax(-1).to(v.dtype)
-        on_prompt, on_own = weights.split([prompt_k.shape[2], own_k.shape[2]], -1)
-        out = self.to_rows(product(on_prompt, prompt_v)) + product(self.to_rows(on_own), own_v)
+        on_prompt, on_completion = weights.split([prompt_k.shape[2], completion_k.shape[2]], -1)
+        out = self.to_rows(product(on_prompt, prompt_v))
+        out = out + product(self.to_rows(on_completion), completion_v)
         return out.flatten(1, 2)
 
     def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
-        """The arguments of the C++ kernels for a layer, which gets room for one more token."""
-        if not layer.own:
+        """Return a layer's arguments of the C++ kernels, with room for one more token."""
+        if not layer.completions:
             layer.prompts = cpp.tiles_of(*layer.prompts)
-        if not layer.own or layer.own[0].shape[2] * cpp.TILE == self.time:
-            room = min(self.most, self.time + GROWTH)
-            layer.own = cpp.grow_tiles(layer.own, layer.prompts, sum(self.counts), room)
-        rule = layer.rule
-        return layer.prompts, layer.own, *self.numbers, self.time, rule.scale, rule.window
+        if not layer.completions or layer.completions[0].shape[2] * cpp.TILE == self.time:
+            room = min(self.max_new_tokens, self.time + GROWTH)
+            count = sum(self.counts)
+            layer.completions = cpp.grow_tiles(layer.completions, layer.prompts, count, room)
+        scale = layer.settings.scale
+        window = layer.settings.window
+        return layer.prompts, layer.completions, *self.sizes, self.time, scale, window
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(H_kv, B, D) of the newest tokens into the layer: (B, H_kv, t + 1, D) of all."""
-        if not layer.own or layer.own[0].shape[2] == self.time:
-            room = min(self.most, self.time + GROWTH)
+        """Write the newest keys and values, (H_kv, B, D), and return all, (B, H_kv, t + 1, D)."""
+        if not layer.completions or layer.completions[0].shape[2] == self.time:
+            room = min(self.max_new_tokens, self.time + GROWTH)
             grown = [x.new_empty(x.shape[1], x.shape[0], room, x.shape[2]) for x in (k, v)]
-            for new, old in zip(grown, layer.own, strict=False):
+            for new, old in zip(grown, layer.completions, strict=False):
                 new[:, :, : self.time] = old
-            layer.own = grown[0].to(v.dtype), grown[1]
-        for cached, new in zip(layer.own, (k, v), strict=True):
+            layer.completions = grown[0].to(v.dtype), grown[1]
+        for cached, new in zip(layer.completions, (k, v), strict=True):
             cached[:, :, self.time] = new.transpose(0, 1)
-        own_k, own_v = (x[:, :, : self.time + 1] for x in layer.own)
-        return own_k, own_v
+        keys, values = (x[:, :, : self.time + 1] for x in layer.completions)
+        return keys, values
 
-    def unseen(self, window: int | None) -> Tensor | None:
-        """(N, 1, 1, L) bool: the prompt's places that its completions do not see, if any."""
+    def masked_places(self, window: int | None) -> Tensor | None:
+        """Return the prompt places that completions do not attend to: padding, or out of window.
+
+        Returns:
+            (N, 1, 1, L) bool, or None if there are none.
+        """
         if window is None:
             return self.padding
         now = self.ends + self.time
         return (self.places >= self.ends) | (self.places <= now - window)
 
     def to_grid(self, x: Tensor) -> Tensor:
-        """(B, H_kv, r, d) of the rows → (N, H_kv, G·r, d); zeros where a seat is free."""
+        """Move rows, (B, H_kv, r, d), to the grid, (N, H_kv, G·r, d). Free seats hold zeros."""
         if self.taken is not None:
             grid = x.new_zeros(len(self.counts) * self.seats, *x.shape[1:])
             x = grid.index_copy_(0, self.taken, x)
         return x.unflatten(0, (-1, self.seats)).transpose(1, 2).flatten(2, 3)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """The inverse: (N, H_kv, G·r, d) → (B, H_kv, r, d)."""
+        """Move the grid, (N, H_kv, G·r, d), back to rows, (B, H_kv, r, d)."""
         x = x.unflatten(2, (self.seats, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.taken is None else x.index_select(0, self.taken)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a·b with sums and result in fp32 or better."""
+    """Return a·b with fp32 (or fp64) accumulation and result."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.device.type == "cuda":

@@ -1,4 +1,7 @@
-"""The loop that samples: prompts once, then a token of every completion at a time."""
+"""The decoding loop: compute each prompt once, then sample one token of all completions at a time.
+
+Completions that have ended leave the batch.
+"""
 
 from __future__ import annotations
 
@@ -11,112 +14,137 @@ from torch import Tensor
 
 from grpo_fast.attention import Head, TreeLayout
 from grpo_fast.kernels.cpu.layers import linear
-from grpo_fast.rollout.engine import Kept
+from grpo_fast.kernels.support import Support
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.decoder import decoder_of
 from grpo_fast.rollout.sampler import Draw, Sampling, sample
 
-PREFILL_TOKENS = 1 << 14  # of prompts in one forward pass; a longer one passes alone
-LOOK_EVERY = {"cpu": 1}  # tokens between two looks at who has ended
-FULL = 0.8  # fraction of a batch that still samples, below which the others leave
+PREFILL_TOKENS = 1 << 14  # most prompt tokens in one forward pass, unless one prompt is longer
+# Number of tokens between two checks for ended completions. On a GPU a check costs a sync.
+CHECK_EVERY = {"cpu": 1}
+CHECK_EVERY_ON_GPU = 16
+# Remove ended completions from the batch if at most this fraction is still sampling. Removing them
+# copies the cache, which costs more than it saves if few completions have ended.
+FULL = 0.8
 
 
-class KeptIds:
-    """The kept ids of B completions of at most L tokens, on the CPU."""
+class SupportRecorder:
+    """Collects the support of B completions of at most L tokens on the CPU."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.counts = torch.zeros(rows, length, dtype=torch.int64)
         self.masses = torch.zeros(rows, length)
         self.ids: list[Tensor] = []
-        self.rows: list[Tensor] = []  # of each of `ids`
+        self.rows: list[Tensor] = []  # the completion of each entry of `ids`
 
-    def add(self, rows: Tensor, t: int, drawn: Draw) -> None:
-        """Token t of these rows. Waits for the device where something was truncated."""
-        if drawn.candidates is None or drawn.kept is None or drawn.mass is None:
+    def add(self, rows: Tensor, t: int, draw: Draw) -> None:
+        """Record the support of token t of these completions. Costs a GPU sync if it has one."""
+        if draw.candidates is None or draw.in_support is None or draw.mass is None:
             return
-        kept, rows = drawn.kept.cpu(), rows.cpu()
-        counts = kept.sum(1)
-        self.counts[rows, t], self.masses[rows, t] = counts, drawn.mass.cpu()
-        self.ids.append(drawn.candidates.to("cpu", torch.int32)[kept])
+        in_support = draw.in_support.cpu()
+        rows = rows.cpu()
+        counts = in_support.sum(1)
+        self.counts[rows, t] = counts
+        self.masses[rows, t] = draw.mass.cpu()
+        self.ids.append(draw.candidates.to("cpu", torch.int32)[in_support])
         self.rows.append(rows.repeat_interleave(counts))
 
-    def by_completion(self, lengths: Sequence[int]) -> list[Kept | None]:
+    def of_completions(self, lengths: Sequence[int]) -> list[tuple[Support | None, Tensor | None]]:
+        """Return each completion's support and its mass, (n,) fp32, for the first n tokens."""
         if not self.ids:
-            return [None] * len(lengths)
-        order = torch.cat(self.rows).argsort(stable=True)  # stable: by time within a row
+            return [(None, None)] * len(lengths)
+        # A stable sort keeps the tokens of one completion in order of time.
+        order = torch.cat(self.rows).argsort(stable=True)
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
-        sets: list[Kept | None] = []
-        for own, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
+        found: list[tuple[Support | None, Tensor | None]] = []
+        for row, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
             offsets = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum(counts[:length], 0, out=offsets[1:])
-            # Clones: views would keep the ids of the whole batch alive.
-            sets.append(Kept(own[: int(offsets[-1])].clone(), offsets, mass[:length].clone()))
-        return sets
+            # Copy: a view would keep the ids of the whole batch in memory.
+            support = Support(row[: int(offsets[-1])].clone(), offsets)
+            found.append((support, mass[:length].clone()))
+        return found
 
 
 class Decoded(NamedTuple):
-    """B completions of L tokens each: what follows an EOS is not cut off yet."""
+    """B sampled rows of L tokens. Tokens after an EOS are still included.
 
-    tokens: Tensor  # (B, L) int64
-    logps: Tensor  # (B, L) fp32
-    kept: KeptIds
+    Attributes:
+        tokens: (B, L) int64.
+        logps: (B, L) fp32.
+        support: support of the sampled tokens.
+    """
+
+    tokens: Tensor
+    logps: Tensor
+    support: SupportRecorder
 
 
-@torch.inference_mode()  # less work per operation than no_grad: a tenth of a small model's time
+@torch.inference_mode()  # for small models a tenth faster than no_grad
 def decode(
     policy: Any,
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     options: Sampling,
-    numbers: Tensor,  # (B, L) in [0, 1)
+    numbers: Tensor,
     *,
     stop_at_eos: bool = True,
     starts: Sequence[int] = (),
 ) -> Decoded:
-    """Sample `counts[n]` completions of prompt n, in the order of the prompts, by random `numbers`.
-
-    Call it in `policy.generation()`.
+    """Sample completions of several prompts. Call it inside `with policy.generation():`.
 
     Args:
-        starts: the position of each prompt's first token, for trials of few short prompts; empty:
-            all are 0.
+        policy: a `Policy` or `SampledModel`.
+        prompts: token ids of each prompt.
+        counts: number of completions of each prompt; B in all.
+        options: the sampling options.
+        numbers: (B, L) uniform random numbers in [0, 1), one for each sampled token.
+        stop_at_eos: False samples L tokens of every completion.
+        starts: position of each prompt's first token, used by the trial of this loop. Empty
+            means 0.
 
     Raises:
-        ValueError: a layer that packed attention refuses.
+        ValueError: packed attention does not support a layer of the model.
     """
-    device, length = policy.device, options.max_new_tokens
+    # 1. Compute the prompts.
+    device = policy.device
+    length = options.max_new_tokens
     policy.lm.set_attn_implementation(register())
-    head, eos = policy.head, torch.tensor(sorted(policy.eos_ids), device=device)
+    head = policy.head
+    eos = torch.tensor(sorted(policy.eos_ids), device=device)
     cache = RolloutCache([len(p) for p in prompts], counts, length, device)
     numbers = numbers.to(device)
-    rows = torch.arange(len(numbers), device=device)  # those that still sample
+    rows = torch.arange(len(numbers), device=device)  # the completions that still sample
     repeats = torch.tensor(counts, device=device)
     hidden = prefill(policy, prompts, cache, starts).repeat_interleave(repeats, 0)
     ends = [n + start for n, start in zip(cache.lengths, starts or [0] * len(counts), strict=True)]
     places = torch.tensor(ends, device=device).repeat_interleave(repeats)
     ended = torch.zeros(len(numbers), dtype=torch.bool, device=device)
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
-    decoded = Decoded(tokens, torch.zeros_like(numbers), KeptIds(*numbers.shape))
-    every = LOOK_EVERY.get(device.type, 16)
+    decoded = Decoded(tokens, torch.zeros_like(numbers), SupportRecorder(*numbers.shape))
+    every = CHECK_EVERY.get(device.type, CHECK_EVERY_ON_GPU)
     trunk = policy.lm.base_model
-    # Only the trial of this loop moves prompts to other positions.
+    # 2. Choose how a step is computed: by the C++ decoder, or by the model's modules. The decoder
+    #    has its own trial, so the trial of this loop (`starts`) uses the modules.
     decoder = None if starts else decoder_of(trunk, head, cache, forward)
     step = decoder or functools.partial(forward, trunk)
     product = decoder.product if decoder else functools.partial(linear_of, head)
+    # 3. Sample a token of each completion, then compute its hidden state.
     for t in range(length):
-        drawn = sample(logits_of(head, product(hidden)), numbers[rows, t], options)
-        decoded.tokens[rows, t], decoded.logps[rows, t] = drawn.tokens, drawn.logps
-        decoded.kept.add(rows, t, drawn)
-        ended |= torch.isin(drawn.tokens, eos) & stop_at_eos
+        draw = sample(logits_of(head, product(hidden)), numbers[rows, t], options)
+        decoded.tokens[rows, t] = draw.tokens
+        decoded.logps[rows, t] = draw.logps
+        decoded.support.add(rows, t, draw)
+        ended |= torch.isin(draw.tokens, eos) & stop_at_eos
         if t + 1 == length:
             break
-        new = drawn.tokens
+        new = draw.tokens
         if (t + 1) % every == 0:
             stay = (~ended).nonzero()[:, 0].tolist()
             if not stay:
                 break
             if len(stay) <= FULL * len(rows):
-                cache.drop(stay)
+                cache.drop_ended(stay)
                 rows, places, ended, new = (x[stay] for x in (rows, places, ended, new))
         hidden = step(new, places + t, cache)
         cache.time += 1
@@ -126,7 +154,7 @@ def decode(
 def prefill(
     policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache, starts: Sequence[int] = ()
 ) -> Tensor:
-    """Fill the cache with the prompts and return the last hidden state of each, (N, H)."""
+    """Fill the cache with the prompts and return the last hidden state of each prompt, (N, H)."""
     last = []
     for chunk in chunks(prompts):
         cache.layout = TreeLayout.of([len(prompt) for prompt in chunk], policy.device)
@@ -141,7 +169,7 @@ def prefill(
 
 
 def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Cut the prompts, in their order, into chunks of at most PREFILL_TOKENS tokens."""
+    """Yield the prompts, in order, in chunks of at most PREFILL_TOKENS tokens."""
     chunk: list[Sequence[int]] = []
     for prompt in prompts:
         if chunk and sum(map(len, chunk)) + len(prompt) > PREFILL_TOKENS:
@@ -152,7 +180,7 @@ def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 
 def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
-    """Return the final hidden states (T, H) of token ids (T,) at their positions."""
+    """Return the final hidden states, (T, H), of token ids, (T,), at their positions, (T,)."""
     # Pass a dummy 4-D mask while decoding. Without a mask, transformers inspects position_ids for
     # packed sequences, which costs a GPU sync per token.
     mask = None if cache.layout is not None else ids.new_zeros(1, 1, 1, 1)
@@ -164,10 +192,12 @@ def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> 
 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:
+    """Return hidden·Wᵀ + bias of the LM head, without scale and softcap."""
     return linear(hidden.to(head.weight.dtype), head.weight, head.bias)
 
 
 def logits_of(head: Head, product: Tensor) -> Tensor:
+    """Return fp32 logits: the product of `linear_of` with the head's scale and softcap."""
     logits = product.float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale

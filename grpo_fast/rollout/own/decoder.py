@@ -1,9 +1,9 @@
-"""One decoding step of a model like Llama: each layer is one call of C++.
+"""Decoding steps of Llama-like models, with one C++ call per layer.
 
-A call of a small layer's modules takes longer than its mathematics. The decoder serves transformers
-models whose layers have Llama's parameters (also with biases or norms of queries and keys), in fp32
-on a CPU, without hooks. A trial compares it with the model's modules on random tokens and weights,
-before and past every limit of the configuration.
+In a small model, calling a layer's modules takes longer than computing the layer. The decoder
+serves transformers models in fp32 on a CPU whose layers have Llama's parameters, optionally with
+biases or norms of queries and keys, and without hooks. Before its first use it is compared with the
+model's modules on random tokens and weights, before and after every limit in the configuration.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from grpo_fast.kernels.cpu import gemm, layers, loader
 from grpo_fast.kernels.cpu.modules import SETTINGS, epsilon_of, is_silu, is_untouched, settings_of
 from grpo_fast.rollout.own.cache import RolloutCache
 
-# The trunk, (B,) token ids, their positions, the cache → (B, H) final hidden states
+# (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states
 Step = Callable[[Any, Tensor, Tensor, RolloutCache], Tensor]
 
-CLOSE = 1e-4  # of the largest hidden state: all layers in fp32, summed in a different order
+CLOSE = 1e-4  # tolerance, relative to the largest hidden state: fp32 sums in a different order
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -38,20 +38,23 @@ REQUIRED = {
 }  # fmt: skip
 OPTIONAL = {*(f"{name}.weight" for name in NORMS[2:]), *(f"{name}.bias" for name in LINEAR)}
 
-_verdicts: dict[Hashable, bool] = {}  # one for each configuration of a trunk
+_verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the decoder agrees
 
 
 class Decoder:
-    """A model with its weights packed (as much memory as its gradient takes), and its angles.
+    """Computes decoding steps with packed weights, which need as much memory as a gradient.
 
     Args:
-        places: the positions that it can compute, of shape (P,). Calls take indices into them.
+        trunk: the model without its LM head.
+        head: weight, bias and logit transform of the LM head.
+        places: (P,) int64, all positions that may occur. Calls take indices into this vector.
     """
 
     def __init__(self, trunk: Any, head: Head, places: Tensor) -> None:
-        self.trunk, self.head = trunk, head
+        self.trunk = trunk
+        self.head = head
         self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
-        # An angle follows from its position alone: packed attention refuses other embeddings.
+        # Angles depend on positions only: packed attention refuses other position embeddings.
         angles = trunk.rotary_emb(head.weight, places[None])
         self.cos, self.sin = (a[0].contiguous() for a in angles)  # (P, D)
 
@@ -60,11 +63,18 @@ class Decoder:
         return cpp.pack(self.head.weight.detach())
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return the head's hidden·Wᵀ + bias, of shape (B, V), of hidden states (B, H)."""
+        """Return hidden·Wᵀ + bias of the LM head, (B, V), for hidden states (B, H)."""
         logits = cpp.linear(hidden, self.packed_head, len(self.head.weight))
         return logits if self.head.bias is None else logits.add_(self.head.bias)
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
+        """Return the final hidden states, (B, H), of one new token of each completion.
+
+        Args:
+            ids: (B,) int64 token ids.
+            positions: (B,) int64 indices into `places`.
+            cache: the keys and values, which receive the new tokens.
+        """
         x = self.trunk.embed_tokens(ids)
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
@@ -73,21 +83,29 @@ class Decoder:
 
 
 def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> Decoder | None:
-    """Return the decoder for a model and a cache that has its prompts, None for other models."""
-    if not has_its_form(trunk, head, cache):
+    """Return a decoder for a model that it can compute, else None.
+
+    Args:
+        trunk: the model without its LM head.
+        head: weight, bias and logit transform of the LM head.
+        cache: the cache after prefill.
+        forward: computes a step with the model's modules, for the comparison.
+    """
+    if not is_supported(trunk, head, cache):
         return None
     key = configuration_of(trunk)
     try:
         if key not in _verdicts:
             _verdicts[key] = agrees(trunk, head, cache.device, forward)
-        places = torch.arange(max(cache.lengths) + cache.most, device=cache.device)
+        places = torch.arange(max(cache.lengths) + cache.max_new_tokens, device=cache.device)
         return Decoder(trunk, head, places) if _verdicts[key] else None
-    except Exception:  # a model of another form may fail in any way; its modules compute it
+    except Exception:  # an unusual model may fail in any way: its modules compute the step
         _verdicts[key] = False
     return None
 
 
-def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
+def is_supported(trunk: Any, head: Head, cache: RolloutCache) -> bool:
+    """Check that kernels, dtype, modules and hooks allow the decoder."""
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False
     if (
@@ -99,19 +117,20 @@ def has_its_form(trunk: Any, head: Head, cache: RolloutCache) -> bool:
     return (
         {name for name, _ in trunk.named_children()} == TRUNK
         and layers.is_plain(*trunk.parameters(), head.weight)
-        and all(layer.rule.softcap is None for layer in cache.layers.values())
+        and all(layer.settings.softcap is None for layer in cache.layers.values())
         and all(map(is_untouched, trunk.modules()))
-        and all(map(is_like_llamas, trunk.layers))
+        and all(map(is_llama_layer, trunk.layers))
     )
 
 
 def configuration_of(trunk: Any) -> Hashable:
-    """Return what the verdict depends on: the configuration, and every module's settings."""
+    """Return the key of a comparison's result: configuration, module settings and shapes."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 
 
-def is_like_llamas(layer: Any) -> bool:
+def is_llama_layer(layer: Any) -> bool:
+    """Check that a layer has Llama's parameters, SiLU, and one epsilon in all norms."""
     names = {name for name, _ in layer.named_parameters()}
     if not REQUIRED <= names <= REQUIRED | OPTIONAL:
         return False
@@ -148,10 +167,11 @@ def weights_of(layer: Any) -> cpp.LayerWeights:
 
 
 def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
-    """Return whether decoder and modules give trial tokens the same hidden states.
+    """Compare the hidden states of decoder and modules on random tokens and weights.
 
-    The trial uses as many layers as have different settings.
+    The comparison uses the first layers only, as many as are needed to include every setting.
     """
+    # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to try.
     twin = copy.copy(trunk)
     vars(twin)["_modules"] = {**trunk._modules, "layers": trunk.layers[: different_layers(trunk)]}
     starts = trial.starts_of(trunk)
@@ -160,14 +180,15 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
     tokens = torch.tensor([pair for _, pair in groups], device=device)  # (starts, 2, tokens)
     first = torch.tensor(starts, device=device)[:, None]
     places = first + torch.arange(trial.LENGTH, device=device)
+    # 2. Prefill the prompts, then decode the tokens with both.
     with small_windows(trunk, positions=False), trial.random_weights(twin):
         decoder = Decoder(twin, head, places.flatten())
-        # The first prompt passes alone, too: a model may look at the largest position of all.
+        # The first prompt also passes alone: a model may depend on the largest position in a batch.
         for count in (1, len(starts)):
             cache = RolloutCache([trial.PROMPT] * count, [2] * count, tokens.shape[2], device)
             cache.layout = TreeLayout.of(cache.lengths, device)
-            own = places[:count, : trial.PROMPT]
-            forward(twin, prompts[:count].flatten(), own.flatten(), cache)
+            prompt_places = places[:count, : trial.PROMPT]
+            forward(twin, prompts[:count].flatten(), prompt_places.flatten(), cache)
             cache.close_prompts()
             indices = torch.arange(count, device=device).repeat_interleave(2) * trial.LENGTH
             for time, ids in enumerate(tokens[:count].flatten(0, 1).T):
@@ -175,21 +196,23 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
                 theirs = forward(twin, ids, places.flatten()[at], cache)
                 ours = decoder(ids, at, cache)
                 cache.time += 1
+                # Written so that NaN counts as a difference.
                 if not (ours - theirs).abs().max() <= CLOSE * theirs.abs().amax(-1).min():
                     return False
     return True
 
 
 def different_layers(trunk: Any) -> int:
-    """Return how many of the first layers have all settings that occur in any layer."""
+    """Return the smallest n such that every layer has the settings of one of the first n layers."""
     kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
-    needed, seen = 0, set[Hashable]()
+    needed = 0
+    seen: set[Hashable] = set()
     for number, layer in enumerate(trunk.layers):
         settings = [settings_of(m) for m in layer.modules() if m is not layer.self_attn]
         fields = vars(layer.self_attn).items()
-        own = tuple(v for name, v in fields if name != "layer_idx" and type(v) in SETTINGS)
+        attention = tuple(v for name, v in fields if name != "layer_idx" and type(v) in SETTINGS)
         shapes = tuple(p.shape for p in layer.parameters())
-        key = kinds[number], *settings, own, shapes
+        key = kinds[number], *settings, attention, shapes
         if key not in seen:
             seen.add(key)
             needed = number + 1

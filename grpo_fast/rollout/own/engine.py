@@ -1,4 +1,4 @@
-"""The engine `transformers`, which is always there: the trainer's own model."""
+"""The default engine, `transformers`: samples with the model that is being trained."""
 
 from __future__ import annotations
 
@@ -15,25 +15,36 @@ from torch import Tensor, nn
 from grpo_fast.attention import check_supported, check_tolerance, small_windows, trial
 from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
-from grpo_fast.rollout.own.decode import Decoded, KeptIds, decode
+from grpo_fast.rollout.own.decode import Decoded, SupportRecorder, decode
 from grpo_fast.rollout.sampler import Sampler, Sampling
 
 log = logging.getLogger(__name__)
 
-# Why a model samples by transformers' `generate`; None: by our loop. Looked at once for each.
+# Model -> why it samples by transformers' `generate`, or None if the decoding loop computes it
+# correctly. Each model is compared once.
 _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
-    """Samples with the policy itself, by our loop; a model it cannot compute by `generate`."""
+    """Engine that samples with the policy's own weights.
+
+    It uses the decoding loop of this package. Models that the loop does not compute correctly use
+    transformers' `generate`, which is slower.
+
+    Args:
+        policy: a `Policy` or `SampledModel`.
+        options: ignored; all engines have this parameter.
+    """
 
     def __init__(self, policy: Any, options: Any = None) -> None:
-        self.policy, self.version = policy, 0
+        self.policy = policy
+        self.version = 0
         with policy.generation():
             self.fallback = why_unsuited(policy)
 
     def update(self, policy: Any, version: int) -> None:
-        self.policy, self.version = policy, version
+        self.policy = policy
+        self.version = version
 
     def sample(self, request: Request) -> list[Completion]:
         prompts, sampling, group_size, seed, places = request
@@ -43,11 +54,12 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            # Asked again: `update` may have brought another model than the engine was made with.
+            # `update` may have replaced the model since `fallback` was determined: check again.
             by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
             for start in range(0, len(rows), size):
                 part = slice(start, start + size)
+                # A batch may begin or end within a group.
                 runs = [(prompt, len(list(same))) for prompt, same in groupby(rows[part])]
                 chosen, counts = map(list, zip(*runs, strict=True))
                 decoded = run(self.policy, chosen, counts, sampling, numbers[part])
@@ -55,6 +67,7 @@ class TransformersEngine(Engine):
         return completions
 
     def _cut(self, decoded: Decoded) -> list[Completion]:
+        """Cut each row after its first EOS."""
         eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
         ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()
@@ -62,13 +75,12 @@ class TransformersEngine(Engine):
         logps = decoded.logps.cpu()
         if any(row[:n].isnan().any() for row, n in zip(logps, lengths, strict=True)):
             raise NonFiniteLogits("the policy's logits are NaN or infinite")
-        kept = decoded.kept.by_completion(lengths)
-        # Clones: the rows are inference tensors, and views would keep the whole batch alive.
+        supports = decoded.support.of_completions(lengths)
+        rows = zip(decoded.tokens.tolist(), logps, lengths, has_end, supports, strict=True)
+        # Copy the rows: they are inference tensors, and views would keep the batch in memory.
         return [
-            Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, own)
-            for ids, row, n, ended, own in zip(
-                decoded.tokens.tolist(), logps, lengths, has_end, kept, strict=True
-            )
+            Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, *support)
+            for ids, row, n, ended, support in rows
         ]
 
 
@@ -79,8 +91,12 @@ def by_transformers(
     options: Sampling,
     numbers: Tensor,
 ) -> Decoded:
-    """`decode` by transformers' `generate`: prompts padded on the left, one for each completion."""
-    device, pad = policy.device, policy.pad_id
+    """Sample with transformers' `generate`. Arguments and result are those of `decode`.
+
+    Every completion has its own copy of the prompt, padded on the left.
+    """
+    device = policy.device
+    pad = policy.pad_id
     rows = [p for p, count in zip(prompts, counts, strict=True) for _ in range(count)]
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(p)) + [*p] for p in rows], device=device)
@@ -90,24 +106,28 @@ def by_transformers(
     output = policy.lm.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=options.max_new_tokens,
         do_sample=False, logits_processor=[sampler], eos_token_id=sorted(policy.eos_ids),
-        pad_token_id=pad, synced_gpus=False,  # ranks do not wait for each other's longest
+        pad_token_id=pad,
+        synced_gpus=False,  # do not wait for the longest completion of other ranks
     )  # fmt: skip
     tokens = torch.zeros(numbers.shape, dtype=torch.int64, device=device)
     tokens[:, : output.shape[1] - longest] = output[:, longest:]
-    kept = KeptIds(*numbers.shape)
-    for t, drawn in enumerate(sampler.drawn):
-        kept.add(torch.arange(len(rows)), t, drawn)
-    return Decoded(tokens, sampler.logps, kept)
+    support = SupportRecorder(*numbers.shape)
+    for t, draw in enumerate(sampler.draws):
+        support.add(torch.arange(len(rows)), t, draw)
+    return Decoded(tokens, sampler.logps, support)
 
 
 def why_unsuited(policy: Any) -> str | None:
-    """Why our loop does not sample from this model, or None. Call it in `policy.generation()`."""
+    """Return why the decoding loop does not serve this model, or None if it does.
+
+    The first call for a model compares the two. Call it inside `with policy.generation():`.
+    """
     if policy.lm not in _unsuited:
         try:
             _unsuited[policy.lm] = compare(policy)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            does = "" if isinstance(error, ValueError) else "our loop fails on it: "
-            _unsuited[policy.lm] = does + (str(error).splitlines() or [type(error).__name__])[0]
+            prefix = "" if isinstance(error, ValueError) else "our loop fails on it: "
+            _unsuited[policy.lm] = prefix + (str(error).splitlines() or [type(error).__name__])[0]
         if _unsuited[policy.lm] is not None:
             why = f"{type(policy.lm).__name__}: {_unsuited[policy.lm]}"
             log.warning("rollouts run by transformers' generate, more slowly: %s", why)
@@ -115,29 +135,42 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """Return how our loop's logps differ from the model's own in one pass, or None if they agree.
+    """Compare log-probabilities of the decoding loop with those of one forward pass.
 
-    Greedy completions of random prompts are compared, past any EOS, at the first positions and
-    around every limit of the configuration. Weights in fp32 are replaced by random ones in a second
-    round, so that the verdict does not depend on weights that hide a difference.
+    The trial samples greedily from random prompts and ignores EOS. It covers the first positions
+    and those around every limit in the configuration (window, maximum position). A second round
+    replaces fp32 weights by random ones, because trained weights may hide a difference.
+
+    Returns:
+        A sentence that states the difference, or None if the two agree.
+
+    Raises:
+        ValueError: packed attention does not support the model.
     """
     check_supported(policy.lm)
-    # The narrowest dtype decides: logps are fp32, and an fp32 head may follow a 16-bit trunk.
+    # The coarsest dtype decides, for example that of a 16-bit trunk with an fp32 head.
     dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
     tolerance = max(check_tolerance(dtype) for dtype in dtypes)
-    own, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
-    if math.isnan(own) or worst <= tolerance:
+    gap, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
+    if math.isnan(gap) or worst <= tolerance:
         return None
     return f"its logits differ by {worst:.2g} nats between our loop and one pass"
 
 
 def largest_gap(policy: Any, starts: Sequence[int]) -> float:
-    """Return the largest difference of logps in nats; `starts`: see `trial.worst_gap`."""
+    """Return the largest difference of log-probabilities in nats.
+
+    Args:
+        policy: a `Policy` or `SampledModel`.
+        starts: position of each trial prompt's first token. Empty tries short prompts from
+            position 0.
+    """
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [prompt for prompt, _ in trial.draw_groups(len(starts) or 2, vocabulary)]
     if not starts:
         prompts[1] = prompts[1][1:]
-    length, counts = 3, [2] + [1] * (len(prompts) - 1)
+    length = 3
+    counts = [2] + [1] * (len(prompts) - 1)
     options = Sampling(max_new_tokens=length, temperature=0)
     numbers = torch.zeros(sum(counts), length)
     with small_windows(policy.lm, positions=not starts):
@@ -145,8 +178,8 @@ def largest_gap(policy: Any, starts: Sequence[int]) -> float:
         pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)
         rows = [[*prompt, *tokens] for prompt, tokens in pairs]
         policy.lm.set_attn_implementation(policy.generation_attn)
-        # The first prompt's rows pass alone: a model may look at the largest position of all.
-        theirs = [policy.own_logps(rows[:2], [*starts[:1], *starts[:1]])]
+        # The first prompt's rows pass alone: a model may depend on the largest position in a batch.
+        theirs = [policy.model_logps(rows[:2], [*starts[:1], *starts[:1]])]
         if len(rows) > 2:
-            theirs.append(policy.own_logps(rows[2:], starts[1:]))
+            theirs.append(policy.model_logps(rows[2:], starts[1:]))
     return float((torch.cat([logps[:, -length:] for logps in theirs]) - ours.logps).abs().max())

@@ -1,4 +1,4 @@
-"""A causal LM as our loop samples from it; its owner gets it back unchanged."""
+"""A causal LM prepared for sampling, which leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from grpo_fast.errors import require
 
 
 class SampledModel:
-    """A transformers causal LM, or a peft model around one, as `TransformersEngine` uses it.
+    """A transformers causal LM, or a peft model around one, prepared for `TransformersEngine`.
 
     Args:
-        tokenizer: the tokenizer of the prompts. None requires `eos_ids`; prompts are then token
-            ids, and the texts of completions are empty.
-        eos_ids: the token ids that end a completion; None: the tokenizer's and the model's.
-        attn: attention for `generate`; "auto": the model's own (eager where it has a softcap).
-        autocast: dtype that the model runs in over fp32 weights, or None.
+        model: the model.
+        tokenizer: the model's tokenizer. None requires `eos_ids`, accepts prompts of token ids
+            only, and leaves the texts of completions empty.
+        eos_ids: token ids that end a completion. None takes those of tokenizer and model.
+        attn: attention implementation for transformers' `generate`. "auto" takes the model's, or
+            "eager" if the model has an attention softcap.
+        autocast: dtype in which a model with fp32 weights computes, or None.
+
+    Raises:
+        ValueError: no EOS token is known, `eos_ids` are not token ids, or the model uses peft's
+            prompt learning.
     """
 
     template_kwargs: Mapping[str, Any] = MappingProxyType({})  # arguments of the chat template
@@ -37,10 +43,14 @@ class SampledModel:
         attn: str = "auto",
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.autocast = model, tokenizer, autocast
+        self.model = model
+        self.tokenizer = tokenizer
+        self.autocast = autocast
         configs = getattr(model, "peft_config", {}).values()
         changes_inputs = any(config.is_prompt_learning for config in configs)
-        require(not changes_inputs, "model", "inputs as they are", "peft's prompt learning")
+        require(
+            not changes_inputs, "model", "a model with unchanged inputs", "peft's prompt learning"
+        )
         self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         softcap = getattr(self.lm.config, "attn_logit_softcapping", None)
         usual = "eager" if softcap is not None else self.lm.config._attn_implementation
@@ -51,19 +61,18 @@ class SampledModel:
         else:
             require(isinstance(eos_ids, Iterable), "eos_ids", "token ids", repr(eos_ids))
             self.eos_ids = checked_ids("eos_ids", eos_ids)
-            require(
-                self.eos_ids, "eos_ids", "at least one token id, which ends completions", "none"
-            )
+            require(self.eos_ids, "eos_ids", "at least one token id that ends a completion", "none")
             self.pad_id = min(self.eos_ids)
         self.positions = positions(self.lm.config.get_text_config())
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.lm.device
 
     @property
     def head(self) -> Head:
-        """Weight, bias and logit rule of the head, in the dtype of the hidden states."""
+        """Weight, bias and logit transform of the LM head, in the dtype of the hidden states."""
         head = head_of(self.lm)
         if self.autocast is None:
             return head
@@ -72,14 +81,17 @@ class SampledModel:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Evaluation mode with a cache-capable attention and a plain generation config; then back.
+        """Switch to evaluation mode and the attention for sampling. Restore both at the end.
 
-        The attention is exchanged between whole steps only, never between a forward pass and its
-        backward.
+        Do not call this between a forward pass and its backward: gradient checkpointing would
+        recompute with another attention.
         """
-        lm, attention = self.lm, self.lm.config._attn_implementation
-        modes, saved = [(m, m.training) for m in lm.modules()], lm.generation_config
-        # A shipped generation config may hold penalties and warpers; the sampler is ours alone.
+        lm = self.lm
+        attention = lm.config._attn_implementation
+        modes = [(m, m.training) for m in lm.modules()]
+        saved = lm.generation_config
+        # A model's generation config may contain penalties and warpers, which would change the
+        # distribution.
         lm.generation_config = type(saved)()
         lm.set_attn_implementation(self.generation_attn)
         lm.eval()
@@ -92,19 +104,18 @@ class SampledModel:
             for module, training in modes:
                 module.training = training
 
-    def own_logps(self, rows: Sequence[Sequence[int]], starts: Sequence[int] = ()) -> Tensor:
-        """Return logps of all tokens but the first by the model's own forward pass.
-
-        Call it in `generation()`.
+    def model_logps(self, rows: Sequence[Sequence[int]], starts: Sequence[int] = ()) -> Tensor:
+        """Return log-probabilities by one forward pass. Call it inside `with policy.generation():`.
 
         Args:
             rows: token ids of N sequences of equal length L.
-            starts: the position of each sequence's first token; empty: the model's default.
+            starts: position of each sequence's first token. Empty means the model's default.
 
         Returns:
-            fp32 logps, of shape (N, L-1).
+            (N, L-1) fp32, for all tokens but the first.
         """
-        ids, places = torch.tensor(rows, device=self.device), {}
+        ids = torch.tensor(rows, device=self.device)
+        places = {}
         if starts:
             first = torch.tensor(starts, device=self.device)[:, None]
             places["position_ids"] = first + torch.arange(ids.shape[1], device=self.device)
@@ -112,11 +123,12 @@ class SampledModel:
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        on = self.autocast is not None  # off inside a caller's autocast, too
+        on = self.autocast is not None  # False also disables an autocast of the caller
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
 
 def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
+    """Return a set of token ids, or raise a ValueError that names the argument."""
     listed = [*ids]
     are_ids = all(type(token) is int and token >= 0 for token in listed)
     require(are_ids, name, "token ids", ", ".join(map(repr, listed)))
@@ -124,23 +136,26 @@ def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
 
 
 def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Every id that ends a completion (tokenizer's, generation config's), and one for padding."""
+    """Return all EOS ids of tokenizer and generation config, and the id for padding."""
     found: set[Any] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
         found |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
     eos = checked_ids("eos_token_id", found)
-    require(eos, "tokenizer", "an EOS token, which ends completions", "none")
+    require(eos, "tokenizer", "an EOS token that ends completions", "none")
     pad = tokenizer.pad_token_id
     return eos, min(eos) if pad is None else pad
 
 
 def positions(config: Any) -> float:
-    """The longest prompt, in tokens: inf where the config names no bound."""
+    """Return the number of positions of a model, or inf if its configuration has no limit."""
     bound = getattr(config, "max_position_embeddings", None)
     if not isinstance(bound, int):
         return math.inf
-    # Qwen2.5 is stretched (YaRN) by these two alone: max_position_embeddings stays as it was.
+    # YaRN configurations such as Qwen2.5's extend the positions by `rope_parameters` and leave
+    # max_position_embeddings unchanged.
     rope = getattr(config, "rope_parameters", None) or {}
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    is_stretched = isinstance(factor, (int, float))
-    return max(bound, int(factor * (original or bound))) if is_stretched else bound
+    factor = rope.get("factor")
+    if not isinstance(factor, (int, float)):
+        return bound
+    original = rope.get("original_max_position_embeddings") or bound
+    return max(bound, int(factor * original))

@@ -1,1 +1,1 @@
-"""The engines `vllm` and `vllm-server`: vLLM in the trainer's process, or on servers."""
+"""The engines `vllm` (in the trainer's process) and `vllm-server` (on one or several servers)."""

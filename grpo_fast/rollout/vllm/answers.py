@@ -1,4 +1,4 @@
-"""Models of vLLM's answers, and the request of a batch for both vLLM engines."""
+"""Models of vLLM's responses, and the checks that both vLLM engines apply to completions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_fast.data import escape_control
 from grpo_fast.errors import EngineError, NonFiniteLogits, require
+from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import engine
-from grpo_fast.rollout.engine import Completion, Kept, Request
+from grpo_fast.rollout.engine import Completion, Request
 
-CLAMPED = -9999.0  # a server's value for a log-probability that is NaN or -inf
-BODY = 1 << 23  # bytes of an answer without completions
-TOKEN = 1 << 10  # bytes of an answer for each token
+CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
+BODY = 1 << 23  # most bytes of a response without completions
+TOKEN = 1 << 10  # most bytes of a response for each token
+SUPPORT_ID = 12  # most bytes of a response for each id of a token's support
 ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
 
 
 class BadAnswer(EngineError):
-    """An answer of vLLM that does not fit the request."""
+    """A response of vLLM that does not fit the request."""
 
 
 class ServerError(EngineError):
@@ -28,18 +30,17 @@ class ServerError(EngineError):
 
 
 class StaleWeights(ServerError):
-    """Completions that were sampled with other weights than the request's."""
+    """The server sampled with weights other than those of the request."""
 
 
-FAST = Field(fail_fast=True)  # stop at the first error of a list
+FAST = Field(fail_fast=True)  # report the first bad element of a list, not a million of them
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], FAST]
 CONFIG = "vllm_config", "model_config"
-CONTENT = AliasPath("logprobs", "content")
 
 
 class Reply(BaseModel):
-    """An answer of vLLM. No value is converted; unknown keys are ignored."""
+    """Base class of vLLM's responses. Values are not converted, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -57,7 +58,9 @@ class WorldSize(Reply):
 
 
 class Results(Reply):
-    results: list[str] = Field(min_length=1, fail_fast=True)  # one of each worker
+    """One result of each worker."""
+
+    results: list[str] = Field(min_length=1, fail_fast=True)
 
 
 class ModelInfo(Reply):
@@ -84,9 +87,11 @@ class Choice(Reply):
     index: int
     finish_reason: str
     token_ids: Ids
-    content: Annotated[list[Token], FAST] = Field([], validation_alias=CONTENT)
+    content: Annotated[list[Token], FAST] = Field(
+        [], validation_alias=AliasPath("logprobs", "content")
+    )
     weight_versions: Annotated[list[Span], FAST] | None
-    sampling_mask: Annotated[list[Ids], FAST] | None = None  # ids that each token was drawn from
+    sampling_mask: Annotated[list[Ids], FAST] | None = None  # the support of each token
 
 
 class Choices(Reply):
@@ -97,10 +102,15 @@ R = TypeVar("R", bound=Reply)
 
 
 def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
-    """Return an answer as a model whose fields are checked.
+    """Return a response as a model with validated fields.
+
+    Args:
+        kind: the model's class.
+        answer: the JSON text, or the object that it encodes.
+        where: the sender, for error messages.
 
     Raises:
-        ServerError: the answer is no JSON object. A proxy, not the server, may have sent it.
+        ServerError: the response is not a JSON object. A proxy may have sent it.
         BadAnswer: a field is missing or has another type.
     """
     try:
@@ -115,17 +125,24 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
     raise BadAnswer(f"{where}: {place}: {first['msg']}")
 
 
-class Asked(NamedTuple):
-    """A request to vLLM, to be sampled with one version of the weights."""
+class VLLMRequest(NamedTuple):
+    """A request to vLLM for completions by one version of the weights.
+
+    Attributes:
+        policy: the policy whose weights vLLM is to sample with.
+        request: the engine's request.
+        version: version number of the weights.
+        label: name of this version at the server.
+    """
 
     policy: Any
     request: Request
     version: int
-    label: str  # name of this version at the server
+    label: str
 
     @property
     def per_prompt(self) -> int:
-        """Completions that vLLM samples for a prompt. Greedy ones are equal: one is enough."""
+        """Number of completions that vLLM samples for a prompt: one if they are greedy."""
         return 1 if self.request.sampling.temperature == 0 else self.request.group_size
 
     @property
@@ -133,18 +150,18 @@ class Asked(NamedTuple):
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
     @property
-    def limit(self) -> int:
-        """Bytes that the completions of a prompt may have."""
+    def max_bytes(self) -> int:
+        """Most bytes of a response with the completions of one prompt."""
         sampling = self.request.sampling
         support = sampling.top_k or self.vocab_size if sampling.truncates else 0
-        return BODY + self.per_prompt * sampling.max_new_tokens * (TOKEN + 12 * support)
+        return BODY + self.per_prompt * sampling.max_new_tokens * (TOKEN + SUPPORT_ID * support)
 
     def parameters(self) -> list[dict[str, Any]]:
         """Return vLLM's SamplingParams for each prompt."""
         sampling = self.request.sampling
         same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         same |= {"n": self.per_prompt, "max_tokens": sampling.max_new_tokens}
-        # Without ignore_eos vLLM would add the EOS ids of the model's own files.
+        # Without ignore_eos, vLLM would also stop at the EOS ids of its model folder.
         same |= {"stop_token_ids": sorted(self.policy.eos_ids), "ignore_eos": True}
         same |= {"logprobs": 0, "detokenize": False}
         places = self.request.places
@@ -155,14 +172,15 @@ class Asked(NamedTuple):
         return [same | {"seed": seed} for seed in seeds]
 
     def completions(self, answer: Choices, where: str) -> list[Completion]:
-        """Check the completions of a prompt and return them in the order of their seeds.
+        """Check the completions of one prompt and return them in the order of their seeds.
 
         Args:
+            answer: vLLM's response for the prompt.
             where: the sender, for error messages.
 
         Raises:
             ServerError: a completion is unfinished, or has other weights (StaleWeights).
-            BadAnswer: the tokens, their log-probabilities or the end do not fit.
+            BadAnswer: tokens, log-probabilities or the finish reason are inconsistent.
             NonFiniteLogits: a log-probability is NaN or -inf.
             ValueError: vLLM's max_model_len cut a completion off.
         """
@@ -176,7 +194,7 @@ class Asked(NamedTuple):
         return [self._completion(choice, where) for choice in choices]
 
     def _completion(self, choice: Choice, where: str) -> Completion:
-        # 1. The ids: not too many, none after the first EOS, all in the vocabulary.
+        # 1. Check the ids: not too many, none after the first EOS, all in the vocabulary.
         ids = choice.token_ids
         limit = self.request.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
@@ -185,60 +203,67 @@ class Asked(NamedTuple):
         require(fits, where, expected, f"{len(ids)}, EOS at {ends}", BadAnswer)
         expected = f"token ids below the embedding's {self.vocab_size} rows"
         require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
-        # 2. The weights come before the end: with other weights, another try may succeed.
+        # 2. Check the weights. This comes before the check of the end, because stale weights allow
+        #    another try, while a wrong end stops the run.
         self._check_weights(choice, where)
-        expected = "finish reason " + ("stop" if ends else "length")
-        fits = expected == f"finish reason {choice.finish_reason}"
-        require(fits, where, expected, repr(choice.finish_reason[:40]), BadAnswer)
+        # 3. Check the end, which must be an EOS or the requested length.
+        reason = "stop" if ends else "length"
+        fits = choice.finish_reason == reason
+        came = repr(choice.finish_reason[:40])
+        require(fits, where, f"finish reason {reason}", came, BadAnswer)
         expected = "room for a prompt and rollout.max_new_tokens"
         fits = bool(ends) or len(ids) == limit
         require(fits, f"{where}: max_model_len", expected, f"an end after {len(ids)}")
-        # 3. The log-probabilities, and the ids that each token was drawn from.
+        # 4. Check the log-probabilities and the support of each token.
         logps = self._logps(choice, where)
-        kept = self._kept(choice, where)
-        return Completion(ids, logps, engine.EOS if ends else engine.LENGTH, self.version, kept)
+        support = self._support(choice, where)
+        finish = engine.EOS if ends else engine.LENGTH
+        return Completion(ids, logps, finish, self.version, support)
 
     def _check_weights(self, choice: Choice, where: str) -> None:
+        """Check that consecutive spans cover all tokens, and that all have the request's label."""
         spans = choice.weight_versions or []
         starts = [span.start for span in spans]
         ends = [span.end for span in spans]
         fits = [*starts, len(choice.token_ids)] == [0, *ends] and ends == sorted(ends)
-        require(fits, where, "the weights of every token", f"those up to {ends}", BadAnswer)
-        others = [span.version[:40] for span in spans if span.version != self.label]
-        expected = f"completions by the weights {self.label}"
-        require(
-            not others, where, expected, f"some by {others[0]!r}" if others else "", StaleWeights
-        )
+        came = f"the version up to tokens {ends}"
+        require(fits, where, "the weight version of every token", came, BadAnswer)
+        for span in spans:
+            expected = f"completions by the weights {self.label}"
+            came = f"some by {span.version[:40]!r}"
+            require(span.version == self.label, where, expected, came, StaleWeights)
 
-    def _logps(self, choice: Choice, where: str) -> torch.Tensor:  # (n,) fp32
+    def _logps(self, choice: Choice, where: str) -> torch.Tensor:
+        """Return the checked log-probabilities, (n,) fp32."""
         ids = [token.token_id for token in choice.content]
         expected = f"a log-probability of each of the {len(choice.token_ids)} tokens"
         came = f"{len(ids)}, or those of other tokens"
         require(ids == choice.token_ids, where, expected, came, BadAnswer)
         logps = torch.tensor([token.logprob for token in choice.content], dtype=torch.float32)
-        if not (logps > CLAMPED).all():
+        if not (logps > CLAMPED).all():  # also False for NaN
             raise NonFiniteLogits(f"the policy's logits are NaN or infinite, according to {where}")
         fits = (logps <= ROUNDING).all()
         require(fits, where, "log-probabilities up to 0", f"{logps.max():.3g}", BadAnswer)
         return logps
 
-    def _kept(self, choice: Choice, where: str) -> Kept | None:
+    def _support(self, choice: Choice, where: str) -> Support | None:
+        """Return the checked support of each token. None if not reported, or not needed."""
         rows = choice.sampling_mask
-        if rows is None or not self.request.sampling.wants_kept:
+        if rows is None or not self.request.sampling.needs_support:
             return None
         fits = len(rows) == len(choice.token_ids)
         for token, row in zip(choice.token_ids, rows, strict=False):
             is_set = len(set(row)) == len(row)
             fits &= not row or (token in row and is_set and max(row) < self.vocab_size)
-        expected = "each token among the distinct ids of the vocabulary that it was drawn from"
-        require(fits, where, expected, "other ids", BadAnswer)
+        expected = "a support of distinct ids of the vocabulary that contains the sampled token"
+        require(fits, f"{where}: sampling_mask", expected, "other ids", BadAnswer)
         ids = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-        return Kept(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
+        return Support(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
-        """Return `group_size` completions for each prompt, from the `per_prompt` of vLLM."""
+        """Return `group_size` completions for each prompt. Greedy ones are repeated."""
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]
-        if self.request.sampling.wants_kept and any(one.kept is None for one in completions):
-            engine.say_that_kept_is_unknown("vLLM without --return-sampling-mask (on GPUs only)")
+        if self.request.sampling.needs_support and any(x.support is None for x in completions):
+            engine.warn_without_support("vLLM without --return-sampling-mask (on GPUs only)")
         return completions

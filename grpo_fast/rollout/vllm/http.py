@@ -1,4 +1,4 @@
-"""Client for the HTTP API of a vLLM server, as of vLLM 0.32."""
+"""Client for the HTTP API of a vLLM server, for vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import httpx2
 from grpo_fast.data import escape_control, reason
 from grpo_fast.rollout.vllm.answers import BODY, R, ServerError, WeightInfo, parsed
 
-CHECK_S = 10.0  # seconds for a question that a healthy server answers at once
-WAIT_S = 1.0  # seconds before a busy server is called again, if it names no time
+CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
+WAIT_S = 1.0  # seconds before a busy server is called again, if it does not say when
 LONGEST_WAIT_S = 30.0
 GENERATE = "/inference/v1/generate"
 LOGPROBS = "processed_logprobs"
@@ -30,21 +30,21 @@ T = TypeVar("T")
 
 
 class Server:
-    """Client for one vLLM server. Each call opens its own connection and follows no redirect.
+    """Client for one vLLM server. Every call opens a connection and follows no redirect.
 
     Args:
         url: the server, as `http://host:port`.
 
     Raises:
-        ValueError: a header cannot hold the `VLLM_API_KEY` of the environment.
+        ValueError: the environment's `VLLM_API_KEY` has characters that a header cannot hold.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Without compression the bytes that are counted are the bytes that are stored.
+        # Ask for no compression: the body is read, counted and parsed as raw bytes.
         self.headers = {"Accept-Encoding": "identity"}
         key = os.environ.get("VLLM_API_KEY", "").strip()
-        if not (key.isascii() and key.isprintable()):  # an error of the client would quote the key
+        if not (key.isascii() and key.isprintable()):  # httpx would quote the key in its error
             raise ValueError("VLLM_API_KEY: expected printable ASCII characters (not shown)")
         if key:
             self.headers["Authorization"] = f"Bearer {key}"
@@ -52,38 +52,41 @@ class Server:
 
     def call(
         self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
-        limit: int = BODY,
+        max_bytes: int = BODY,
     ) -> R:  # fmt: skip
-        """Send a request and parse the answer. A busy server (429) is called again.
+        """Send a request and return the parsed response. Call again if the server is busy (429).
 
         Args:
-            seconds: time for the whole call, from the connection to the last byte.
-            kind: model of the answer.
-            body: value that is sent as JSON.
-            limit: maximum size of the answer's body in bytes.
+            method: "GET" or "POST".
+            path: path and query, such as "/health".
+            seconds: timeout of the whole call, from the connection to the last byte.
+            kind: class of the response.
+            body: value that is sent as JSON, or None.
+            max_bytes: most bytes of the response's body.
 
         Raises:
-            ServerError: no complete answer within `seconds` and `limit`, or the server failed.
-            BadAnswer: the answer does not fit `kind`.
+            ServerError: no complete response within `seconds` and `max_bytes`, or a server error.
+            BadAnswer: the response does not fit `kind`.
             ValueError: the server refuses the request.
         """
         deadline = time.monotonic() + seconds
-        status, wait, answer = self._send(method, path, deadline, body, limit)
+        status, wait, answer = self._send(method, path, deadline, body, max_bytes)
         while status == 429 and time.monotonic() + wait < deadline:
             time.sleep(wait)
-            status, wait, answer = self._send(method, path, deadline, body, limit)
+            status, wait, answer = self._send(method, path, deadline, body, max_bytes)
         where = f"{self.url}{path}"
         if status == 200:
             return parsed(kind, answer, where)
         text = " ".join(answer[:500].decode(errors="replace").split())
-        said = f"{where}: {status} {escape_control(text)}"
+        message = f"{where}: {status} {escape_control(text)}"
         if status in (403, 404):
-            said += f"; {START}"
+            message += f"; {START}"
         if 400 <= status < 500 and status not in (408, 429):
-            raise ValueError(said)
-        raise ServerError(said)
+            raise ValueError(message)
+        raise ServerError(message)
 
     def is_up(self) -> bool:
+        """Return whether the server answers /health, even if it is busy."""
         try:
             return self._send("GET", "/health", time.monotonic() + CHECK_S)[0] in (200, 429)
         except ServerError:
@@ -93,11 +96,11 @@ class Server:
         return self.call("GET", "/weight_info", CHECK_S, WeightInfo).weight_version
 
     def _send(
-        self, method: str, path: str, deadline: float, body: Any = None, limit: int = BODY
+        self, method: str, path: str, deadline: float, body: Any = None, max_bytes: int = BODY
     ) -> tuple[int, float, bytes]:
-        """Return the status, the seconds before another try, and the body."""
+        """Return the status, the seconds to wait if the server is busy, and the body."""
         seconds = deadline - time.monotonic()
-        exchange = self._exchange(method, path, seconds, body, limit)
+        exchange = self._exchange(method, path, seconds, body, max_bytes)
         try:
             return asyncio.run_coroutine_threadsafe(exchange, _event_loop()).result()
         except TimeoutError as error:
@@ -107,11 +110,12 @@ class Server:
             raise ServerError(f"{self.url}{path}: {escape_control(reason(error))}") from error
 
     async def _exchange(
-        self, method: str, path: str, seconds: float, body: Any, limit: int
+        self, method: str, path: str, seconds: float, body: Any, max_bytes: int
     ) -> tuple[int, float, bytes]:
         pieces = bytearray()
-        # A timeout of httpx holds for each read: a byte now and then would be waited for for ever.
-        # Proxies, cookies and passwords of the environment are not for these servers.
+        # The timeout of httpx holds for each read, so a server that sends one byte now and then
+        # would never time out. asyncio.timeout limits the whole exchange.
+        # trust_env=False: proxies and passwords of the environment are not for these servers.
         async with (
             asyncio.timeout(seconds),
             httpx2.AsyncClient(verify=self.tls, timeout=None, trust_env=False) as client,
@@ -119,8 +123,8 @@ class Server:
         ):
             async for piece in response.aiter_raw():
                 pieces += piece
-                if len(pieces) > limit:
-                    raise OSError(f"expected an answer of at most {limit} bytes, got more")
+                if len(pieces) > max_bytes:
+                    raise OSError(f"expected an answer of at most {max_bytes} bytes, got more")
         after = response.headers.get("Retry-After", "")
         wait = float(after) if after.isdecimal() else WAIT_S
         return response.status_code, min(max(wait, 0.1), LONGEST_WAIT_S), bytes(pieces)
@@ -128,23 +132,27 @@ class Server:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop that runs all requests. A notebook's own loop is busy with its cell."""
+    """Return the event loop of all requests. It has a thread, since a notebook's loop is busy."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
-def at_once(threads: int, ask: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-    """Return `map(ask, *arguments)`, computed in threads."""
+def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+    """Return `list(map(function, *arguments))`, computed in threads."""
     pool = ThreadPoolExecutor(threads)
     try:
-        return list(pool.map(ask, *arguments))
-    finally:  # after an error, do not wait for the calls in progress, which end by their deadlines
+        return list(pool.map(function, *arguments))
+    finally:  # After an error, do not wait for running calls: their deadlines end them.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def remaining(deadline: float) -> float:
-    """Return the seconds until a deadline of the monotonic clock, or raise a TimeoutError."""
+    """Return the seconds until a deadline of the monotonic clock.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError("the time is over")

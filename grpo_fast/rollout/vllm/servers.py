@@ -1,7 +1,7 @@
-"""The engine `vllm-server`: vLLM servers sample, with weights that the trainer sends to them.
+"""The engine `vllm-server`: vLLM servers sample with weights that the trainer sends to them.
 
-A server that is gone, hangs or has other weights is left out, and its prompts go to the other
-servers. It takes part again as soon as it has the weights.
+A server that is gone, hangs or has other weights is excluded, and its prompts go to the other
+servers. It takes part again as soon as it has the current weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.answers import Asked, ServerError
+from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
@@ -26,19 +26,20 @@ from grpo_fast.rollout.vllm.transfer import Named, buckets
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # to get all completions of a batch, or the weights to a running server
-CONNECTIONS = 256  # to one server at a time
-PAUSE_S = 1.0  # between two checks of a server that is gone
-Question = tuple[Sequence[int], dict[str, Any]]  # a prompt and vLLM's SamplingParams
+ATTEMPTS = 3  # tries to sample all completions of a batch, or to send weights to a running server
+CONNECTIONS = 256  # most connections to one server
+PAUSE_S = 1.0  # seconds between two checks of a server that is gone
+Prompt = tuple[Sequence[int], dict[str, Any]]  # token ids, and vLLM's SamplingParams
 
 
 class VLLMServers(Engine):
-    """Engine that samples on vLLM servers; see `build`.
+    """Engine that samples on vLLM servers. See `build`.
 
     Args:
         policy: the `Policy` whose weights are sent.
-        ahead: whether the policy is trained while `generate` runs. Only `update` sends weights
-            then.
+        options: the section `rollout.vllm` of a configuration.
+        ahead: True if the policy is trained while `generate` runs. Then only `update` sends
+            weights, because they change during `generate`.
     """
 
     is_apart = True
@@ -53,6 +54,7 @@ class VLLMServers(Engine):
         self.run = secrets.token_hex(4)
         self.version = 0
         if dist.is_available() and dist.is_initialized():
+            # All ranks must use the same name for the same weights: share rank 0's.
             number = torch.tensor([int(self.run, 16)], device=policy.device)
             dist.broadcast(number, 0)
             self.run = f"{number.item():x}"
@@ -60,15 +62,20 @@ class VLLMServers(Engine):
 
     @property
     def label(self) -> str:
-        """Name of the weights at a server. It differs between runs, so that runs do not mix."""
+        """The name of the current weights at a server. It differs between runs."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
-        """Wait for every server and raise unless the weights fit it."""
+        """Wait for every server, and check that its options and its model fit the policy.
+
+        Raises:
+            ServerError: a server is not running within `rollout.vllm.patience`.
+            ValueError: a server has different options or a different model.
+        """
         for link in self.links:
             deadline = time.monotonic() + self.options.patience
             if not link.server.is_up():
-                log.warning("%s is waited for", link.server.url)
+                log.warning("waiting for %s", link.server.url)
             while not link.server.is_up():
                 if time.monotonic() > deadline:
                     waited = f"found none within {self.options.patience:.3g} s"
@@ -77,10 +84,14 @@ class VLLMServers(Engine):
             link.check(self.policy)
 
     def update(self, policy: Any, version: int) -> None:
-        """Send the weights to all servers that have others.
+        """Send the weights to all servers that do not have them.
 
-        All ranks call this; rank 0 sends. A server that comes back later receives the weights in
-        `sample`, unless they are sharded or `ahead` is set.
+        All ranks must call this; rank 0 sends. A server that returns later receives the weights in
+        `sample`, unless the weights are sharded or `ahead` is set.
+
+        Args:
+            policy: the policy.
+            version: version number of its weights.
 
         Raises:
             ServerError: no server has the weights within `rollout.vllm.patience`.
@@ -89,40 +100,42 @@ class VLLMServers(Engine):
         self.version = version
         weights = None
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
-        if is_sharded:  # gathering the weights needs all ranks, so it cannot wait for a server
+        # Gather sharded weights now. Gathering needs all ranks, which cannot wait for a server.
+        if is_sharded:
             weights = list(buckets(policy))
         self.may_send = not (self.ahead or is_sharded)
         self._bring_up(weights)
 
     def sample(self, request: Request) -> list[Completion]:
-        """Return the completions of a request; see `Engine.sample`.
+        """Return the completions of a request. See `Engine.sample`.
 
         Raises:
             ServerError: some prompts have no completions after three tries.
         """
-        asked = Asked(self.policy, request, self.version, self.label)
-        questions = dict(enumerate(zip(request.prompts, asked.parameters(), strict=True)))
+        vllm_request = VLLMRequest(self.policy, request, self.version, self.label)
+        prompts = dict(enumerate(zip(request.prompts, vllm_request.parameters(), strict=True)))
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
-            pending = {i: question for i, question in questions.items() if i not in done}
+            pending = {i: prompt for i, prompt in prompts.items() if i not in done}
             if pending:
-                done |= self._ask(pending, asked)
-        missing = len(questions) - len(done)
+                done |= self._sample(pending, vllm_request)
+        missing = len(prompts) - len(done)
         if missing:
-            what = f"{missing} of {len(questions)} prompts have no completions"
+            what = f"{missing} of {len(prompts)} prompts have no completions"
             raise ServerError(f"{what} after {ATTEMPTS} tries: {self._errors()}")
-        return asked.in_groups([done[i] for i in questions])
+        return vllm_request.in_groups([done[i] for i in prompts])
 
     def _bring_up(self, weights: list[Named] | None = None) -> list[Link]:
-        """Send the weights to all running servers. Return the servers that have them."""
+        """Send the weights to all running servers, and return the servers that have them."""
         deadline = time.monotonic() + self.options.patience
         failures = 0
         while True:
-            others = [link for link in self.links if link.label != self.label]
-            reached = [link for link in others if link.server.is_up()]
+            outdated = [link for link in self.links if link.label != self.label]
+            reached = [link for link in outdated if link.server.is_up()]
             if self.rank:
                 each(reached, lambda link: link.look(self.label))
             else:
+                # `buckets` is a generator: no bucket is computed if no server is ready.
                 self._send(reached, buckets(self.policy) if weights is None else weights)
                 failures += bool(reached)
             ready = self._ready()
@@ -147,22 +160,24 @@ class VLLMServers(Engine):
         errors = [str(link.error) for link in self.links if link.error is not None]
         return "; ".join(errors) or "none is up"
 
-    def _ask(self, questions: dict[int, Question], asked: Asked) -> dict[int, list[Completion]]:
-        """Deal the prompts to the servers. Return the completions by prompt, without failures."""
+    def _sample(
+        self, prompts: dict[int, Prompt], request: VLLMRequest
+    ) -> dict[int, list[Completion]]:
+        """Distribute prompts over the servers. Return the completions of those that succeed."""
         links = self._bring_up() if self.may_send else self._ready()
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._errors()}")
         deadline = time.monotonic() + self.options.timeout
 
-        def ask(link: Link, question: Question) -> list[Completion] | ServerError:
+        def generate(link: Link, prompt: Prompt) -> list[Completion] | ServerError:
             try:
-                return link.generate(*question, asked, deadline)
+                return link.generate(*prompt, request, deadline)
             except ServerError as error:
                 return error
 
-        found = at_once(CONNECTIONS * len(links), ask, cycle(links), questions.values())
+        found = at_once(CONNECTIONS * len(links), generate, cycle(links), prompts.values())
         done = {}
-        for i, link, answer in zip(questions, cycle(links), found, strict=False):
+        for i, link, answer in zip(prompts, cycle(links), found, strict=False):
             if isinstance(answer, ServerError):
                 link.leave_out(answer)
             else:
@@ -174,11 +189,12 @@ def build(policy: Any, options: Any) -> VLLMServers:
     """Return the engine `vllm-server`.
 
     Args:
+        policy: a `Policy`.
         options: the section `rollout` of a configuration.
 
     Raises:
         ServerError: a server is not running within `rollout.vllm.patience`.
-        ValueError: a server was started with other options than it needs.
+        ValueError: a server was started with different options or a different model.
     """
     engine = VLLMServers(policy, options.vllm, ahead=bool(options.ahead))
     for url in options.vllm.urls:

@@ -1,4 +1,4 @@
-"""A teacher on a vLLM server, which gives its likeliest ids at every token of a completion."""
+"""A teacher model on a vLLM server, which returns its likeliest ids at every completion token."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from grpo_fast.rollout.vllm.answers import ROUNDING, BadAnswer, Reply, ServerErr
 from grpo_fast.rollout.vllm.http import GENERATE, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
 
-CONNECTIONS = 64
-PAUSE_S = 1.0  # between two tries
-Sample = tuple[list[int], int]  # ids of prompt and completion, and the length of the prompt
+CONNECTIONS = 64  # most connections to the server
+PAUSE_S = 1.0  # seconds between two tries
+Sample = tuple[list[int], int]  # token ids of prompt and completion, and the prompt's length
 
 
 class Logp(Reply):
@@ -26,27 +26,30 @@ class Logp(Reply):
 
 
 class Scores(Reply):
-    """For each token but the first: log-probabilities of the token and other ids."""
+    """For each token except the first: log-probabilities of this token and of the likeliest ids."""
 
     prompt_logprobs: Annotated[list[dict[answers.Id, Logp] | None], answers.FAST]
 
 
 class TeacherServer:
-    """A server of a model with the student's token ids, started with --enable-scale-out.
+    """Client for a teacher's server, started with --enable-scale-out.
 
-    Every answer is checked here. A row of all `vocab_size` ids must sum to 1. In any other row the
-    largest log-probability has a lower bound: the likeliest of V ids has at least the probability
-    1/V, from which 1 nat is allowed for rounding. With `topk=0` a row holds the
-    completion's own token alone, whose log-probability must be above `errors.LEAST_LOGP`.
+    The teacher must have the student's token ids. Every response is checked: log-probabilities that
+    no softmax returns would add exactly 0 to the loss, and the student would learn nothing.
 
     Args:
-        topk: number of ids that are requested at every token; 0 requests only the token's own.
-        options: `timeout` for an answer, and `patience` with a server that does not answer.
+        url: the server, as `http://host:port`.
+        topk: number of likeliest ids to request at every token. 0 requests only the
+            log-probability of the completion's token.
+        vocab_size: number of rows of the student's LM head.
+        options: `timeout` in seconds for a response, and `patience` in seconds for a server that
+            does not respond.
 
     Raises:
-        ValueError: the server refuses such requests (for example more ids than its --max-logprobs).
-        ServerError: the server does not answer, or fails.
-        BadAnswer: the answer does not hold the requested log-probabilities.
+        ValueError: the server refuses such requests, for example because `topk` is larger than its
+            --max-logprobs.
+        ServerError: the server does not respond, or fails.
+        BadAnswer: the response does not contain the requested log-probabilities.
     """
 
     def __init__(self, url: str, topk: int, vocab_size: int, options: VLLMOptions) -> None:
@@ -55,62 +58,76 @@ class TeacherServer:
         self.options = options
         self.topk = min(topk, vocab_size)
         self.where = f"teacher {url}{GENERATE}"
-        self.scores([([0, 0], 1)])  # so that a refusal comes before the run begins
+        self.scores([([0, 0], 1)])  # a refusal must end the run before it starts
 
     def scores(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Return the ids and log-probabilities of each sample's completion.
+        """Return the teacher's ids and log-probabilities at each completion token.
+
+        Args:
+            samples: token ids of prompt and completion, and the prompt's length, of each sample.
 
         Returns:
-            For each sample (n, K + 1, 2) fp64, n the tokens of its completion. The token itself
-            comes first, then the other ids. If the token is one of the K likeliest ids, the last
-            place has the log-probability -inf. K + 1 is at most the size of the vocabulary.
+            One (n, K + 1, 2) fp64 tensor for each sample with n completion tokens. Entry [t, k]
+            is (token id, log-probability). k = 0 is the completion's token, followed by the other
+            ids. If this token is one of the K likeliest, the last entry has log-probability -inf.
+            K + 1 is at most the size of the vocabulary.
         """
-        return at_once(CONNECTIONS, self._ask, samples)
+        return at_once(CONNECTIONS, self._scores, samples)
 
-    def _ask(self, sample: Sample) -> Tensor:
+    def _scores(self, sample: Sample) -> Tensor:
+        """Request the scores of one sample, until the server responds or `patience` is over."""
         parameters = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
         body = {"token_ids": sample[0], "sampling_params": parameters}
-        limit = answers.BODY + answers.TOKEN * (self.topk + 1) * len(sample[0])
+        max_bytes = answers.BODY + answers.TOKEN * (self.topk + 1) * len(sample[0])
         seconds = self.options.timeout
         until = time.monotonic() + self.options.patience
         while True:
             try:
-                answer = self.server.call("POST", GENERATE, seconds, Scores, body, limit)
+                answer = self.server.call("POST", GENERATE, seconds, Scores, body, max_bytes)
                 return self._rows(answer.prompt_logprobs, *sample)
             except ServerError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(PAUSE_S)
 
-    def _rows(self, said: list[dict[int, Logp] | None], ids: list[int], start: int) -> Tensor:
+    def _rows(self, given: list[dict[int, Logp] | None], ids: list[int], start: int) -> Tensor:
+        """Check a response and return its rows, (n, K + 1, 2)."""
         K = self.topk
         V = self.vocab_size
         rows = []
         expected = f"a row for each of {len(ids)} tokens"
-        require(len(said) == len(ids), self.where, expected, len(said), BadAnswer)
+        require(len(given) == len(ids), self.where, expected, len(given), BadAnswer)
         likeliest = f"every token and the {K} likeliest ids"
-        own = f"a teacher of the student's {V} ids"
-        for token, row in zip(ids[start:], said[start:], strict=True):
-            # K + 1 ids if the token is not one of the K likeliest.
+        same_ids = f"a teacher with the student's {V} ids"
+        # 1. Collect a row of (id, log-probability) pairs for each completion token.
+        for token, row in zip(ids[start:], given[start:], strict=True):
+            # A row has K + 1 ids if the token is not one of the K likeliest.
             fits = row is not None and token in row and len(row) in (K, K + 1)
             require(fits, self.where, likeliest, row and len(row), BadAnswer)
-            require(max(row) < V, self.where, own, max(row), BadAnswer)
+            require(max(row) < V, self.where, same_ids, max(row), BadAnswer)
             first = [token, *(i for i in row if i != token)]
             pairs = [(i, row[i].logprob) for i in first] + [(0, -torch.inf)] * (K + 1 - len(row))
             rows.append(pairs[:V])
+        # 2. Check that log-probabilities are at most 0 and sum to a probability of at most 1. NaN
+        #    fails both checks.
         scores = torch.tensor(rows, dtype=torch.float64)
         logps = scores[..., 1]
         sums = logps.exp().sum(1)
         are_logps = (logps <= ROUNDING).all() and (sums <= 1 + ROUNDING).all()
-        expected = "log-probabilities, which sum to 1 at most"
-        require(are_logps, self.where, expected, "others, or NaN", BadAnswer)
-        has_all_ids = torch.tensor([len(row) >= V for row in said[start:]])
+        expected = "log-probabilities whose probabilities sum to 1 at most"
+        require(are_logps, self.where, expected, "larger ones, or NaN", BadAnswer)
+        has_all_ids = torch.tensor([len(row) >= V for row in given[start:]])
         self._check_mass(sums, logps.amax(1), has_all_ids)
         logps[logps <= answers.CLAMPED] = -torch.inf  # JSON has no -inf
         return scores
 
     def _check_mass(self, sums: Tensor, largest: Tensor, has_all_ids: Tensor) -> None:
-        """Refuse rows that no softmax returns: they would add exactly 0 to the loss."""
+        """Refuse rows whose probabilities are too small for any softmax.
+
+        A row of all ids must sum to 1. In other rows the likeliest of V ids has at least the
+        probability 1/V, less 1 nat for rounding. With topk = 0 a row has only the completion's
+        token, whose log-probability must be above LEAST_LOGP.
+        """
         for total in sums[has_all_ids & ((sums - 1).abs() > ROUNDING)].tolist():
             expected = f"probabilities of all {self.vocab_size} ids, which sum to 1"
             raise argument_error(self.where, expected, f"a sum of {total:.4g}", BadAnswer)

@@ -1,11 +1,9 @@
-"""Weights by their names in a checkpoint, and process groups that broadcast them."""
+"""Weights by their checkpoint names, and process groups that broadcast them."""
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -15,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.errors import require
-
-BUCKET = 1 << 28  # bytes that are gathered and sent together; a larger tensor is sent alone
+BUCKET = 1 << 28  # most bytes of a bucket, unless one tensor is larger
 Named = list[tuple[str, Tensor]]
 Result = TypeVar("Result")
 
@@ -25,11 +21,11 @@ Result = TypeVar("Result")
 def buckets(policy: Any) -> Iterator[Named]:
     """Yield all weights of a `Policy` in buckets, with adapters merged.
 
-    Gathering sharded tensors is collective: every rank must iterate over all buckets.
+    Collective call if the weights are sharded: every rank must iterate over all buckets.
     """
     bucket: Named = []
     size = 0
-    for name, tensor in _stored(policy.lm).items():
+    for name, tensor in _checkpoint_tensors(policy.lm).items():
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
         if bucket and size + tensor.nbytes > BUCKET:
@@ -43,14 +39,14 @@ def buckets(policy: Any) -> Iterator[Named]:
 
 
 @torch.no_grad()
-def _stored(lm: Any) -> dict[str, Tensor]:
-    """Return the tensors by their names in a checkpoint of this model, tied tensors once."""
+def _checkpoint_tensors(lm: Any) -> dict[str, Tensor]:
+    """Return the weights by their names in a checkpoint of this model. Tied ones occur once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # keep_vars returns the parameters themselves: tied ones are found by their equal ids.
+    # keep_vars=True returns the parameters themselves, so tied ones have the same id().
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
@@ -65,52 +61,23 @@ def _stored(lm: Any) -> dict[str, Tensor]:
 
 
 def dtype_of(policy: Any) -> str:
+    """Return the dtype in which the policy computes, such as "bfloat16"."""
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 
 
-def check_shapes(lm: Any, served: str, url: str) -> None:
-    """Raise a ValueError for a server whose model has other layers, or other shapes, than `lm`.
-
-    Only layers with the same name are compared: vLLM fuses some linear layers under a new name.
-
-    Args:
-        served: vLLM's text of its model, such as `(o_proj): RowParallelLinear(in_features=64, …`.
-    """
-    ours = {n.replace(".base_layer", ""): sorted(p.shape) for n, p in lm.state_dict().items()}
-    path: list[str] = []
-    shapes: dict[str, tuple[Any, Any]] = {}  # name -> theirs, ours
-    for depth, name, text in re.findall(r"^((?:  )+)\(([\w, -]+)\): (.*)", served, re.M):
-        numbers = re.findall(r"\d+", name) if name[0].isdigit() else []  # of equal layers
-        path = [*path[: len(depth) // 2 - 1], *(numbers[:1] or [name])]
-        if numbers:
-            parent = ".".join(path[:-1])
-            count = max(int(numbers[-1]) + 1, shapes.get(parent, (0, 0))[0])
-            below = (n.removeprefix(f"{parent}.") for n in ours if n.startswith(f"{parent}."))
-            own = {n.partition(".")[0] for n in below}
-            shapes[parent] = count, len(own)
-        size = Counter({key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)", text)})
-        divided = "in_features" if text.startswith("RowParallel") else "output_features"
-        size[divided] *= size.get("tp_size", 1)
-        rows = size["org_vocab_size"] or size["num_embeddings"] or size["output_features"]
-        theirs = sorted((rows, size["embedding_dim"] or size["in_features"]))
-        here = ours.get(".".join((*path, "weight")), ())
-        # Parallel parts of a QKVParallelLinear share key heads, so its size says little.
-        if theirs[0] and len(here) == 2 and not text.startswith("QKV"):
-            shapes[".".join(path)] = theirs, here
-    for name, (there, here) in shapes.items():
-        other = f"another at {url}: {name} is {there} there, {here} here"
-        require(there == here or not here, "rollout.vllm.urls", "this run's model", other)
-
-
 class GlooGroup:
-    """Group of the trainer (rank 0) and the workers of one server, by gloo on the CPU.
+    """Gloo process group of the trainer (rank 0) and the workers of one server, on the CPU.
 
     Args:
+        address: address of the trainer's machine.
+        port: port of the group's store on that machine.
+        rank: rank of this process.
+        world_size: number of processes, including the trainer.
         seconds: timeout of joining and of each broadcast.
-        listener: rank 0's socket at `address`; None for other ranks.
+        listener: rank 0's listening socket at `address`. None for other ranks.
 
     Raises:
-        RuntimeError: a peer is gone, or the timeout is over.
+        RuntimeError: a process is gone, or the timeout has passed.
     """
 
     def __init__(
@@ -123,9 +90,12 @@ class GlooGroup:
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
             **listening,
         )  # fmt: skip
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        # By default gloo uses the address of the host name, which other machines may not reach. A
+        # UDP socket sends nothing when it connects, but then knows which local address leads to
+        # the trainer.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
-            own_address = str(probe.getsockname()[0])  # of this machine, seen from there
+            own_address = str(probe.getsockname()[0])
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = limit
@@ -134,12 +104,12 @@ class GlooGroup:
         self.group = gloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor from rank 0 to all ranks and wait until it has arrived."""
+        """Send a tensor from rank 0 to all ranks, and wait until it has arrived."""
         self.group.broadcast([tensor.cpu()], dist.BroadcastOptions()).wait()
 
 
 class NCCLGroup:
-    """Rank 0 of the group that vLLM's transfer engine `nccl` forms. Any thread may call it."""
+    """Rank 0 of the process group of vLLM's transfer engine `nccl`. Any thread may call it."""
 
     def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -156,7 +126,10 @@ class NCCLGroup:
 
 
 def started(work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` on a daemon thread, which does not keep the process from ending."""
+    """Run a function on a daemon thread, and return a future of its result.
+
+    The process could not exit while a thread of a ThreadPoolExecutor waits for a server.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:

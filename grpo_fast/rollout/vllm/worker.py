@@ -1,6 +1,7 @@
-"""The server's half of the gloo transfer: `--weight-transfer-config '{"backend": "gloo"}'`.
+"""vLLM plugin that receives weights by gloo: `--weight-transfer-config '{"backend": "gloo"}'`.
 
-vLLM calls `register`, the entry point `vllm.general_plugins` of this package, in each process.
+It runs in the server's worker processes. vLLM finds `register` by the entry point
+`vllm.general_plugins` of this package and calls it in each process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 
 @dataclass
-class Meeting(base.WeightTransferInitInfo):
+class InitInfo(base.WeightTransferInitInfo):
+    """Address and sizes of the trainer's process group."""
+
     master_address: str
     master_port: int
     world_size: int
@@ -24,23 +27,25 @@ class Meeting(base.WeightTransferInitInfo):
 
 
 @dataclass
-class Announced(base.WeightTransferUpdateInfo):
+class UpdateInfo(base.WeightTransferUpdateInfo):
+    """The tensors that the trainer is about to broadcast, in this order."""
+
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
 
 
-class GlooWorker(base.WeightTransferEngine[Meeting, Announced]):
+class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     """Receives weights from the trainer by gloo and loads them into the model."""
 
-    init_info_cls = Meeting
-    update_info_cls = Announced
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
     group: GlooGroup | None = None
 
-    def init_transfer_engine(self, init_info: Meeting) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
-        earlier = parallel.data_parallel_index * parallel.world_size
-        rank = init_info.rank_offset + earlier + parallel.rank
+        before = parallel.data_parallel_index * parallel.world_size  # workers of earlier replicas
+        rank = init_info.rank_offset + before + parallel.rank
         store = init_info.master_address, init_info.master_port
         self.group = GlooGroup(*store, rank, init_info.world_size, init_info.seconds)
 
@@ -49,12 +54,12 @@ class GlooWorker(base.WeightTransferEngine[Meeting, Announced]):
 
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Announced) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         if self.group is None:
             raise RuntimeError("weights were announced before /init_weight_transfer_engine")
-        announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        tensors = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         # Broadcasts carry no names: receive in the order in which the trainer sends.
-        for name, dtype, shape in announced:
+        for name, dtype, shape in tensors:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)
             self.model.load_weights([(name, tensor)])
@@ -69,6 +74,6 @@ class GlooWorker(base.WeightTransferEngine[Meeting, Announced]):
 
 
 def register() -> None:
-    """Add the backend `gloo` to vLLM. Further calls change nothing."""
-    with suppress(ValueError):  # it is registered already
+    """Add the transfer backend `gloo` to vLLM. Further calls change nothing."""
+    with suppress(ValueError):  # vLLM raises if the name is registered already
         factory.WeightTransferEngineFactory.register_engine("gloo", GlooWorker)

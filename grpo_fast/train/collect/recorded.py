@@ -115,7 +115,7 @@ def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Te
         truncated=torch.zeros(len(branches), dtype=torch.bool),
         weight_version=torch.zeros(len(branches), dtype=torch.int64),
         logps=torch.cat([branch.logps for branch in branches]),
-        support=Support.join([branch.kept for branch in branches], counts, "cpu"),
+        support=Support.join([branch.support for branch in branches], counts, "cpu"),
         advantages=torch.stack(own),
         token_advantages=by_token,
     )

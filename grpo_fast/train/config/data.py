@@ -139,7 +139,7 @@ class RolloutConfig(Section, Sampling):
     def _consistent(self) -> RolloutConfig:
         # With top_p alone a flat distribution keeps nearly the whole vocabulary. Write to __dict__:
         # an assignment would validate again and mark top_k as set by the user.
-        if self.wants_kept and "top_k" not in self.model_fields_set:
+        if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         needed = self.engine == "vllm-server"
         urls = ", ".join(self.vllm.urls)
@@ -148,7 +148,7 @@ class RolloutConfig(Section, Sampling):
         return self
 
     @property
-    def wants_kept(self) -> bool:
+    def needs_support(self) -> bool:
         """True if engines must report the tokens that top_p or top_k kept."""
         return self.replay_support == "auto" and self.truncates
 
@@ -164,7 +164,7 @@ class HeldOut(Section, Sampling):
     """Most tokens of a completion; null uses rollout.max_new_tokens."""
 
     @property
-    def wants_kept(self) -> bool:
+    def needs_support(self) -> bool:
         """False: an evaluation computes no loss over the tokens that the sampler kept."""
         return False
 

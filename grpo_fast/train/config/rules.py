@@ -39,7 +39,7 @@ def distill_rules(config: Any) -> Rules:
         temperature = float(config.loss_config().temperature)
         yield (temperature != 1,
                f"rollout.temperature={temperature:g} {server} computes at temperature 1")
-        yield (config.rollout.wants_kept,
+        yield (config.rollout.needs_support,
                f"rollout.replay_support=auto {server} computes over all tokens; use off")
         yield (config.data.task == "traces",
                f"data.task=traces {server} completes prompts, which traces do not have")

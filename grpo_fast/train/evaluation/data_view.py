@@ -61,7 +61,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     hint = "" if tokenizer else " (model=MODEL shows its tokens)"
     form = Form.of(data.prompt_template, data.system_prompt, bool(data.chat))
     for number, example in enumerate(found.train[:SHOWN], 1):
-        prompt = form.dress(example).prompt
+        prompt = form.apply(example).prompt
         lines.append(f"prompt {number}{hint}:")
         if tokenizer is not None:
             lines += prompt_lines(tokenizer, prompt, data.template_kwargs)

@@ -86,5 +86,5 @@ def _gap(
     ours = policy.logps(pack)
     with policy.generation():
         pairs = zip(rows, starts, strict=False)
-        theirs = [policy.own_logps(batch, first)[:, trial.PROMPT - 1 :] for batch, first in pairs]
+        theirs = [policy.model_logps(batch, first)[:, trial.PROMPT - 1 :] for batch, first in pairs]
     return float((ours - torch.cat([logps.flatten() for logps in theirs])).abs().max())

@@ -65,7 +65,7 @@ def opening_lines(
     else:
         own = "own loop" if rollout.engine == "transformers" else rollout.engine
         lines.append(f"sampler: {own}")
-    if rollout.wants_kept:
+    if rollout.needs_support:
         kept = f"top_k {rollout.top_k or 'off'}, top_p {rollout.top_p:g}"
         lines.append(f"loss over the tokens that the sampler kept, where it says which ({kept})")
     return lines

@@ -61,7 +61,7 @@ def load(start: Start) -> Loaded:
     # 2. Models.
     policy, another = _load_models(config, questions)
     # 3. Questions as the model receives them.
-    questions = questions.asked_of(policy.tokenizer)
+    questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
     check_prompts(policy, [example.prompt for example in splits.listed], longest)

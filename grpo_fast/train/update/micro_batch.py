@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_fast import Support
 from grpo_fast.attention import PackedTree, pack_groups, pack_tree
 from grpo_fast.rollout import Samples
-from grpo_fast.rollout.samples import ranges, select_support
+from grpo_fast.rollout.ranges import ranges, select_support
 
 
 @dataclass

@@ -1,0 +1,114 @@
+"""Messages of recorded traces: their tokens, log-probabilities, supports and experts, checked."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.data.example import DatasetError, need
+from grpo_fast.errors import FP32_MAX, LEAST_LOGP
+
+MAX_IDS = 1 << 31  # token ids are less than this
+DTYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+class Node(NamedTuple):
+    """One checked message. `logps` and `advantages` have an entry for each sampled token."""
+
+    parent: int | None
+    ids: list[int]
+    mask: list[bool]  # True for sampled tokens
+    logps: list[float]
+    advantages: list[float] | None
+    support: tuple[Tensor, Tensor] | None
+    routes: int
+
+
+def read_node(name: str, node: Mapping[str, Any]) -> Node:
+    """Return a message of a trace, after checks of all its fields.
+
+    Args:
+        name: the message's place, for error messages.
+        node: its fields in verifiers' format.
+
+    Raises:
+        DatasetError: a field has a wrong type, length or value.
+    """
+    # 1. Check the tokens, and find those that were sampled.
+    ids = node.get("token_ids") or []
+    mask = node.get("mask") or []
+    need(ids, f"{name}.token_ids", "the tokens of the message", "none: it cannot be trained on")
+    expected = f"integers from 0 to {MAX_IDS - 1}"
+    _each(f"{name}.token_ids", ids, expected, lambda x: type(x) is int and 0 <= x < MAX_IDS)
+    need(len(mask) == len(ids), f"{name}.mask", f"{len(ids)} bools, as token_ids", len(mask))
+    _each(f"{name}.mask", mask, "true or false", lambda x: type(x) is bool)
+    sampled = [i for i, is_sampled in zip(ids, mask, strict=True) if is_sampled]
+    # 2. Check the log-probabilities and advantages of the sampled tokens.
+    logps = node.get("logprobs") or []
+    advantages = node.get("advantages")
+    for field, values in (("logprobs", logps), ("advantages", advantages)):
+        fits = values is None or len(values) == len(sampled)
+        need(fits, f"{name}.{field}", f"{len(sampled)} numbers, one for each sampled token",
+             None if values is None else len(values))  # fmt: skip
+    expected = f"log-probabilities of sampled tokens, above {LEAST_LOGP:g} and at most 0"
+    _each(f"{name}.logprobs", logps, expected, lambda x: is_number(x) and LEAST_LOGP < x <= 0)
+    _each(f"{name}.advantages", advantages or (), "numbers that fp32 holds", is_number)
+    # 3. Read the support of the sampled tokens, and hash the experts of all tokens.
+    support = node.get("sampling_mask")
+    if support is not None:
+        sampled_ids = torch.tensor(sampled, dtype=torch.int64)
+        support = _support(f"{name}.sampling_mask", support, sampled_ids)
+    routes = node.get("routed_experts")
+    if routes is not None:
+        data = routes["data"] if isinstance(routes, Mapping) else routes.tobytes()
+        # A hash of 7 bytes fits into a signed int64.
+        routes = int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
+    return Node(node.get("parent"), list(ids), list(mask), list(logps),
+                 advantages, support, routes or 0)  # fmt: skip
+
+
+def is_number(x: Any) -> bool:
+    """Return whether x is an int or float, not a bool, that fp32 can represent."""
+    return type(x) in (int, float) and abs(x) <= FP32_MAX
+
+
+def _each(name: str, values: Sequence[Any], expected: str, holds: Callable[[Any], bool]) -> None:
+    """Raise a DatasetError for the first value for which `holds` is False."""
+    for x in values:
+        if not holds(x):
+            raise DatasetError(f"{name}: expected {expected}, got {reprlib.repr(x)}")
+
+
+def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids of each sampled token's support, and their numbers. 0 means no truncation."""
+    # 1. Read two vectors of integers.
+    parts = []
+    for field in ("ids", "counts"):
+        x = _array(value[field])
+        is_integer = x.dim() == 1 and not (x.is_floating_point() or x.is_complex())
+        fits = not x.numel() or (is_integer and x.dtype != torch.bool)
+        x = x.long() if fits else x
+        fits = fits and bool(((x >= 0) & (x < MAX_IDS)).all())
+        need(fits, f"{name}.{field}", f"integers from 0 to {MAX_IDS - 1}", "others")
+        parts.append(x.reshape(-1))
+    # 2. Check that each support contains the sampled token exactly once.
+    ids, counts = parts
+    fits = len(counts) == len(sampled) and int(counts.sum()) == len(ids)
+    need(fits, name, f"{len(sampled)} counts of its ids", len(counts))
+    tokens = torch.arange(len(counts)).repeat_interleave(counts)
+    hits = torch.bincount(tokens[ids == sampled[tokens]], minlength=len(counts))
+    fits = bool(((hits == 1) | (counts == 0)).all())
+    need(fits, name, "each sampled token once among its ids", "others")
+    return ids.int(), counts
+
+
+def _array(value: Any) -> Tensor:
+    """Return an array, or its encoded form (dtype, shape, bytes), as a tensor."""
+    if isinstance(value, Mapping):
+        return torch.frombuffer(bytearray(value["data"]), dtype=DTYPES[value["dtype"]])
+    return torch.as_tensor(value)

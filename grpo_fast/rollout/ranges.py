@@ -1,0 +1,42 @@
+"""Selection from flat tensors whose parts are marked by offsets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo_fast.kernels.support import Support
+
+
+def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
+    """Return the integers from offsets[i] to offsets[i + 1] - 1 for each chosen i, concatenated.
+
+    Args:
+        offsets: (n + 1,) int64, not decreasing.
+        chosen: (k,) int64 indices i in [0, n).
+
+    Returns:
+        (total,) int64.
+    """
+    counts = offsets.diff()[chosen]
+    before = counts.cumsum(0) - counts
+    starts = offsets[:-1][chosen] - before
+    total = int(counts.sum())
+    return torch.arange(total) + starts.repeat_interleave(counts, output_size=total)
+
+
+def select_support(support: Support | None, rows: Tensor) -> Support | None:
+    """Return the support of some completion tokens.
+
+    Args:
+        support: the support of R tokens, or None.
+        rows: (r,) int64, indices of the tokens to select.
+
+    Returns:
+        The support of the r tokens. None if all of them were sampled from the whole vocabulary.
+    """
+    if support is None:
+        return None
+    ids = support.ids[ranges(support.offsets, rows)]
+    return Support(ids, pad(support.offsets.diff()[rows].cumsum(0), (1, 0))) if len(ids) else None

@@ -1,0 +1,151 @@
+"""Refusals of the engine `vllm-server`: options, servers that do not fit, and its HTTP client."""
+
+import asyncio
+from contextlib import nullcontext
+from json import dumps
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_fast.rollout.vllm import http
+from grpo_fast.rollout.vllm.answers import ServerError, WeightInfo
+from grpo_fast.rollout.vllm.http import Server
+from grpo_fast.rollout.vllm.link import check_model
+from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.servers import VLLMServers, build
+from grpo_fast.train.config.recipes import load_recipe
+from grpo_fast.train.models.policy import Policy
+from tests.rollout.vllm_stand_in import JOIN, START, UPDATE, Raw, engine_of
+from tests.tiny import tiny_model
+
+
+def build_with(policy, *urls, **options):
+    return build(policy, SimpleNamespace(ahead=0, vllm=VLLMOptions(urls=urls, **options)))
+
+
+# ------------------------------------------------------------------------------------ refusals
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_missing_path_is_explained(policy, server, status):
+    server.faults["/server_info"] = [status]
+    with pytest.raises(ValueError, match=f"{status} .*told to say.*VLLM_SERVER_DEV_MODE=1"):
+        build_with(policy, server.url)
+
+
+def test_raw_log_probabilities_and_a_missing_server_are_refused(policy, server):
+    server.mode = "raw_logprobs"
+    with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs.* raw_logprobs"):
+        build_with(policy, server.url)
+    server.stop()
+    with pytest.raises(ServerError, match="expected a vLLM server, found none within 0.1 s"):
+        build_with(policy, server.url, patience=0.1)
+
+
+def test_another_dtype_and_another_machine_are_logged(policy, server, monkeypatch, caplog):
+    build_with(policy, server.url)
+    assert not caplog.text
+    server.dtype = "torch.bfloat16"
+    build_with(policy, server.url)
+    assert f"{server.url} samples in bfloat16, the trainer computes in float32" in caplog.text
+    assert "--dtype float32" in caplog.text
+    monkeypatch.setattr(VLLMServers, "check", lambda self: None)
+    build_with(policy, "http://10.0.0.7:8000", address="10.0.0.1")
+    assert "http://10.0.0.7:8000 is not on this machine" in caplog.text
+
+
+def test_a_server_of_another_model_is_not_changed(policy, server):
+    other = Policy(tiny_model("llama", vocab_size=15), policy.tokenizer)
+    with pytest.raises(ValueError, match="the embedding is 13x32 there, 15x32 here"):
+        build_with(other, server.url)
+    assert not {"/pause", JOIN, START, UPDATE} & server.calls.keys()
+
+
+# How vLLM 0.32 prints a Llama with two layers, shortened.
+SERVED = """LlamaForCausalLM()(
+  (model): LlamaModel()(
+    (embed_tokens): VocabParallelEmbedding(num_embeddings=14, embedding_dim=32, org_vocab_size=13)
+    (layers): ModuleList()(
+      (0-1): 2 x LlamaDecoderLayer()(
+        (experts): ModuleList()(
+          (0-7): 8 x LlamaMLP()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, None),
+        ({"vocab_size": 14}, "the embedding is 13x32 there, 14x32 here"),
+        ({"hidden_size": 64}, "the embedding is 13x32 there, 13x64 here"),
+        ({"num_hidden_layers": 1}, "the number of layers is 2 there, 1 here"),
+        ({"num_hidden_layers": 3}, "the number of layers is 2 there, 3 here"),
+    ],
+)
+def test_the_size_of_a_servers_model(changed, message):
+    lm = tiny_model("llama", **{"vocab_size": 13, "num_hidden_layers": 2, **changed})
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_model(lm, SERVED, "http://127.0.0.1:1")
+
+
+BAD_URLS = [
+    "SECRET:8000", "ftp://SECRET:8000", "http://SECRET", "http://SECRET:65536",
+    "http://user:SECRET@h:1", "http://127.0.0.1:1?key=SECRET", "http://127.0.0.1:1/SECRET",
+    "http://127.0.0.1\\@SECRET:1", "http://127.0.0.1:1\r\nKey: SECRET",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_bad_url_is_not_quoted(url):
+    for urls in ([url], ["http://127.0.0.1:2", url], url, {url: 1}):
+        with pytest.raises(ValueError, match="urls: expected http://host:port") as refused:
+            load_recipe("sort", ["rollout.engine=vllm-server", f"rollout.vllm.urls={dumps(urls)}"])
+        assert "SECRET" not in str(refused.value)
+
+
+def test_servers_are_different_and_can_reach_the_trainer(policy, server):
+    for url in ("http://LOCALHOST:8000", "http://127.0.0.1:08000/"):
+        with pytest.raises(ValueError, match="every server once"):
+            VLLMOptions(urls=["http://127.0.0.1:8000", url])
+    urls = ["http://127.0.0.1:1", "http://127.0.0.2:1", "http://h.org:1", "http://[fe80::1]:1"]
+    assert VLLMOptions(urls=urls, address="10.0.0.9").urls == urls
+    assert VLLMOptions(urls=["http://[::1]:1", "http://localhost:1"]).address == "127.0.0.1"
+    with pytest.raises(ValueError, match="address: expected .* that 10.0.0.7 can reach"):
+        VLLMOptions(urls=["http://10.0.0.7:8000"])
+    for address in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ValueError, match=f"rollout.vllm.address: .*, got {address}"):
+            engine_of(policy, server, version=0, address=address)
+
+
+# ------------------------------------------------------------------------------------ HTTP client
+def test_a_busy_server_decides_how_long_to_wait(server, monkeypatch):
+    waits = []
+    monkeypatch.setattr(http.time, "sleep", waits.append)
+    for after in (b"7", b"99999999999", b"0", b"-1", b"Sun, 22 Nov 2026 10:00:00 GMT"):
+        text = b"HTTP/1.1 429 No\r\nRetry-After: " + after + b"\r\n\r\n"
+        server.faults["/weight_info"] = [Raw(lambda put, text=text: put(text))]
+        Server(server.url).call("GET", "/weight_info", 60.0, WeightInfo)
+    assert waits == [7.0, http.LONGEST_WAIT_S, 0.1, http.WAIT_S, http.WAIT_S]
+
+
+@pytest.mark.parametrize("key", ["SECRET\nX: y", "SECRET€"])
+def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ValueError, match="VLLM_API_KEY: expected printable ASCII") as refused:
+        Server(server.url)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_a_call_from_a_notebook_sends_the_key_and_uses_no_proxy(server, monkeypatch):
+    """A notebook runs its cells in a running event loop."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("VLLM_API_KEY", "word\n")  # as read from a file
+    keys = []
+    monkeypatch.setattr(server.http.RequestHandlerClass, "respond", lambda self: (
+        keys.append(self.headers["Authorization"]), self.say(200, {"weight_version": "1"})
+    ))  # fmt: skip
+
+    async def cell():
+        return Server(server.url).weight_version()
+
+    assert asyncio.run(cell()) == "1"
+    assert keys == ["Bearer word"]

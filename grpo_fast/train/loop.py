@@ -30,6 +30,7 @@ from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import run_start
 from grpo_fast.train.runs.saving import Saver
+from grpo_fast.train.runs.state import Rows
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
 from grpo_fast.train.update.step import Step, update_rows
@@ -105,14 +106,13 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
         before = _evaluated(0, saver, evaluate)
         saver.report.log(0, before)
         saver.mark(before=before, after=before)
+    _log(saver, evaluate)  # a resumed run may have a finished step that was not logged
     for number in range(saver.state.step + 1, saver.config.steps + 1):
         step, metrics = make_step(number, collector, trainer)  # 2. to 6.
-        # 7. Log the step, and evaluate if that is due.
-        _log(step, collector, trainer, saver.report)
-        found = _evaluated(number, saver, evaluate)
-        metrics = finite(metrics | found)
-        saver.report.log(number, metrics)
-        saver.mark(step=number, metrics=metrics, after=found or saver.state.after)
+        # 7. Log the step, and evaluate if that is due. The mark comes first, with the rows to log:
+        # an error while logging or evaluating then loses no step.
+        saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
+        _log(saver, evaluate)
         # 8. Save a checkpoint if one is due.
         if saver.is_due():
             saver.save()
@@ -142,15 +142,14 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
     return step, trainer.finish(step)
 
 
-def _log(step: Step, collector: Collector, trainer: Trainer, report: RunReport) -> None:
-    """Log prompts, updates and completions of a step. Collective: each rank has a part of them."""
+def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
+    """Return the rows that a step has to log. Collective: each rank has a part of them."""
     config = trainer.config
     number = step.number
-    report.prompts([vars(record) for record in step.records])
+    rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
     if config.log.every_update:
         first = (number - 1) * trainer.updates_per_step + 1
-        for row in update_rows(step.updates, first):
-            report.log(number, row)
+        rows.updates = update_rows(step.updates, first)
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
         size = config.rollout.group_size
@@ -159,11 +158,29 @@ def _log(step: Step, collector: Collector, trainer: Trainer, report: RunReport) 
         shown = samples[list(range(min(len(samples), groups * size)))]
         examples = collector.examples_of(shown)
         sent = prompt_texts(trainer.policy, [example.prompt for example in examples])
-        rows = rows_of(
+        rows.completions = rows_of(
             shown, step.batch.used_advantages(), examples, sent, trainer.policy.tokenizer,
             partial(scorer_for, config.data.task), group_size=size,
         )  # fmt: skip
-        report.completions(number, rows)
+    return rows
+
+
+def _log(saver: Saver, evaluate: Evaluation) -> None:
+    """Log the latest finished step unless it is logged. Evaluate first if that is due."""
+    rows = saver.state.unlogged
+    if rows is None:
+        return
+    number = saver.state.step
+    report = saver.report
+    report.prompts(rows.prompts)
+    for row in rows.updates:
+        report.log(number, row)
+    if rows.completions:
+        report.completions(number, rows.completions)
+    found = _evaluated(number, saver, evaluate)
+    metrics = finite(rows.metrics | found)
+    report.log(number, metrics)
+    saver.mark(metrics=metrics, after=found or saver.state.after, unlogged=None)
 
 
 def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:

@@ -179,11 +179,14 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "a bug between updates": (LOSS, 4, RuntimeError("shape"), NEWEST, 1, *MU, *EVERY),
     "an interrupt between critic and policy": (
         f"{ADAM}", 4, KEY, NEWEST, 130, "advantages=gae", "critic={kind: model}", *EVERY),
-    # After the updates of step 2: the step is not finished before it is logged.
-    "a full disk for prompts": (f"{REPORT}.RunReport.prompts", 2, WriteError("full"), NEWEST, 1,
-                                *EVERY),
-    "a full disk for a table": (f"{REPORT}.write_parquet", 2, FULL, NOTHING, 1),
-    "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), NEWEST, 1, *EVERY),
+    # After the updates of step 2: the rows that it has to log are in the checkpoint.
+    "a full disk for prompts": (f"{REPORT}.RunReport.prompts", 2, WriteError("full"), AFTER, 1),
+    "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
+    "a full disk for a table": (f"{REPORT}.write_parquet", 2, FULL, AFTER, 1),
+    "a full disk for the page": (f"{REPORT}.CompletionsPage.add", 2, FULL, AFTER, 1),
+    "a bug in a tracker": (f"{REPORT}.RunReport._show", 3, TypeError("mine"), AFTER, 1),
+    "an interrupt while evaluating": (f"{LOOP}._evaluated", 3, KEY, AFTER, 130),
+    "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), AFTER, 1),
     # While a checkpoint is saved.
     "a full disk for a checkpoint": (f"{SAVE}.write_tensors", (2, 99), FULL, NEWEST, 1, *EVERY),
     "a full disk for a manifest": (f"{SAVE}._finish", (2, 99), FULL, NEWEST, 1, *EVERY),

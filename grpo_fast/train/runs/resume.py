@@ -53,7 +53,7 @@ class Start:
         """The bytes of the logs that stay, and the number of steps in them."""
         if self.state is None:
             return (0, 0), 0
-        return self.state.lengths, self.state.step
+        return self.state.lengths, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
         """Let the run and its report write into the folder. Collective: rank 0 does the work."""

@@ -51,7 +51,7 @@ class Saver:
         self.can_save = config.optim.states == "full"  # no file holds 8-bit or offloaded moments
         self.saved_at = time.monotonic()
         self.state = State(
-            step=0, before=None, after=None, metrics={}, lengths=report.lengths(),
+            step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
             collector=collector.state_dict(), trainer=trainer.state_dict(), settings=settings,
         )  # fmt: skip
         self.mark()

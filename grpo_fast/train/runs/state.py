@@ -32,6 +32,16 @@ STATE = "state.json"
 
 
 @dataclass
+class Rows:
+    """The rows that the latest step has to log."""
+
+    metrics: dict[str, float]
+    updates: list[dict[str, float]]
+    prompts: list[dict[str, Any]]
+    completions: list[dict[str, Any]]
+
+
+@dataclass
 class State:
     """A run at the end of a step, without its tensors."""
 
@@ -41,6 +51,7 @@ class State:
     before: dict[str, float] | None  # metrics of the first evaluation
     after: dict[str, float] | None  # metrics of the latest evaluation
     metrics: dict[str, float]  # of the latest step
+    unlogged: Rows | None  # rows of a step that was finished and not yet logged
     lengths: tuple[Count, Count]  # bytes of metrics.jsonl and prompts.jsonl
     collector: CollectorState
     trainer: TrainerState

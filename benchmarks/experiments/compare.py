@@ -4,9 +4,10 @@
     python -m benchmarks.experiments.compare sort,ppo-sort --seeds 2
 
 `key=a,b` is a key of the grid, `key=a` a change to every run. A finished run is not run again, and
-a run that was cut off begins anew. The folder gets `table.md` (mean ± standard error over seeds of
-the last tenth of the steps) and `compare.png` (one row of panels for all settings, one row for each
-key; bands of one standard error).
+a run that was cut off begins anew. The folder gets two files. `table.md` has the mean ± standard
+error over seeds of the last tenth of the steps; evaluations also show the value before training.
+`compare.png` has one row of panels for all settings and one row for each key, with bands of one
+standard error.
 """
 
 from __future__ import annotations
@@ -134,15 +135,24 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
-    """Return mean ± standard error over the runs, each the mean of its last tenth."""
-    tails = []
-    for rows in runs:
-        points = series(rows, metric)
-        tails.append([value for _, value in points[-max(1, len(points) // 10) :]])
-    means = [sum(tail) / len(tail) for tail in tails if tail]
-    if not means:
+    """Return mean ± standard error over the runs, each the mean of its last tenth.
+
+    An evaluation's cell begins with the value before training.
+    """
+    lines = [points for points in (series(rows, metric) for rows in runs) if points]
+    if not lines:
         return "–"
-    mean, error = mean_and_error(means)
+    tails = [points[-max(1, len(points) // 10) :] for points in lines]
+    last = with_error([sum(value for _, value in tail) / len(tail) for tail in tails])
+    if metric.startswith("eval_") and all(points[0][0] == 0 for points in lines):
+        first = with_error([points[0][1] for points in lines])
+        return f"{first} → {last}"
+    return last
+
+
+def with_error(values: list[float]) -> str:
+    """Return the mean of the values with its standard error, if there are several."""
+    mean, error = mean_and_error(values)
     return f"{mean:.4g}" if math.isnan(error) else f"{mean:.4g} ± {error:.2g}"
 
 

@@ -9,6 +9,7 @@ each case runs in two processes: under glibc's default allocator, and under one 
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2 --softmax
     peaked grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast
     torch grpo-fast bench step rollout
+    grpo-fast bench step --model runs/capitals-data/model
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary"
     )
     where.add_argument(
-        "--model", nargs="+", metavar="NAME", help=f"heads by name: {', '.join(shape_table.MODELS)}"
+        "--model",
+        nargs="+",
+        metavar="NAME",
+        help=f"heads by name: {', '.join(shape_table.MODELS)}; of step: folder of a model",
     )
     where.add_argument(
         "--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)"
@@ -136,6 +140,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--out: expected a file, got the folder {options.out!r}")
     if not set(options.operations) & set(OPERATIONS):
         for name in KERNELS_ONLY:
+            if name == "model" and options.operations == ["step"]:
+                continue
             if getattr(options, name) != parser.get_default(name):
                 operation, option = options.operations[0], name.replace("_", "-")
                 parser.error(
@@ -317,6 +323,9 @@ def run_script(name: str, options: argparse.Namespace) -> int:
     for key in ("device", "threads", "budget", "rounds"):
         if getattr(options, key):
             command += [f"--{key}", str(getattr(options, key))]
+    if options.model and name == "step":
+        command += ["--model", options.model[0], "--group", "4", "--completion", "32"]
+        command += ["--padded-rows", "1"]
     if options.quick:
         command.append("--quick")
     if options.dry:

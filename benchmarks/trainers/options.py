@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import measure
 from benchmarks.report.files import write
 
 
@@ -44,6 +45,18 @@ def parsed(
     options.rounds = options.rounds or defaults.rounds[options.quick]
     torch.set_num_threads(options.threads)
     return options
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    words = "wall, or the CPU time of the process, which other processes do not stretch"
+    parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall", help=words)
+
+
+def set_clock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Time by `--clock`. CPU time wants one thread, as waiting threads would count as busy."""
+    if options.clock == "process" and options.threads != 1:
+        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
+    measure.clock = options.clock
 
 
 def save(options: argparse.Namespace, report: dict[str, Any]) -> None:

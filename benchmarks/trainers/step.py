@@ -171,10 +171,15 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
-    """Yield GSM8K questions after worked examples, each of at least so many tokens."""
+    """Yield GSM8K questions after worked examples, each of at least so many tokens.
+
+    With 0 tokens there are no examples.
+    """
     from grpo_fast.data import load_examples
 
-    data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain", shots_tokens=tokens)
+    data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain")
+    if tokens:
+        data.shots_tokens = tokens
     # The shots leave part of the budget free and the question comes on top: take those that end
     # above it.
     texts = (str(e.prompt) for e in load_examples(data, split="train", seed=0, count_tokens=count))

@@ -30,7 +30,7 @@ from grpo_fast.train.ranks import distributed
 FOLDER, MANIFEST, UNFINISHED, ASIDE = "checkpoints", "manifest.json", ".unfinished", ".aside"
 WEIGHTS, TOKENIZER = "weights", "tokenizer"
 FORMAT: Literal[5] = 5
-FILE_BYTES = 1 << 30  # of a file of tensors: its bytes are joined in memory before they are written
+FILE_BYTES = 1 << 28  # of a file of tensors: the writer holds two copies of its bytes in memory
 NAME = re.compile(r"step_(\d{6,12})")
 
 

@@ -1,8 +1,8 @@
 """Accuracy on a pretrained model: hidden states and the LM head of SmolLM2-135M-Instruct.
 
-Random weights have small logits. A trained model has logits up to about 30 and many tokens that are
-nearly certain. `make test-real` installs the model and sets GRPO_FAST_REAL_MODEL to its folder.
-Without this variable the tests are skipped.
+Random weights have small logits. A trained model has larger ones, and tokens that are nearly
+certain. `make test-real` installs the model and sets GRPO_FAST_REAL_MODEL to its folder. Without
+this variable the tests are skipped.
 """
 
 from __future__ import annotations

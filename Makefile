@@ -6,6 +6,7 @@
 #            WORKERS=2              pytest processes
 #            ORDER=random           tests in an order by a seed, which is printed; ORDER=<seed> repeats it
 #            RECIPE=sort  ARGS=...  what `make demo` trains, and key=value overrides for it
+#            SEEDS=3                how many runs `make real` makes
 #            BENCH_ARGS=--quick     operations and options of `grpo-fast bench`
 #            PYTEST_ARGS=...        more options for pytest
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
@@ -28,6 +29,7 @@ TORCH_INDEX ?=
 WORKERS ?= 2
 ORDER ?= file
 RECIPE ?= sort
+SEEDS ?= 1
 ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -50,6 +52,9 @@ TRL_ENV := $(VENV)/trl-$(VERSION)
 VLLM_ENV := $(VENV)/vllm
 TRAINERS := $(VENV)/trainers
 COSMIC_RAY := $(VENV)/cosmic-ray
+GGUF := $(VENV)/real
+REAL_DATA := runs/capitals-data
+REAL_MODEL := $(REAL_DATA)/model/model.safetensors
 # verl and Lightning, and what their loss modules import; OpenRLHF has wheels for some Pythons only.
 TRAINER_PACKAGES := verl lightning tensordict omegaconf antlr4-python3-runtime codetiming cloudpickle orjson pyvers \
   lightning-utilities torchmetrics
@@ -57,10 +62,11 @@ PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c cons
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help setup csrc demo real test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
+	@echo 'make real      train a pretrained language model, SmolLM2-135M-Instruct, on this machine: SEEDS=3 for three runs'
 	@echo 'make test      set up .venv, then ruff, mypy and pytest'
 	@echo 'make bench     the loss against its peers (a table, JSON in benchmarks/results/), then the regression gate'
 	@echo 'make bench-loop a whole step, rollout included, ours and TRL'
@@ -71,6 +77,7 @@ help:
 	@echo 'make test-newest all tests on the newest versions that the index has, in an environment of its own'
 	@echo 'make test-trl  the parity tests against another release of trl: VERSION=1.17.0'
 	@echo 'make test-vllm the engines vllm and vllm-server against vLLM itself on a CPU (3.5 GB, some minutes)'
+	@echo 'make test-real the fused head on a pretrained model (install as for make real), against fp64'
 	@echo 'make sweep     every causal LM class of transformers against our packed rows and sampling loop (some minutes)'
 	@echo 'make experiments every figure of grpo_fast/train/README.md that this machine can make'
 	@echo 'make gpu-trace what a call launches on a GPU, counted without one'
@@ -165,9 +172,30 @@ csrc: $(SETUP)
 
 # ---- the two commands ----
 
-demo: $(SETUP) csrc
+demo: $(SETUP) csrc $(if $(filter capitals,$(RECIPE)),$(REAL_MODEL))
 	@$(STEP) 'training the recipe $(RECIPE)'
 	@$(BIN)/grpo-fast train $(RECIPE) output_dir=runs/$(RECIPE)-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+# A pretrained model of 135M parameters, from a PyPI package. One run prints before -> after with the standard error
+# over questions. Several runs give a table and a picture with the standard error over seeds.
+real: $(SETUP) csrc $(REAL_MODEL)
+ifeq ($(SEEDS),1)
+	@$(MAKE) demo RECIPE=capitals
+else
+	@$(STEP) 'training the recipe capitals with $(SEEDS) seeds'
+	@$(PY) -m benchmarks.experiments.compare capitals $(ARGS) --seeds $(SEEDS) -o runs/real
+endif
+
+# transformers reads GGUF files with the package gguf, whose dependencies .venv already has.
+$(GGUF): $(SETUP)
+	@$(STEP) 'installing gguf next to the environment (once)'
+	@rm -rf $@ $@.part && $(PY) -m pip install -qq --no-compile --no-deps --disable-pip-version-check --target $@.part 'gguf==0.19.0'
+	@mv $@.part $@ && touch $@
+
+$(REAL_MODEL): $(GGUF)
+	@$(STEP) 'downloading and converting SmolLM2-135M-Instruct (93 MB, once)'
+	@PYTHONPATH='$(abspath $(GGUF))' $(PY) -m grpo_fast.examples.capitals $(REAL_DATA)
+	@touch $@
 
 test: lint types unit
 
@@ -203,7 +231,7 @@ TRANSFORMERS_TESTS := $(addprefix tests/attention/test_,attention.py shared_prom
   tests/doctor/test_causes.py $(addprefix tests/rollout/test_,decode.py vllm_server.py) \
   $(addprefix tests/train/test_,adapters.py fingerprints.py longcontext.py memory_model.py pretrained.py \
     train_policy.py) \
-  tests/rewards/test_reward_model.py tests/examples/test_reward_model_script.py
+  tests/rewards/test_reward_model.py tests/examples/test_reward_model_script.py tests/examples/test_capitals.py
 
 test-transformers: $(SETUP) csrc $(OLD_TRANSFORMERS)
 	@$(STEP) 'what concerns transformers, on transformers 5.17'
@@ -251,6 +279,13 @@ test-vllm: $(VLLM_ENV)
 	@$(STEP) 'the engines vllm and vllm-server, against vLLM itself'
 	@GRPO_FAST_VLLM=1 OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING \
 	  HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 $(VLLM_ENV)/bin/python -m pytest tests/rollout/test_vllm_real.py tests/doctor/test_vllm_plants.py $(PYTEST_ARGS)
+
+# The fused head on the pretrained model of `make real`. Without the package its tests are skipped, with the reason.
+test-real: $(SETUP) csrc
+	@$(STEP) 'the fused head on SmolLM2-135M-Instruct'
+	@$(MAKE) $(REAL_MODEL) || echo 'SmolLM2 did not install: its tests will be skipped, and say so'
+	@if [ -f $(REAL_MODEL) ]; then export GRPO_FAST_REAL_MODEL='$(abspath $(dir $(REAL_MODEL)))'; fi; \
+	  OMP_NUM_THREADS=$(WORKERS) TOKENIZERS_PARALLELISM=false $(BIN)/pytest -rsP --benchmark-disable tests/loss/test_real_model.py $(PYTEST_ARGS)
 
 # Tiny models of all families, against transformers' own attention; ARGS=--write renews the table in the README.
 sweep: $(SETUP) csrc

@@ -10,6 +10,7 @@ benchmarks/measure.py).
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
     grpo-fast bench linear_logps --shapes 512,896,32000 --dtype fp32 --providers grpo_fast torch
     grpo-fast bench step rollout
+    grpo-fast bench step --model runs/capitals-data/model
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument_group("problems").add_argument
     add("--quick", action="store_true", help="two small shapes; under three minutes in all")
     add("--shapes", nargs="+", metavar="N,H,V", help="tokens, hidden size, vocabulary")
-    add("--model", nargs="+", metavar="NAME", help=f"heads: {', '.join(shape_table.MODELS)}")
+    words = f"heads: {', '.join(shape_table.MODELS)}; for step, the folder of a model"
+    add("--model", nargs="+", metavar="NAME", help=words)
     add("--tokens", nargs="+", type=count, metavar="N", help="rows for --model (multiples of 8)")
     words = "default: fp32 (CPU), bf16 (GPU)"
     add("--dtype", nargs="+", choices=("fp32", "bf16", "fp16"), help=words)
@@ -106,6 +108,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--out: expected a file, got the folder {options.out!r}")
     if not set(options.operations) & set(OPERATIONS):
         for name in KERNELS_ONLY:
+            if name == "model" and options.operations == ["step"]:
+                continue
             if getattr(options, name) != parser.get_default(name):
                 operation, option = options.operations[0], name.replace("_", "-")
                 expected = f"expected with {', '.join(OPERATIONS)}, got {operation!r}"
@@ -270,6 +274,9 @@ def run_script(name: str, options: argparse.Namespace) -> int:
     for key in ("device", "threads", "budget", "rounds"):
         if getattr(options, key):
             command += [f"--{key}", str(getattr(options, key))]
+    if options.model and name == "step":
+        command += ["--model", options.model[0], "--group", "4", "--completion", "32"]
+        command += ["--padded-rows", "1"]
     if options.quick:
         command.append("--quick")
     if options.dry:

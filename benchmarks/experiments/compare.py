@@ -5,8 +5,9 @@
 
 `key=a,b` adds a key to the grid, and `key=a` changes every run. A finished run is not repeated. A
 run that was interrupted starts again from the beginning. The folder gets `table.md` (mean ±
-standard error over seeds, of the last tenth of the steps) and `compare.png` (one row of panels for
-all settings and one row for each key, with bands of one standard error).
+standard error over seeds, of the last tenth of the steps, with evaluations before and after) and
+`compare.png` (one row of panels for all settings and one row for each key, with bands of one
+standard error).
 """
 
 from __future__ import annotations
@@ -142,15 +143,24 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
-    """Return mean ± standard error over the runs. A run counts with the mean of its last tenth."""
-    tails = []
-    for rows in runs:
-        points = series(rows, metric)
-        tails.append([value for _, value in points[-max(1, len(points) // 10) :]])
-    means = [sum(tail) / len(tail) for tail in tails if tail]
-    if not means:
+    """Return mean ± standard error over the runs. A run counts with the mean of its last tenth.
+
+    The cell of an evaluation begins with the value before training.
+    """
+    lines = [points for points in (series(rows, metric) for rows in runs) if points]
+    if not lines:
         return "–"
-    mean, error = mean_and_error(means)
+    tails = [points[-max(1, len(points) // 10) :] for points in lines]
+    last = with_error([sum(value for _, value in tail) / len(tail) for tail in tails])
+    if metric.startswith("eval_") and all(points[0][0] == 0 for points in lines):
+        first = with_error([points[0][1] for points in lines])
+        return f"{first} → {last}"
+    return last
+
+
+def with_error(values: list[float]) -> str:
+    """Return the mean of the values with its standard error, if there are several."""
+    mean, error = mean_and_error(values)
     return f"{mean:.4g}" if math.isnan(error) else f"{mean:.4g} ± {error:.2g}"
 
 

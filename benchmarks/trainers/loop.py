@@ -1,31 +1,40 @@
 """Full GRPO step with rollout: our trainer, TRL's, and FastGRPOTrainer inside TRL.
 
     python -m benchmarks.trainers.loop [--quick] [--shapes short 12-shot] [--json results.json]
+    python -m benchmarks.trainers.loop --model runs/capitals-data/model --threads 1 --clock process
 
 All trainers have the same model (gsm8k-tiny's, V = 1024), prompts, lengths, reward, loss and
 optimizer. No token of the vocabulary ends a completion, so every completion has `max_new_tokens`
-tokens. A step samples, scores, computes the gradient and updates, without logging. The rollouts are
-also timed alone: ours with the sampler's logps, transformers' `generate` with its defaults and
-without logps. Our logps are verified first, against a new pass over prompt and completion, within
-1e-3 nats. Everything runs in turns in one process.
+tokens. `--model` takes a pretrained model on GSM8K questions, with an EOS that it does not write,
+and measures the peak memory of each step. TRL then passes one completion at a time
+through the model (`--rows`), which needs the least memory. A step samples, scores, computes the
+gradient and updates, without logging. The rollouts are also timed alone: ours with the sampler's
+logps, transformers' `generate` with its defaults and without logps. Our logps are verified first,
+against a new pass over prompt and completion, within 1e-3 nats. Everything runs in turns in one
+process.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
+import gc
+import itertools
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import measure
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import Defaults, add_clock, new_parser, parsed, save, set_clock
 from benchmarks.trainers.rollout import error_of
+from benchmarks.trainers.step import GSM8K, k_shot_texts
+from grpo_fast.kernels.workspace import drop_workspace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -53,6 +62,18 @@ class Shape(NamedTuple):
 
 SHAPES = {"short": Shape(8, 60, 8, 120), "12-shot": Shape(2, 2900, 8, 64)}
 QUICK = {"short": Shape(2, 12, 4, 8), "12-shot": Shape(2, 100, 4, 8)}
+# Of a pretrained model: questions as they are, and questions after 2,048 tokens of examples.
+PRETRAINED = {"short": Shape(2, 0, 8, 64), "12-shot": Shape(1, 2048, 8, 32)}
+UNUSED_TOKEN = "<file_sep>"  # SmolLM2's instruct models do not write it
+
+
+class Subject(NamedTuple):
+    """Model, tokenizer, prompts and EOS token id that all trainers get."""
+
+    model: Any
+    tokenizer: Any
+    texts: list[str]
+    eos: int
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
@@ -63,7 +84,7 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 def main() -> None:
     options = parse_arguments()
     logging.disable(logging.WARNING)
-    shapes = QUICK if options.quick else SHAPES
+    shapes = QUICK if options.quick else PRETRAINED if options.pretrained else SHAPES
     cases = [measure_shape(options, name, shapes[name]) for name in options.shapes]
     report = {
         **measure.header("whole GRPO step, rollout included", options.device),
@@ -78,39 +99,77 @@ def main() -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall")
+    parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
+    parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
+    parser.add_argument("--rows", type=int, help="completions that TRL takes at a time; all")
+    add_clock(parser)
     options = parsed(parser, DEFAULTS, arguments)
-    if options.clock == "process" and options.threads != 1:
-        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
-    measure.clock = options.clock
+    set_clock(parser, options)
     return options
 
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
     """Verify our rollouts, then time steps and rollouts in turns."""
-    tokenizer = vocabulary()
-    texts = prompts_of(shape)
-    model = build_model(options.device)
-    policy = policy_of(copy.deepcopy(model), tokenizer)
-    rollouts = rollout_steps(policy, texts, shape)
+    subject = pretrained(options, shape) if options.pretrained else random_start(options, shape)
+    policy = policy_of(copy.deepcopy(subject.model), subject.tokenizer)
+    rollouts = rollout_steps(policy, subject, shape)
     error = error_of(policy, rollouts["grpo_fast"]())
     if error is None or not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
-    steps = trl_steps(model, tokenizer, texts, shape, options.device)
-    steps = {"grpo_fast": our_step(policy, texts, shape), **steps}
-    for step in steps.values():
-        step()
-    rounds = (options.device, options.budget, options.rounds)
-    step_times = measure.interleaved(steps, *rounds)
-    times = {"step": step_times, "rollout": measure.interleaved(rollouts, *rounds)}
+    rows = options.rows or shape.prompts * shape.group
+    steps = {
+        "grpo_fast": our_step(policy, subject.texts, shape),
+        **trl_steps(subject, shape, options.device, rows),
+    }
+    memory = {who: peak_mib(step) for who, step in steps.items()}  # also the first, slower call
+    rounds = options.device, options.budget, options.rounds
+    times = {
+        "step": measure.interleaved(steps, *rounds),
+        "rollout": measure.interleaved(rollouts, *rounds),
+    }
     case: dict[str, Any] = {"shape": name, **shape._asdict(), "error_logps": error}
     for what, peer in (("step", "TRL"), ("rollout", "transformers")):
         rows = {who: measure.spread(samples) for who, samples in times[what].items()}
         for row in rows.values():
             row["speedup"] = rows[peer]["median_ms"] / row["median_ms"]
         case[what] = rows
+    for who, mib in memory.items():
+        case["step"][who]["peak_mib"] = mib
     print(table(case))
     return case
+
+
+def peak_mib(step: Callable[[], Any]) -> float:
+    """Return how much a step's resident memory grows at its peak, in MiB.
+
+    Gradients count, and Adam's moments in the first step. Weights do not.
+    """
+    gc.collect()
+    drop_workspace()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = measure.resident("VmRSS")
+    step()
+    return (measure.resident("VmHWM") - before) / measure.MIB
+
+
+def random_start(options: argparse.Namespace, shape: Shape) -> Subject:
+    return Subject(build_model(options.device), vocabulary(), prompts_of(shape), EOS)
+
+
+def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
+    """Return the pretrained model and GSM8K questions, after worked examples in long prompts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(options.pretrained, padding_side="left")
+    tokenizer.eos_token = UNUSED_TOKEN
+    eos = tokenizer.eos_token_id
+    model.config.eos_token_id = eos
+    model.generation_config.eos_token_id = eos
+    texts = k_shot_texts(options.data, shape.tokens, lambda text: len(tokenizer(text).input_ids))
+    chosen = list(itertools.islice(texts, shape.prompts))
+    return Subject(model.to(options.device), tokenizer, chosen, eos)
 
 
 def build_model(device: str) -> Any:
@@ -153,10 +212,11 @@ def policy_of(model: Any, tokenizer: Any) -> Any:
     return Policy(model, tokenizer)
 
 
-def rollout_steps(policy: Any, texts: list[str], shape: Shape) -> dict[str, Callable[[], Any]]:
+def rollout_steps(policy: Any, subject: Subject, shape: Shape) -> dict[str, Callable[[], Any]]:
     """Return our rollout, and transformers' `generate` with its defaults and without logps."""
     from grpo_fast.rollout import Sampling, generate
 
+    texts = subject.texts
     sampling = Sampling(max_new_tokens=shape.length)
     repeated = [text for text in texts for _ in range(shape.group)]
     encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
@@ -170,8 +230,8 @@ def rollout_steps(policy: Any, texts: list[str], shape: Shape) -> dict[str, Call
         with policy.generation():
             policy.lm.set_attn_implementation(policy.generation_attn)
             return policy.lm.generate(
-                **inputs, do_sample=True, max_new_tokens=shape.length, eos_token_id=EOS,
-                pad_token_id=0,
+                **inputs, do_sample=True, max_new_tokens=shape.length,
+                eos_token_id=subject.eos, pad_token_id=policy.tokenizer.pad_token_id or 0,
             )  # fmt: skip
 
     return {"grpo_fast": ours, "transformers": theirs}
@@ -184,6 +244,7 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     from grpo_fast.rollout import build_engine
     from grpo_fast.train.collect.groups import PromptQueue
     from grpo_fast.train.collect.recorded import build_collector
+    from grpo_fast.train.config import RewardConfig
     from grpo_fast.train.config.recipes import load_recipe
     from grpo_fast.train.loop import make_step
     from grpo_fast.train.models.reference import Reference
@@ -193,14 +254,10 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
         f"rollout.group_size={shape.group}", f"rollout.prompts_per_step={shape.prompts}",
         f"rollout.max_new_tokens={shape.length}", "optim.lr=1e-6", "optim.warmup=0",
     ])  # fmt: skip
-    spec = SimpleNamespace(
-        name=f"{__name__}:reward", label="reward", weight=1.0, options={}, path=None, timeout=60.0,
-        in_process=True,
-    )  # fmt: skip
+    watched = RewardConfig(name=f"{__name__}:reward", in_process=True)
     trainer = Trainer(config, policy, Reference(policy, config.reference))
     queue = PromptQueue([Example(text, None, None) for text in texts])
-    engine = build_engine(policy, config.rollout)
-    rewards = build_rewards([spec])
+    engine, rewards = build_engine(policy, config.rollout), build_rewards([watched])
     collector = build_collector(config, policy, engine, rewards, queue)
     count = 0
 
@@ -213,9 +270,13 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
 
 
 def trl_steps(
-    model: Any, tokenizer: Any, texts: list[str], shape: Shape, device: str
+    subject: Subject, shape: Shape, device: str, rows: int
 ) -> dict[str, Callable[[], Any]]:
-    """Return the steps of an iteration of TRL's `train`, which call the trainer's methods."""
+    """Return the steps of an iteration of TRL's `train`, which call the trainer's methods.
+
+    Args:
+        rows: completions of one forward and backward pass.
+    """
     from datasets import Dataset
     from transformers.utils import logging as logging_of_transformers
     from trl import GRPOConfig, GRPOTrainer
@@ -224,36 +285,43 @@ def trl_steps(
 
     logging_of_transformers.disable_progress_bar()
     steps = {}
+    passes = shape.prompts * shape.group // rows
     for label, cls in (("TRL", GRPOTrainer), ("FastGRPOTrainer in TRL", FastGRPOTrainer)):
         arguments = GRPOConfig(
             output_dir=tempfile.mkdtemp(), num_generations=shape.group, report_to=[], bf16=False,
-            per_device_train_batch_size=shape.prompts * shape.group, save_strategy="no",
+            per_device_train_batch_size=rows, gradient_accumulation_steps=passes,
+            save_strategy="no",
             max_completion_length=shape.length, gradient_checkpointing=False, learning_rate=1e-6,
             use_cpu=device == "cpu", max_steps=1000, beta=0.0, loss_type="dapo", temperature=1.0,
         )  # fmt: skip
         trainer = cls(
-            model=copy.deepcopy(model), reward_funcs=reward, args=arguments,
-            processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": texts}),
+            model=copy.deepcopy(subject.model), reward_funcs=reward, args=arguments,
+            processing_class=subject.tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": subject.texts}),
         )  # fmt: skip
-        steps[label] = trl_step(trainer)
+        steps[label] = trl_step(trainer, passes)
     return steps
 
 
-def trl_step(trainer: Any) -> Callable[[], Any]:
-    """Return a step of a TRL trainer: batch, rollout, gradient, clipping and update."""
+def trl_step(trainer: Any, passes: int) -> Callable[[], Any]:
+    """Return a step of a TRL trainer: batch, rollout, gradient in some passes, clipping, update."""
     trainer.create_optimizer_and_scheduler(1000)
-    trainer.current_gradient_accumulation_steps = 1
+    trainer.current_gradient_accumulation_steps = passes
     trainer.model.train()
     loader = trainer.get_train_dataloader()
     batches = iter(loader)
 
-    def step() -> Any:
+    def next_batch() -> Any:
         nonlocal batches
         batch = next(batches, None)
         if batch is None:
             batches = iter(loader)
             batch = next(batches)
-        loss = trainer.training_step(trainer.model, batch, None)
+        return batch
+
+    def step() -> Any:
+        for _ in range(passes):
+            loss = trainer.training_step(trainer.model, next_batch(), None)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         trainer.model.zero_grad(set_to_none=True)
@@ -269,12 +337,14 @@ def table(case: dict[str, Any]) -> str:
         f"\n{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
         f"{case['group']} completions of {case['length']} tokens each; sampler logps within "
         f"{case['error_logps']:.0e}",
-        f"{'':34}{'ms':>10}{'±':>8}{'speedup':>9}",
+        f"{'':34}{'ms':>10}{'±':>8}{'speedup':>9}{'peak MiB':>10}",
     ]
     for what in ("step", "rollout"):
         for who, row in case[what].items():
-            times = f"{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
-            lines.append(f"{what:9}{who:25}{times}{row['speedup']:>8.2f}x")
+            lines.append(
+                f"{what:9}{who:25}{row['median_ms']:>10.0f}{row['spread_ms']:>8.0f}"
+                f"{row['speedup']:>8.2f}x{row.get('peak_mib', float('nan')):>10.0f}"
+            )
     return "\n".join(lines)
 
 

@@ -61,6 +61,18 @@ def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     return {"times": times, "memory": memory}
 
 
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    words = "wall, or the CPU time of the process, on which other processes have little effect"
+    parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall", help=words)
+
+
+def set_clock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Set the clock of the timings. CPU time needs one thread: waiting threads count as busy."""
+    if options.clock == "process" and options.threads != 1:
+        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
+    measure.clock = options.clock
+
+
 def save(options: argparse.Namespace, report: dict[str, Any]) -> None:
     """Write the report to the file of --json."""
     if options.json:

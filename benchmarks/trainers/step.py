@@ -3,6 +3,8 @@
     python -m benchmarks.trainers.step      CPU: a tiny model, k-shot GSM8K prompts
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
         --prompt 8192 --completion 512 --group 16
+    python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
+        --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
 
 A step is old logps, forward, backward, AdamW. Every provider's loss, gradients and metrics are
 verified first (fp32: 1e-5 relative to the padded ones); then all are timed in one process, in
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT, measure
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import Defaults, add_clock, new_parser, parsed, save, set_clock
 from benchmarks.trainers.step_providers import (
     PROVIDERS,
     StepProblem,
@@ -53,6 +56,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--model-config", default="tiny", choices=("tiny", *KNOWN_MODELS))
+    parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
+    add_clock(parser)
     parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
     parser.add_argument("--prompt", type=int, help="tokens (2048, --quick: 512; CPU: at least)")
@@ -71,6 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--padded-rows", type=int, help="of padded and TRL; default: all at once")
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K (else random prompts)")
     options = parsed(parser, DEFAULTS)
+    set_clock(parser, options)
     gpu = options.device == "cuda"
     options.prompt = options.prompt or (512 if options.quick else 2048)
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
@@ -100,12 +106,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for name, errors in verify(providers, problem, TOLERANCE[options.dtype]).items():
         rows[name] |= errors
     steps: dict[str, Any] = {name: step_of(provider) for name, provider in providers.items()}
-    for name, step in steps.items():
-        rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
     for name, samples in measure.interleaved(
         steps, options.device, options.budget, options.rounds
     ).items():
         rows[name] |= measure.spread(samples)
+    for name, step in steps.items():  # afterwards: the first step allocates Adam's moments
+        rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
     table = problem.samples
     return {
         **measure.header("GRPO step without rollout", options.device),
@@ -121,9 +127,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_model(options: argparse.Namespace) -> Any:
-    """A random start of the wanted size, on its device."""
+    """Return the pretrained model, or one with random weights, on its device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    dtype = getattr(torch, options.dtype)
+    if options.pretrained:
+        model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=dtype)
+        return model.to(options.device)
     fields = dict(TINY if options.model_config == "tiny" else KNOWN_MODELS[options.model_config])
     if options.layers:
         fields["num_hidden_layers"] = options.layers
@@ -131,37 +141,49 @@ def build_model(options: argparse.Namespace) -> Any:
     config = AutoConfig.for_model(**fields, **special)
     torch.manual_seed(0)
     with torch.device(options.device):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
-    """k-shot GSM8K prompts of at least `--prompt` tokens; random ids without the data."""
-    if options.device == "cpu" and Path(options.data).is_dir():
-        return k_shot_prompts(options.data, options.prompts, options.prompt, vocab)
+    """Return k-shot GSM8K prompts of at least `--prompt` tokens; random ids without the data."""
+    if (options.device == "cpu" or options.pretrained) and Path(options.data).is_dir():
+        encode = encoder(options, vocab)
+        texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
+        return list(itertools.islice(map(encode, texts), options.prompts))
     generator = torch.Generator().manual_seed(1)
     return torch.randint(2, vocab, (options.prompts, options.prompt), generator=generator).tolist()
 
 
-def k_shot_prompts(folder: str, count: int, tokens: int, vocab: int) -> list[list[int]]:
-    """Token ids of GSM8K questions after worked examples, each at least `tokens` long."""
+def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int]]:
+    """Return a function from text to token ids: the pretrained model's, or that of a small BPE."""
+    from transformers import AutoTokenizer
+
     from grpo_fast.data import load_examples
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
+    if options.pretrained:
+        tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
+    else:
+        data = SimpleNamespace(task="gsm8k", path=options.data, prompt_template="plain")
+        plain = load_examples(data, split="train", seed=0)[:1000]
+        tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
+    return lambda text: tokenizer(text)["input_ids"]
+
+
+def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
+    """Yield GSM8K questions after worked examples, each of at least so many tokens.
+
+    With 0 tokens there are no examples.
+    """
+    from grpo_fast.data import load_examples
+
     data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain")
-    plain = load_examples(data, split="train", seed=0)
-    tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain[:1000]], vocab)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    data.shots_tokens = tokens
-    examples = load_examples(
-        data, split="train", seed=0, count_tokens=lambda text: len(encode(text))
-    )
+    if tokens:
+        data.shots_tokens = tokens
     # The shots leave part of the budget free and the question comes on top: take those that end
     # above it.
-    encoded = (encode(str(example.prompt)) for example in examples)
-    return list(itertools.islice((ids for ids in encoded if len(ids) >= tokens), count))
+    texts = (str(e.prompt) for e in load_examples(data, split="train", seed=0, count_tokens=count))
+    return (text for text in texts if count(text) >= tokens)
 
 
 def verify(
@@ -208,8 +230,7 @@ def verify(
 
 
 def peak_bytes(step: Any, device: str) -> int:
-    """The most memory a warm step has allocated beyond what was there before it."""
-    step()
+    """Return the most memory that a warm step allocates beyond what was there before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -206,6 +206,11 @@ def test_a_script_writes_its_report_and_takes_the_common_options(name, capsys, t
         assert all(f" {part}" in shown for part in parts), shown
 
 
+def test_a_step_takes_a_pretrained_model(capsys):
+    assert command.main(["step", "--dry", "--model", "a/folder"]) == 0
+    assert " --model a/folder --group 4 " in capsys.readouterr().out
+
+
 def test_the_command_line_finds_the_checkout_or_says_so(tmp_path, monkeypatch):
     result = invoke("bench", "--help")
     assert result.exit_code == 0 and "--active" in result.output

@@ -66,6 +66,9 @@ def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_p
     assert "| advantages=rloo | 21.5 ± 0.58 | 3 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "compare.png").stat().st_size > 10_000
     assert cell([[{"step": 1, "reward": 2.0}]], "reward") == "2" and cell([[]], "reward") == "–"
+    judged = [[{"step": 0, "eval_reward": 1 + seed}, {"step": 9, "eval_reward": 4.0}]
+              for seed in (0.0, 1.0)]  # fmt: skip
+    assert cell(judged, "eval_reward") == "1.5 ± 0.5 → 4 ± 0"
 
 
 def test_a_line_per_setting_and_a_row_per_key(tmp_path, ran):

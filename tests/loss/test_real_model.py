@@ -1,0 +1,101 @@
+"""Accuracy on a pretrained model: hidden states and the LM head of SmolLM2-135M-Instruct.
+
+Random weights have small logits. A trained model has larger ones, and tokens that are nearly
+certain. `make test-real` installs the model and sets GRPO_FAST_REAL_MODEL to its folder. Without
+this variable the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_fast
+from grpo_fast.examples import capitals
+from tests import oracle_inputs
+from tests.loss_cases import BACKENDS, relative_l2
+
+FOLDER = os.environ.get("GRPO_FAST_REAL_MODEL")
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="`make test-real` installs the model")
+
+LOGPS_BAR = 3e-5  # nats; measured 1.6e-5 on an Intel Xeon (family 6, model 167), torch 2.6e-5
+# The relative error of a probability is the absolute error of its logp, about 1e-5 in fp32.
+GRADIENT_BAR = {torch.float32: 1e-5, torch.bfloat16: 3e-3}
+
+
+@pytest.fixture(scope="module")
+def real() -> SimpleNamespace:
+    """Hidden states of one chat and one answer in prose, the LM head and the target ids."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    question = {"role": "user", "content": "Why is the sky blue? Answer in two sentences."}
+    text = tokenizer.apply_chat_template([*capitals.EXAMPLE, question], tokenize=False)
+    text += (
+        "<|im_start|>assistant\nThe sky looks blue because air molecules scatter short wavelengths"
+        " more strongly than long ones. So 4 + 9 = 13 photons of 20 reach us sideways.<|im_end|>"
+    )
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    with torch.no_grad():
+        hidden = model.model(ids[None, :-1]).last_hidden_state[0]
+    assert len(ids) > 64 and hidden.shape[1] == 576
+    return SimpleNamespace(hidden=hidden, weight=model.lm_head.weight.detach(), ids=ids[1:])
+
+
+def cast(real: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return fresh copies of hidden states and weight that require grad."""
+    hidden = real.hidden.to(dtype, copy=True).requires_grad_()
+    weight = real.weight.to(dtype, copy=True).requires_grad_()
+    return hidden, weight
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logps_of_a_real_head_against_fp64(real, dtype, backend):
+    hidden, weight = cast(real, dtype)
+    logits = hidden.detach().double() @ weight.detach().double().T
+    exact, entropy64 = oracle_inputs.logps_and_entropy(logits, real.ids)
+    logps, entropy = grpo_fast.linear_logps(
+        hidden, weight, real.ids, return_entropy=True, backend=backend
+    )
+    plain = (hidden.detach() @ weight.detach().T).float().log_softmax(-1)
+    plain = plain.gather(1, real.ids[:, None])[:, 0]
+    error = float((logps.detach().double() - exact).abs().max())
+    error_of_torch = float((plain.double() - exact).abs().max())
+    print(f"largest error in nats: {error:.1e}, of torch {error_of_torch:.1e}")
+    assert error <= min(LOGPS_BAR, 2 * error_of_torch)
+    assert (entropy.detach().double() - entropy64).abs().max() <= LOGPS_BAR
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_real_head_against_fp64(real, dtype, backend):
+    hidden, weight = cast(real, dtype)
+    ids = real.ids
+    rows = len(ids)
+    noise = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        logps = grpo_fast.linear_logps(hidden, weight, ids, backend=backend)
+    # Keep the ratios inside of the clip bounds: at a bound, rounding would decide.
+    old = (logps - 0.11 * torch.randn(rows, generator=noise).clamp(-1, 1)).clamp(max=0)
+    advantages = torch.randn(rows, generator=noise)
+    out = grpo_fast.linear_grpo_loss(
+        hidden, weight, ids, advantages, grpo_fast.LossConfig("dapo"), old_logps=old,
+        cu_seqlens=torch.tensor([0, rows], dtype=torch.int32), backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    exact = oracle_inputs.oracle_from_hidden(
+        hidden.detach()[None], weight.detach(), ids[None], advantages[None], {"loss_type": "dapo"},
+        mask=torch.ones(1, rows, dtype=torch.bool), old=old[None],
+    )  # fmt: skip
+    errors = {
+        "hidden": relative_l2(hidden.grad, exact.hidden_grad[0]),
+        "weight": relative_l2(weight.grad, exact.weight_grad),
+    }
+    print("relative errors:", {name: f"{error:.1e}" for name, error in errors.items()})
+    assert max(errors.values()) <= GRADIENT_BAR[dtype], errors

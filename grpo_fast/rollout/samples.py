@@ -120,11 +120,7 @@ class Samples:
         return (self.cu_seqlens - self.rows).diff().tolist()
 
     def sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens of sample i.
-
-        Returns:
-            The token ids, (n,) int64, and a mask, (n,) bool, that is True for trained tokens.
-        """
+        """Return the token ids of sample i, (n,) int64, and a mask of trained tokens, (n,) bool."""
         part = slice(*self.cu_seqlens[i : i + 2].tolist())
         return self.ids[part], self.segment[part].bool()
 

@@ -3,7 +3,7 @@
 One attention function, registered with transformers, serves both phases of a rollout:
 
 - Prefill: the prompts are packed into one row without padding and use the attention kernels of
-  training. The cache stores their keys and values in one tensor (N, H_kv, L, D) for each layer.
+  training. For each layer, the cache stores the keys and the values as tensors (N, H_kv, L, D).
 - Decoding: the row holds B tokens, one of each completion. Each token attends to the prompt of its
   group and to the earlier tokens of its completion, with one softmax over both. The queries of a
   group share the prompt's keys in one matrix product. The completions' keys and values are written
@@ -151,14 +151,7 @@ class RolloutCache:
     def store_prompts(
         self, module: nn.Module, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> None:
-        """Store one layer's keys and values of the prompts that are packed in `layout`.
-
-        Args:
-            module: the layer's attention module.
-            key: (H_kv, T, D).
-            value: (H_kv, T, D).
-            settings: the layer's attention settings.
-        """
+        """Store one layer's keys and values, (H_kv, T, D) each, of the prompts in `layout`."""
         layer = self.layers.setdefault(module, Layer(settings))
         # Convert the keys: under autocast, RoPE returns fp32 keys, while values have 16 bits.
         layer.chunks.append((key.to(value.dtype), value))
@@ -256,12 +249,7 @@ class RolloutCache:
         return layer.prompts, layer.completions, *self.sizes, self.time, scale, window
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the newest keys and values of all completions to a layer.
-
-        Args:
-            layer: the layer.
-            k: (H_kv, B, D) newest keys.
-            v: (H_kv, B, D) newest values.
+        """Append the newest keys and values of the completions, (H_kv, B, D) each, to a layer.
 
         Returns:
             All keys and values of the completions, (B, H_kv, t + 1, D) each.
@@ -289,10 +277,7 @@ class RolloutCache:
         return (self.places >= self.ends) | (self.places <= now - window)
 
     def to_grid(self, x: Tensor) -> Tensor:
-        """Move completions, (B, H_kv, r, d), into the grid, (N, H_kv, G·r, d).
-
-        Grid cells without a completion are 0.
-        """
+        """Move completions, (B, H_kv, r, d), into a grid of zeros, (N, H_kv, G·r, d)."""
         if self.taken is not None:
             grid = x.new_zeros(len(self.counts) * self.seats, *x.shape[1:])
             x = grid.index_copy_(0, self.taken, x)

@@ -1,4 +1,4 @@
-"""Examples for training and evaluation: from files, from the hub, or generated."""
+"""Examples for training and evaluation, which are read from files or the hub, or generated."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def load_examples(
     - gsm8k, jsonl: `path` (a file or folder) or `name` (a hub id), and optionally `columns`,
       `prompt_template`, `system_prompt`, `chat`, `shots`, `shots_tokens`, `n_train`, `n_test`.
     - open: none. The prompts are listed in this package, and both splits are equal.
-    - traces: `path`, a file of recorded rollouts of agents. An example is the name of a task.
+    - traces: `path`, a file of recorded rollouts of agents. Each example stands for one task.
 
     Args:
         data: the section `data` of a configuration, or any object with these attributes.
-        split: "train" or "test". Test prompts are removed from the training split, unless it has
-            no other prompts.
-        seed: seed of the training split's order. The test split does not depend on it, so that runs
-            can be compared.
+        split: "train" or "test". If a prompt is in both splits, it is removed from the training
+            split, unless that split would then be empty.
+        seed: seed of the training split's order. The test split does not depend on the seed, so
+            that runs can be compared.
         count_tokens: returns the number of tokens of a text. Required by `shots_tokens`.
 
     Raises:
@@ -81,7 +81,7 @@ def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) ->
 
     Args:
         data: the section `data` of a configuration.
-        examples: examples of both splits, if they are loaded already.
+        examples: examples of both splits. None loads the examples.
     """
     if data.task in GENERATED:
         task: Any = load_examples(data, split="test", seed=0)

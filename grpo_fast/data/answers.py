@@ -1,13 +1,13 @@
 r"""Extraction of answers from texts, without eval and in time linear in the text's length.
 
-An answer is marked by `#### 18` (to the end of the line), `<answer>18</answer>` or `\boxed{18}`.
-The last mark counts. Text inside `<think>…</think>` is ignored, and so is text after a `<think>`
-that is never closed.
+A text marks its answer by `#### 18` (to the end of the line), `<answer>18</answer>` or
+`\boxed{18}`. If there are several marked answers, the last one counts. Text inside
+`<think>…</think>` is ignored, and so is text after a `<think>` that is never closed.
 
 A number has at most 32 ASCII digits, with or without commas between groups of three. It may have a
 sign, decimals, an exponent or a denominator. Currency signs, `%` and `*` at both ends, a colon or
-`=` in front, and a full stop at the end are ignored. These are equal: 18, 18.0, $18, +18 and `18.`;
-1,080 and 1080; 1/2 and 0.5; the minus signs `-` and U+2212.
+`=` in front, and a full stop at the end are ignored. For example, 18, 18.0, $18, +18 and `18.` are
+equal, and so are 1,080 and 1080, or 1/2 and 0.5. The minus sign may be `-` or U+2212.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HASHES = "####"
 TAG = "<answer>"
 BOXED = "\\boxed"
 MARKS = (HASHES, TAG, BOXED)
-USUAL_MARKS = (HASHES, TAG)  # for GSM8K: either mark counts if a prompt asks for one of them
+USUAL_MARKS = (HASHES, TAG)  # for GSM8K: accept either mark, whichever the prompt requests
 MAX_DIGITS = 32  # most digits of a number
 
 Number = Decimal | Fraction
@@ -31,7 +31,7 @@ _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
     rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
 )
-# In running text, a minus directly after a word or number is no sign: "10-18" ends in 18.
+# In running text, a minus directly after a word or number is not a sign: "10-18" ends in 18.
 _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![0-9A-Za-z).])-[$€£¥]?)?"
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
@@ -48,7 +48,10 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def parse_number(text: str) -> Number | None:
-    """Return the number that a text consists of, apart from decorations, or None."""
+    """Return the number that a text contains, or None if the text contains anything else.
+
+    Decorations such as currency signs and LaTeX are ignored, as the module's docstring describes.
+    """
     # 1. Remove LaTeX, currency signs, and one wrapper such as \boxed{…}.
     bare = text.replace("\u2212", "-")
     for latex, plain in _LATEX:
@@ -64,13 +67,13 @@ def parse_number(text: str) -> Number | None:
 
 
 def unwrapped(text: str) -> str:
-    r"""Return the content of a text of the form `\boxed{…}` or `\text{…}`, else the text."""
+    r"""Return the content of `\boxed{…}` or `\text{…}`, or the text itself if it has no wrapper."""
     found = _WRAPPER.fullmatch(text)
     return text if found is None else found[1]
 
 
 def final_part(text: str) -> str:
-    """Return the text after `</think>`, without a later `<think>` that is not closed."""
+    """Return the part of a text after `</think>` and before a later, unclosed `<think>`."""
     end = text.rfind("</think>")
     if (start := text.rfind("<think>")) > end:
         text = text[:start]
@@ -78,11 +81,11 @@ def final_part(text: str) -> str:
 
 
 def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
-    """Return the content of the last mark in a text, or None without a mark.
+    """Return the content of the last mark in a text, or None if the text has no mark.
 
     Args:
         text: the text.
-        marks: marks to look for, of MARKS.
+        marks: the kinds of marks to look for, a subset of MARKS.
     """
     found: list[tuple[int, str]] = []
     if HASHES in marks and (place := text.rfind(HASHES)) >= 0:
@@ -99,11 +102,11 @@ def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
 
 
 def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
-    """Return the number that is marked as the required format says, or None.
+    """Return the number that is marked in the required format, or None.
 
     Args:
         text: a completion.
-        marks: marks that the format allows. Empty means that the whole text is the answer.
+        marks: kinds of marks that the format allows. If empty, the whole text is the answer.
     """
     final = final_part(text)
     content = marked_content(final, marks) if marks else final
@@ -111,7 +114,7 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
 
 def extract_lenient(text: str) -> Number | None:
-    """Return the number after the last mark, or the last number in a text without a mark."""
+    """Return the number at the last mark such as `####`, or the last number if there is no mark."""
     final = final_part(text)
     content = marked_content(final)
     if content is not None:
@@ -125,10 +128,10 @@ def extract_lenient(text: str) -> Number | None:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    r"""Return the place and the content of the last \boxed{…} with balanced braces, or None."""
+    r"""Return the position and content of the last \boxed{…} with balanced braces, or None."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return None
-    opened: list[int] = []  # places of open boxes, and -1 for each other open brace
+    opened: list[int] = []  # start of each open box, and -1 for each other open brace
     last = None
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":

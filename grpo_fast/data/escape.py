@@ -1,4 +1,4 @@
-"""Escaping of text from models, files and rewards, because terminals obey control characters."""
+"""Escaping of untrusted text, so that it cannot send control sequences to a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
 def escape_control(text: str) -> str:
-    r"""Replace control, bidi and invisible characters, except \n and \t, by \x1b, \u202e, …."""
+    r"""Escape control, bidi and invisible characters except \n and \t, as in \x1b and \u202e."""
     hidden = {c for c in text if c not in "\n\t" and unicodedata.category(c) in _INVISIBLE}
     return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)
 
@@ -17,7 +17,7 @@ def escape_control(text: str) -> str:
 def reason(error: BaseException) -> str:
     """Return an exception's message in one line of bounded length, without torch's C++ frames.
 
-    The type is included unless it is a ValueError or OSError, whose messages are clear without it.
+    The type's name is included, except for ValueError and OSError, which are clear without it.
     """
     text = " ".join(str(error).partition("Exception raised from")[0].split())
     if not text or not isinstance(error, (ValueError, OSError)):

@@ -1,4 +1,4 @@
-"""The example that every data source returns, and the error that every source raises."""
+"""The common type of all examples, and the error that all data sources raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from grpo_fast.errors import require
 
-# Plain text, or chat messages for the tokenizer's chat template.
+# A prompt is plain text, or a list of chat messages for the tokenizer's chat template.
 Prompt = str | list[dict[str, str]]
 
 
@@ -18,10 +18,10 @@ class Example(NamedTuple):
 
     Attributes:
         prompt: text or chat messages for the policy.
-        answer: gold answer for the reward functions, or None without one.
+        answer: gold answer for the reward functions, or None.
         solution: gold text for supervised training (warm start), or None.
-        fields: all columns of the data set's row, for reward functions.
-        label: the unchanged answer of the row, of any type. None means `answer`.
+        fields: all columns of the example's row, for reward functions.
+        label: the row's answer before conversion, of any type. None means that it equals `answer`.
     """
 
     prompt: Prompt
@@ -32,7 +32,7 @@ class Example(NamedTuple):
 
 
 def words_of(example: Example) -> set[str]:
-    """Return all words of prompt, answer and solution."""
+    """Return all different words of an example's prompt, answer and solution."""
     prompt = example.prompt
     parts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     texts = [*parts, example.answer, example.solution]
@@ -40,11 +40,11 @@ def words_of(example: Example) -> set[str]:
 
 
 class DatasetError(ValueError):
-    """A data source cannot be used. The message names the file and line, or the argument."""
+    """A data source is missing or invalid. The message names the file and line, or the argument."""
 
 
 def need(fits: Any, where: str, expected: str, came: Any) -> None:
-    """Raise a DatasetError unless `fits`, with the place, the expected and the actual value."""
+    """Raise a DatasetError with the location and the expected and actual value unless `fits`."""
     require(fits, where, expected, came, DatasetError)
 
 
@@ -52,7 +52,7 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence of `length` items, each computed when it is read."""
+    """A sequence of `length` items. Each item is computed when it is read."""
 
     length: int
 
@@ -69,6 +69,6 @@ class LazySequence(Sequence[Item]):
 
 
 class DataSource(Protocol):
-    """An object with the attributes that `load_examples` lists."""
+    """Any object with the attributes that the docstring of `load_examples` lists."""
 
     task: Any

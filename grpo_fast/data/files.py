@@ -1,4 +1,4 @@
-"""Examples from a file, a folder or a hub dataset: GSM8K, or any prompts with answers."""
+"""Examples from a file, a folder or a hub dataset, in GSM8K's or a general format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = (
 
 
 class Survey(NamedTuple):
-    """Both splits of a source, and sentences about them for the log."""
+    """Both splits of a source, and notes about them for the log."""
 
     train: list[Example]
     test: list[Example]
@@ -36,7 +36,7 @@ class Survey(NamedTuple):
 def load_file_examples(
     data: DataSource, *, split: str, seed: int, count_tokens: Callable[[str], int] | None = None
 ) -> Sequence[Example]:
-    """Return one split of a file, a folder or a hub dataset. See `load_examples`."""
+    """Return the examples of one split of a file, folder or hub dataset. See `load_examples`."""
     # 1. Read both splits, and check that there are enough examples.
     settings = _settings(data)
     form = _form(settings)
@@ -48,7 +48,7 @@ def load_file_examples(
         log.warning("data: %s", note)
     need(shots <= len(train), "data.shots", f"at most the {len(train)} training examples", shots)
     need(test, "data", f"at least one test example in {source}", "none")
-    # 2. Select examples. The first `shots` training examples become worked examples.
+    # 2. Select examples. The first `shots` training examples become worked examples in prompts.
     if split == "test":
         chosen = test[: settings.n_test]
     else:
@@ -64,7 +64,7 @@ def load_file_examples(
         why = "the examples are counted in tokens; pass a function"
         raise conflict("count_tokens=None", f"data.shots_tokens={settings.shots_tokens}", why)
     pool = [e for e in train if isinstance(e.prompt, str)]
-    # The test split's worked examples must not depend on the run's seed.
+    # The worked examples of test prompts must not depend on the run's seed.
     draws = seed if split == "train" else "test"
     return ShotPrompts(
         chosen, pool, form, budget=settings.shots_tokens, count_tokens=count_tokens, seed=draws
@@ -88,11 +88,11 @@ def read_examples(path: str | Path, *, data: DataSource | None = None) -> list[E
 def survey(data: DataSource, needs_train: bool = True) -> Survey:
     """Read both splits of a source, without a prompt template.
 
-    If the source has no test split, some rows are held out. They do not depend on the run's seed.
+    If the source has no test split, some rows are held out. The choice is the same for all seeds.
 
     Args:
         data: a config with `task`, `path` or `name`, `columns` and `n_test`.
-        needs_train: False skips the training split if the source has a test split.
+        needs_train: False skips reading the training split if the source has a test split.
     """
     # 1. Find the splits.
     settings = _settings(data)
@@ -111,7 +111,7 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
             places.append(where)
         return examples
 
-    # 2. Read them. Without a test split, hold out some rows.
+    # 2. Read the splits. If there is no test split, hold out some rows.
     if test_name is None:
         every = parsed(splits[train_name]())
         notes = _unusual_answers(every, places)
@@ -120,7 +120,7 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
         train = parsed(splits[train_name]()) if needs_train else []
         test = parsed(splits[test_name]())
         notes = _unusual_answers([*train, *test], places)
-    # 3. Remove test prompts from the training split, unless it has no others.
+    # 3. Remove test prompts from the training split, unless the split would become empty.
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
     if train and not different:
@@ -132,7 +132,7 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
 
 
 def _settings(data: DataSource | None) -> Any:
-    """Return the settings of file sources, with None for missing ones."""
+    """Return the settings of file sources. A missing setting is None."""
     return SimpleNamespace(**{name: getattr(data, name, None) for name in SETTINGS})
 
 
@@ -141,7 +141,7 @@ def _form(settings: Any) -> Form:
 
 
 def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
-    """Return a note if some gold answers are numbers and some are not."""
+    """Return a note for the log if only some of the gold answers are numbers."""
     with_answer = [(e, p) for e, p in zip(examples, places, strict=True) if e.answer is not None]
     unusual = [(e, p) for e, p in with_answer if parse_number(str(e.answer)) is None]
     if not unusual or len(unusual) == len(with_answer):
@@ -155,7 +155,7 @@ def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
 def _hold_out(
     examples: list[Example], n_test: int | None, source: Any
 ) -> tuple[list[Example], list[Example]]:
-    """Split examples into training and test examples: a tenth for testing, or `n_test`."""
+    """Hold out `n_test` examples for testing, by default a tenth of them."""
     count = max(1, len(examples) // 10) if n_test is None else n_test
     expected = f"at most the {len(examples)} lines of {source}"
     need(count <= len(examples), "data.n_test", expected, count)

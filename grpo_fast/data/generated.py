@@ -1,7 +1,7 @@
-"""Tasks that need no download: sorting symbols, adding two numbers, or open prompts.
+"""Tasks whose data needs no download: sorting symbols, adding two numbers, and open prompts.
 
-For sorting and adding, training example i depends only on (seed, i). Test prompts do not depend on
-the run's seed.
+In the sorting and adding tasks, training example i depends only on (seed, i). The test prompts do
+not depend on the run's seed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ HELD_OUT_SEED = "grpo_fast held-out prompts"
 class GeneratedTask(LazySequence[Example]):
     """Base class for one split of a generated task.
 
-    Test prompts are not trained, unless the task has no other prompts.
+    Test prompts are excluded from training, unless they are all prompts of the task.
 
     Args:
         split: "train" or "test".
         seed: seed of the training examples.
         n_train: number of training examples.
-        n_test: number of test prompts. None takes 256, or half of all prompts if that is less.
+        n_test: number of test prompts. By default 256, or half of all prompts if that is less.
 
     Raises:
         DatasetError: the task has fewer than `n_test` different prompts.
@@ -53,20 +53,20 @@ class GeneratedTask(LazySequence[Example]):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> tuple[int, ...]:
-        """Return a random prompt, as the numbers in it."""
+        """Draw a random prompt and return the numbers that it contains."""
 
     @abstractmethod
     def space_size(self) -> int:
-        """Return the number of different prompts."""
+        """Return the number of different prompts that the task can generate."""
 
     @abstractmethod
     def render(self, content: tuple[int, ...]) -> Example:
-        """Return the example for the numbers of a prompt."""
+        """Return the example whose prompt contains these numbers."""
 
     def make(self, index: int) -> Example:
         if self.split == "test":
             return self.render(self.test_prompts[index])
-        # Random hashes a string seed by SHA-512. `hash()` would differ between processes.
+        # Random hashes a string seed with SHA-512, which gives the same result in every process.
         rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
@@ -75,11 +75,11 @@ class GeneratedTask(LazySequence[Example]):
 
 
 class SortTask(GeneratedTask):
-    """Sorting task of the CS336 lecture: `3 1 2 =` has the answer `1 2 3`.
+    """Sorting task from the CS336 lecture. For example, `3 1 2 =` has the answer `1 2 3`.
 
     Args:
         digits: number of symbols of a prompt.
-        symbols: number of different symbols: 0 to symbols - 1, one token each.
+        symbols: number of different symbols. The symbols are 0 to symbols - 1, one token each.
         **split: arguments of `GeneratedTask`.
     """
 
@@ -107,10 +107,10 @@ class SortTask(GeneratedTask):
 
 
 class ArithmeticTask(GeneratedTask):
-    """Addition of two numbers: `1 7 + 5 =` has the answer `2 2`, with one token per digit.
+    """Addition of two numbers, one token per digit. `1 7 + 5 =` has the answer `2 2`.
 
     Args:
-        digits: most digits of a number.
+        digits: largest number of digits of each summand.
         **split: arguments of `GeneratedTask`.
     """
 
@@ -151,5 +151,5 @@ OPEN = (
 
 
 def open_examples() -> list[Example]:
-    """Return the prompts of the task `open`, which have no answers."""
+    """Return the examples of the task `open`. They have prompts, but no answers."""
     return [Example(prompt, answer=None, solution=None) for prompt in OPEN]

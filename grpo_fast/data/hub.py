@@ -1,4 +1,4 @@
-"""Checks before loading: whether the hub is reachable, and whether a model folder is safe."""
+"""Checks that the hub is reachable and that a model's files are safe to load."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_LAYERS = 10_000
 
 @functools.cache
 def is_offline() -> bool:
-    """Return whether the hub is unreachable, and if so, switch its clients to offline mode.
+    """Return whether the hub is unreachable. If it is, switch its clients to offline mode.
 
-    The result is cached. Without this check, the hub's clients would retry for half a minute. If
-    the environment has a proxy, nothing is checked and the result is False.
+    Without this check, the hub's clients would retry for half a minute. If the environment has a
+    proxy, no connection is tried and the result is False. The result is cached.
     """
     from huggingface_hub import constants
 
@@ -37,11 +37,11 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        # Libraries that are imported later read the environment. Others have read it already: set
-        # their constants.
+        # Libraries that are imported later read the environment variable. Libraries that are
+        # already imported have read it before, so set their constants.
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-        # If `datasets` is not imported yet, it will read the environment later.
+        # If `datasets` is not imported yet, it will read the environment variable on import.
         if settings := sys.modules.get("datasets.config"):
             vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         return True
@@ -52,11 +52,12 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
     """Check the fields of a model's config.json, including nested ones.
 
     Args:
-        fields: the fields.
-        allow_code: True allows kernels from the hub, which are code.
+            fields: the fields.
+            allow_code: True allows attention kernels from the hub, which are code.
 
-    Raises:
-        ValueError: too many layers, which would fill the memory, or a kernel from the hub.
+        Raises:
+            ValueError: the model has so many layers that they would fill the memory, or a field
+                names a kernel from the hub.
     """
     for name, value in fields.items():
         if name in LAYERS and isinstance(value, int):
@@ -71,8 +72,8 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
     """Return the checked fields of a model's config.json. See `check_fields`.
 
     Raises:
-        ValueError: a field is refused.
-        OSError: transformers finds no model.
+        ValueError: a field is not allowed.
+        OSError: transformers finds no model at the path.
     """
     from transformers import PreTrainedConfig
 
@@ -82,7 +83,7 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
 
 
 def check_files(path: str) -> None:
-    """Raise a ValueError if a model's folder has a file, such as a pipe, that may never end."""
+    """Raise a ValueError if a model folder has special files, such as pipes, that block reads."""
     if not Path(path).exists():
         is_offline()
     for file in Path(path).glob("*"):

@@ -1,4 +1,4 @@
-"""The form of a prompt: template, chat messages, and worked examples before the question."""
+"""Construction of prompts from a template, chat settings and worked examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Form(NamedTuple):
     Attributes:
         template: text that contains `{question}`.
         system: system message, or None.
-        chat: True sends the text as a user's chat message.
+        chat: True puts the text into a chat message with the role "user".
     """
 
     template: str
@@ -36,7 +36,7 @@ class Form(NamedTuple):
         Args:
             template: a key of PROMPT_TEMPLATES, a text with `{question}`, or None for no template.
             system: system message, or None.
-            chat: True sends the text as a user's chat message.
+            chat: True puts the text into a chat message with the role "user".
         """
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
@@ -44,27 +44,27 @@ class Form(NamedTuple):
         return cls(text, system, chat)
 
     def fill(self, question: str) -> str:
-        """Insert a question into the template. Other braces stay as they are."""
+        """Insert a question into the template. Other braces in the template are kept."""
         return self.template.replace("{question}", question)
 
     def shot(self, example: Example) -> str:
-        """Return a worked example: the question in this form, with its solution."""
+        """Return the text of a worked example, with the solution after the filled template."""
         worked = example.solution or example.answer
         question = repr(str(example.prompt)[:60])
         need(worked is not None, "data.shots", "an answer to every shot", f"none to {question}")
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def apply(self, example: Example, prefix: str = "") -> Example:
-        """Return the example with its prompt in this form.
+        """Return the example with its prompt built from the template and chat settings.
 
-        A prompt of chat messages receives the system message unless it has one.
+        If the prompt already is a list of chat messages, only a missing system message is added.
 
         Args:
-            example: an example whose prompt is a question, or chat messages.
-            prefix: worked examples to place before the question.
+            example: an example whose prompt is a question or chat messages.
+            prefix: worked examples to insert before the question.
 
         Raises:
-            DatasetError: the prompt is chat messages, but the form has a template or a prefix.
+            DatasetError: the prompt is chat messages, but there is a template or a prefix.
         """
         if not isinstance(example.prompt, str):
             came = "rows of messages"
@@ -85,7 +85,7 @@ class Form(NamedTuple):
 
 
 def in_chat(example: Example) -> Example:
-    """Return the example with a text prompt as a user's chat message."""
+    """Return the example with a text prompt converted to a chat message of the user."""
     if not isinstance(example.prompt, str):
         return example
     return example._replace(prompt=[{"role": "user", "content": example.prompt}])
@@ -95,18 +95,19 @@ class ShotPrompts(LazySequence[Example]):
     """Examples whose prompts begin with worked examples (shots), chosen at random.
 
     The shots of example i depend only on (seed, i). The example's question is not among its shots,
-    and no question occurs twice. Questions are compared without case and blanks.
+    and no question occurs twice. Questions that differ only in case and whitespace are equal.
 
     Args:
         examples: the examples to extend.
         pool: the worked examples to choose from, all from the training split.
         form: the form of prompts and shots.
-        budget: most tokens of all shots of a prompt. The first shot that does not fit ends them.
+        budget: largest number of tokens of all shots of a prompt. Shots are drawn until one does
+            not fit.
         count_tokens: returns the number of tokens of a text.
         seed: seed of the choice.
 
     Raises:
-        DatasetError: none of the shortest shots fits into the budget, or the pool is empty.
+        DatasetError: the pool is empty, or even its shortest shots do not fit into the budget.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ShotPrompts(LazySequence[Example]):
         return self.form.apply(self.examples[index], prefix)
 
     def shots(self, index: int) -> list[int]:
-        """Return the pool indices of an example's shots, in the order of the prompt."""
+        """Return the pool indices of an example's shots, in the order in which they appear."""
         chosen: list[int] = []
         seen = {question_key(self.examples[index].prompt)}
         room = self.budget
@@ -154,6 +155,6 @@ class ShotPrompts(LazySequence[Example]):
 
 
 def question_key(prompt: Prompt) -> str:
-    """Return a question without case and blanks, for comparison."""
+    """Return a question without case and whitespace, so that equal questions compare equal."""
     text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
     return "".join(text.split()).casefold()

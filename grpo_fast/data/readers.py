@@ -1,4 +1,4 @@
-"""Rows of data sets in files, folders and on the hub, each with its place for error messages."""
+"""Readers of files, folders and hub datasets. Each row comes with its location for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_fast.data import hub
 from grpo_fast.data.escape import reason
 from grpo_fast.data.example import DatasetError
 
-Rows = Iterator[tuple[str, Any]]  # (place such as "file:line", fields)
+Rows = Iterator[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
 
 LINES = (".jsonl", ".ndjson")
@@ -27,7 +27,7 @@ TEST_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 
 
 def is_local(source: str) -> bool:
-    """Return whether a source is a file or folder, not a hub id of the form owner/name."""
+    """Return whether a source is a file or folder rather than a hub id (owner/name)."""
     owner, _, name = source.partition("/")
     is_id = owner and name and "/" not in name and not owner.startswith((".", "~"))
     is_file = source.removesuffix(".gz").endswith(FORMATS)
@@ -37,8 +37,8 @@ def is_local(source: str) -> bool:
 def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
-    A file is the split "train". If its name contains "train", the file with "test" in its place is
-    the split "test", if it exists.
+    A file is the split "train". If its name contains "train" and there is a file whose name has
+    "test" instead, that file is the split "test".
 
     Raises:
         DatasetError: the path does not exist, or the folder has no data.
@@ -79,7 +79,7 @@ def hub_splits(name: str) -> Splits:
 
 
 def read_file(path: Path) -> Rows:
-    """Yield the rows of a file, whose format follows from its ending.
+    """Yield the rows of a file. The file's ending determines the format.
 
     Raises:
         DatasetError: the file is damaged or empty.
@@ -103,7 +103,7 @@ def read_file(path: Path) -> Rows:
 
 
 def read_jsonl(path: Path) -> Rows:
-    """Yield the JSON objects of a file with one object per line. Blank lines are skipped.
+    """Yield the objects of a file with one JSON object per line. Blank lines are skipped.
 
     Raises:
         DatasetError: the file does not exist, or a line is not JSON.
@@ -119,7 +119,7 @@ def read_jsonl(path: Path) -> Rows:
 
 
 def _read_json(path: Path) -> Rows:
-    """Yield the entries of a JSON list, or of the only list in an object, or of JSON lines."""
+    """Yield the rows of a JSON file, which holds a list, an object with one list, or JSON lines."""
     with _open(path) as file:
         raw = file.read().removeprefix(BOM_UTF8)
     try:
@@ -164,7 +164,7 @@ def _parse_json(where: str, raw: bytes) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a dict from JSON keys and values. Refuse repeated keys, which json would accept."""
+    """Build a dict from JSON keys and values. Raise a ValueError if a key is repeated."""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
@@ -174,7 +174,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Splits:
-    """Return the splits that a function of the package `datasets` loads."""
+    """Return the splits that a function of the package `datasets` loads.
+
+    Args:
+        source: the path or hub id, for error messages.
+        function: name of the function.
+        *arguments: positional arguments of the function.
+        **options: keyword arguments of the function.
+    """
     is_hub = function == "load_dataset" and not os.path.exists(source)
     key = "data.name" if is_hub else "data.path"
     try:
@@ -194,7 +201,7 @@ def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Sp
 
     def rows(split: str) -> Rows:
         for index, fields in enumerate(every[split], start=1):
-            # Convert dates and bytes to text: rewards in worker processes receive JSON.
+            # Convert dates and bytes to text, because worker processes receive the fields as JSON.
             yield f"{source}[{split}]:{index}", json.loads(json.dumps(fields, default=str))
 
     return {split: functools.partial(rows, split) for split in every}

@@ -1,4 +1,4 @@
-"""Conversion of a data set's row to an example, with the usual names of its columns."""
+"""Conversion of a data set's row to an example, using common column names."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from grpo_fast.errors import require
 
 PROMPTS = ("prompt", "question", "problem", "query", "messages")
 VERLS_ANSWER = "reward_model.ground_truth"
-ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)  # without these, a solution with a mark
+ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)  # otherwise a solution with a marked answer
 ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-# Half of a UTF-16 pair. JSON can contain one, but tokenizers refuse it.
+# Half of a UTF-16 surrogate pair. JSON can contain one, but tokenizers refuse it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_record(
     where: str, fields: Any, gsm8k: bool, columns: Mapping[str, str] | None = None
 ) -> Example:
-    """Return the example in a row. Its `fields` are all columns except `prompt`.
+    """Convert a row to an example. The example's `fields` are all columns except `prompt`.
 
     Args:
-        where: the row's place, for error messages.
+        where: the row's location, for error messages.
         fields: the row's columns.
         gsm8k: True requires that every answer ends with `#### <number>`.
         columns: names of the columns for `prompt`, `answer` and `solution`. A dot selects a key
@@ -46,7 +46,7 @@ def parse_record(
     Raises:
         DatasetError: the row has no prompt, or a value of the wrong type.
     """
-    # 1. Find prompt, answer and solution.
+    # 1. Find the prompt, the answer and the solution.
     need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     given = dict(columns or {})
     name = _find(fields, [given["prompt"]] if "prompt" in given else PROMPTS)
@@ -61,8 +61,8 @@ def parse_record(
     solution = _value(fields, given.get("solution", "solution"))
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
-    # 2. Take the answer from the last message of a row for supervised training. A column `prompt`
-    #    may also end with a message of the assistant, which the completion continues.
+    # 2. In a row for supervised training, use the last message as the answer. In a column
+    #    `prompt`, a last message of the assistant may be a prefix for the completion instead.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         if name == "messages" or (answer is None and name != "prompt"):
             reply = prompt.pop()["content"]
@@ -84,7 +84,7 @@ def parse_record(
     need(fits, where, "a text in field 'solution'", type(solution).__name__)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     need(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
-    # 4. Extract the gold answer from a worked solution.
+    # 4. Extract the gold answer from a solution in words.
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if answer is None:
         return Example(prompt, None, solution, others, label)
@@ -97,10 +97,10 @@ def parse_record(
 
 
 def read_gold(answer: str) -> str:
-    r"""Return a gold answer without the text around it.
+    r"""Extract the gold answer from a text.
 
-    If the text has a marked number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`), return
-    this number. If it has any text in `<answer>` or `\boxed`, return that text. Otherwise return
+    If the text marks a number (`#### $1,080`, `<answer>18</answer>`, `\boxed{18}`), return the
+    number. Otherwise return the content of `<answer>` or `\boxed`, if present. Otherwise return
     the whole text, because `####` without a number may be a heading.
     """
     content = marked_content(answer)
@@ -130,7 +130,7 @@ def gold_answer(solution: str) -> str:
 
 
 def strip_calculator(solution: str) -> str:
-    """Return a GSM8K solution without calculator notes such as `<<48/2=24>>`."""
+    """Return a GSM8K solution without calculator annotations such as `<<48/2=24>>`."""
     return _CALCULATOR.sub("", solution).strip()
 
 
@@ -140,12 +140,12 @@ def _plain(number: Number) -> str:
 
 
 def _find(fields: Mapping[str, Any], names: Any) -> str | None:
-    """Return the first of these column names that has a value in the row, or None."""
+    """Return the first column name that has a value in the row, or None."""
     return next((name for name in names if _value(fields, name) is not None), None)
 
 
 def _value(fields: Any, name: str) -> Any:
-    """Return the value of a column, or of a key inside a column (`a.b`), or None."""
+    """Return the value of a column, or of a key inside a column (`a.b`). None if missing."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
     column, _, key = name.partition(".")
@@ -154,9 +154,10 @@ def _value(fields: Any, name: str) -> Any:
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
-    """Return a prompt of text or chat messages. Text parts of a message are joined.
+    """Validate a prompt of text or chat messages and return it.
 
-    Tables may contain chat messages as JSON text.
+    Chat messages may also be given as JSON text, as in tables. If a message's content is a list of
+    text parts, the parts are joined.
     """
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         with contextlib.suppress(ValueError):
@@ -174,7 +175,7 @@ def _prompt_of(value: Any, where: str) -> Prompt:
             parts[-1] = "".join(texts) if are_all else None
         are_texts = all(isinstance(part, str) for part in parts)
         need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
-        # Tables fill missing keys, such as tool_calls, with None.
+        # Tables fill missing keys, such as tool_calls, with None. Remove these keys.
         present = {key: item for key, item in message.items() if item is not None}
         messages.append({**present, "content": parts[-1]})
     return messages

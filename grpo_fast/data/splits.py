@@ -1,4 +1,4 @@
-"""Training and test examples of a run, read once."""
+"""Training and test examples of a run. They are loaded only once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from grpo_fast.data import FILES, TRACES, Example, load_examples, task_symbols
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template, token_counter
 
-GENERATED_SAMPLE = 256  # generated examples that a fingerprint covers
+GENERATED_SAMPLE = 256  # number of generated examples that a fingerprint includes
 
 
 class Splits:
-    """Both splits of a data set.
+    """The training and test examples of a data set.
 
     Args:
         data: the section `data` of a configuration. See `load_examples`.
         seed: seed of the training split's order.
-        tokenizer: counts the tokens for `data.shots_tokens`. Without a tokenizer, questions have no
-            worked examples.
+        tokenizer: counts the tokens for `data.shots_tokens`. Without a tokenizer, no worked
+            examples are added.
     """
 
     def __init__(self, data: Any, seed: int, tokenizer: Any = None) -> None:
@@ -36,10 +36,10 @@ class Splits:
         self.test = load_examples(data, split="test", seed=seed, count_tokens=count)
 
     def for_tokenizer(self, tokenizer: Any) -> Splits:
-        """Return the splits with prompts for this tokenizer's model.
+        """Return the splits with prompts in the format of this tokenizer's model.
 
-        Questions from a file become chat messages if the tokenizer has a chat template, unless
-        `data.chat` says otherwise.
+        If `data.chat` is None and the tokenizer has a chat template, questions from a file become
+        chat messages.
         """
         splits = copy.copy(self)
         splits.data = self.data.model_copy(update={"chat": asks_in_chat(self.data, tokenizer)})
@@ -49,32 +49,34 @@ class Splits:
         return splits
 
     def with_shots(self, tokenizer: Any) -> Splits:
-        """Return the splits with worked examples before each question, if `shots_tokens` is set."""
+        """Return the splits with worked examples before each question if `shots_tokens` is set."""
         return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
 
     @property
     def listed(self) -> Sequence[Example]:
-        """The training examples to check before a run: all of a file, or one of a generated task.
+        """The training examples to check before a run.
 
-        Empty for recorded rollouts, whose examples are names of tasks and not prompts.
+        These are all examples of a file, or one example of a generated task. The list is empty for
+        recorded rollouts, whose examples contain task names instead of prompts.
         """
         if self.data.task == TRACES:
             return []
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:
-        """Return all words of the examples, for a tokenizer of symbols."""
+        """Return all different words of the examples, for `build_symbol_tokenizer`."""
         return task_symbols(self.data, itertools.chain(self.train, self.test))
 
     def fingerprints(self) -> dict[str, str]:
-        """Return a hash of the examples of each split, with the keys `data.train`, `data.test`."""
+        """Return a hash of each split's examples, under the keys `data.train` and `data.test`."""
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
 
 
 def asks_in_chat(data: Any, tokenizer: Any) -> bool:
     """Return whether questions become chat messages.
 
-    `data.chat` decides. If it is None, the tokenizer decides by its chat template.
+    The setting `data.chat` determines this. If it is None, questions from a file become chat
+    messages if the tokenizer has a chat template.
     """
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)

@@ -15,20 +15,20 @@ PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
 BYTE_ALPHABET = 256
 
-# A chat template without roles, which writes each message on a line. Recipes for chat models need
-# some template, and with this one they run with tokenizers of this module.
+# Chat template without roles that writes each message on a line. With this template, recipes for
+# chat models also run with the tokenizers of this module.
 PLAIN_CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
 def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer. It can encode any text, and each digit is a token.
+    """Train a byte-level BPE tokenizer, which can encode any text and splits numbers into digits.
 
-    Equal texts give equal tokenizers. The ids of `<|pad|>` and `<|eos|>` are 0 and 1, padding is on
-    the left, and the chat template has no roles.
+    Training is deterministic. The ids of `<|pad|>` and `<|eos|>` are 0 and 1, padding is on the
+    left, and the chat template has no roles.
 
     Args:
         texts: the training texts.
-        vocab_size: number of tokens, including 256 bytes, pad and EOS; at least 258.
+        vocab_size: number of tokens, including 256 bytes, pad and EOS. It must be at least 258.
 
     Raises:
         ValueError: `vocab_size` is too small.
@@ -42,7 +42,7 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    # Sort the alphabet: its order differs between processes, and the ids follow the order.
+    # Sort the alphabet. Otherwise the order, and with it the ids, would differ between processes.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD_TOKEN, EOS_TOKEN],
@@ -54,16 +54,16 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
 
 
 def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per symbol. Texts are symbols separated by blanks.
+    """Build a tokenizer with one token per symbol. Texts are symbols separated by whitespace.
 
     The ids of `<|pad|>` and `<|eos|>` are 0 and 1, and the id of symbols[i] is 2 + i. Padding is on
     the left. Encoding an unknown symbol raises an error.
 
     Args:
-        symbols: different words without blanks.
+        symbols: different words without whitespace.
 
     Raises:
-        ValueError: a symbol is empty, has a blank, or occurs twice.
+        ValueError: a symbol is empty, contains whitespace, or occurs twice.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""Messages of recorded traces: their tokens, log-probabilities, supports and experts, checked."""
+"""Validation of messages in recorded traces: tokens, log-probabilities, supports and experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Node(NamedTuple):
-    """One checked message. `logps` and `advantages` have an entry for each sampled token."""
+    """One checked message. `logps` and `advantages` have one entry for each sampled token."""
 
     parent: int | None
     ids: list[int]
@@ -30,16 +30,16 @@ class Node(NamedTuple):
 
 
 def read_node(name: str, node: Mapping[str, Any]) -> Node:
-    """Return a message of a trace, after checks of all its fields.
+    """Check all fields of a trace's message and return them as a `Node`.
 
     Args:
-        name: the message's place, for error messages.
-        node: its fields in verifiers' format.
+        name: location of the message, for error messages.
+        node: fields of the message in the format of verifiers.
 
     Raises:
         DatasetError: a field has a wrong type, length or value.
     """
-    # 1. Check the tokens, and find those that were sampled.
+    # 1. Check the tokens, and find the sampled tokens.
     ids = node.get("token_ids") or []
     mask = node.get("mask") or []
     need(ids, f"{name}.token_ids", "the tokens of the message", "none: it cannot be trained on")
@@ -58,7 +58,7 @@ def read_node(name: str, node: Mapping[str, Any]) -> Node:
     expected = f"log-probabilities of sampled tokens, above {LEAST_LOGP:g} and at most 0"
     _each(f"{name}.logprobs", logps, expected, lambda x: is_number(x) and LEAST_LOGP < x <= 0)
     _each(f"{name}.advantages", advantages or (), "numbers that fp32 holds", is_number)
-    # 3. Read the support of the sampled tokens, and hash the experts of all tokens.
+    # 3. Read the support of the sampled tokens, and hash the chosen experts of all tokens.
     support = node.get("sampling_mask")
     if support is not None:
         sampled_ids = torch.tensor(sampled, dtype=torch.int64)
@@ -73,20 +73,25 @@ def read_node(name: str, node: Mapping[str, Any]) -> Node:
 
 
 def is_number(x: Any) -> bool:
-    """Return whether x is an int or float, not a bool, that fp32 can represent."""
+    """Return whether x is an int or float (not a bool) that is finite in fp32."""
     return type(x) in (int, float) and abs(x) <= FP32_MAX
 
 
 def _each(name: str, values: Sequence[Any], expected: str, holds: Callable[[Any], bool]) -> None:
-    """Raise a DatasetError for the first value for which `holds` is False."""
+    """Raise a DatasetError for the first value that does not satisfy `holds`."""
     for x in values:
         if not holds(x):
             raise DatasetError(f"{name}: expected {expected}, got {reprlib.repr(x)}")
 
 
 def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids of each sampled token's support, and their numbers. 0 means no truncation."""
-    # 1. Read two vectors of integers.
+    """Check the recorded support of a message's sampled tokens.
+
+    Returns:
+        The ids of all supports, (nnz,) int32, and the number of ids for each token, int64. The
+        number is 0 for tokens that were sampled without truncation.
+    """
+    # 1. Read the ids and counts, which must be vectors of integers.
     parts = []
     for field in ("ids", "counts"):
         x = _array(value[field])
@@ -108,7 +113,7 @@ def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tens
 
 
 def _array(value: Any) -> Tensor:
-    """Return an array, or its encoded form (dtype, shape, bytes), as a tensor."""
+    """Return a tensor with the values of an array, or of its encoded form (dtype, data)."""
     if isinstance(value, Mapping):
         return torch.frombuffer(bytearray(value["data"]), dtype=DTYPES[value["dtype"]])
     return torch.as_tensor(value)

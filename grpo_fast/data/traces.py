@@ -1,8 +1,8 @@
-"""Recorded rollouts of agents: traces in the format of verifiers 0.4 (schema version 1).
+"""Recorded rollouts of agents, as traces in the format of verifiers 0.4 (schema version 1).
 
 A trace is a tree of messages with their tokens. Each path from the root to a leaf is a branch, and
-each branch becomes a sample. A sampled message that several branches contain is trained in one of
-them only.
+each branch becomes a sample. If several branches contain a sampled message, only the first of them
+trains it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_fast.data.example import DatasetError, Example, need
 from grpo_fast.data.readers import read_jsonl
 from grpo_fast.data.trace_nodes import Node, is_number, read_node
 
-VERSION = 1  # of the schema
+VERSION = 1  # version of the schema
 
 
 class Branch(NamedTuple):
@@ -32,10 +32,10 @@ class Branch(NamedTuple):
         trained: (n,) bool, True for the r tokens that are trained in this branch.
         logps: (r,) fp32, log-probabilities that the sampler reported.
         advantages: (r,) fp32, or None if the trace has no advantages.
-        support: (nnz,) int32 ids that the sampler's truncation kept, token after token, and (r,)
-            int64 how many of them each token has. None if nothing was recorded.
-        routes: (n,) int64, a hash of the experts that were recorded for a message, else 0. Tokens
-            with different hashes are not shared between branches.
+        support: None if nothing was recorded. Otherwise the ids that the sampler's truncation kept,
+            token after token, (nnz,) int32, and the number of ids for each token, (r,) int64.
+        routes: (n,) int64, a hash of the experts that were recorded for the token's message, or 0.
+            Tokens with different hashes are not shared between branches.
     """
 
     ids: Tensor
@@ -50,7 +50,7 @@ class RecordedTrace(NamedTuple):
     """One recorded rollout of an agent.
 
     Attributes:
-        task: name of the task. Rollouts of one task form a group.
+        task: name of the task. All rollouts of a task form a group.
         reward: weighted sum of the recorded rewards, or None.
         branches: the branches with trained tokens.
     """
@@ -61,7 +61,7 @@ class RecordedTrace(NamedTuple):
 
 
 def load_traces(path: str | Path) -> list[RecordedTrace]:
-    """Return the traces of a file of JSON lines, or of all `.jsonl` files in a folder.
+    """Return the traces of a JSON lines file, or of all `.jsonl` files in a folder.
 
     Raises:
         DatasetError: there is no trace, a line is not a trace, or two different traces have the
@@ -74,10 +74,10 @@ def load_traces(path: str | Path) -> list[RecordedTrace]:
 
 
 def trace_examples(path: str | Path) -> list[Example]:
-    """Return one example for each task of a file of traces, in the order of their first traces.
+    """Return one example for each task in a file of traces, in the order of first occurrence.
 
-    The prompt is the task's name. The field `digest` is a hash of the task's traces, so that a run
-    notices changed data when it resumes.
+    The prompt is the task's name. The field `digest` is a hash of the task's traces. It lets a
+    resumed run detect changed data.
     """
     traces = load_traces(path)
     digests = {task: blake2b() for task in dict.fromkeys(trace.task for trace in traces)}
@@ -92,12 +92,12 @@ def trace_examples(path: str | Path) -> list[Example]:
 def read_traces(
     records: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
 ) -> list[RecordedTrace]:
-    """Read traces from their records. A trace that occurs twice is read once.
+    """Read traces from their records. Repeated traces are skipped.
 
     Args:
-        records: results of `trace.to_record()`, or of `trace.model_dump(mode="python")`, which also
-            has sampling masks and routed experts.
-        names: a name of each record for error messages. None uses `traces[0]`, `traces[1]`, ….
+        records: results of `trace.to_record()` or `trace.model_dump(mode="python")`. The second
+            form also contains sampling masks and routed experts.
+        names: name of each record, for error messages. None uses `traces[0]`, `traces[1]`, ….
 
     Raises:
         DatasetError: a record is not a trace. The message names the record and the node.
@@ -126,7 +126,7 @@ def read_traces(
         ) as error:
             expected = "the fields of a trace of verifiers"
             raise DatasetError(f"{name}: expected {expected}, got {reason(error)}") from error
-        # 2. Skip a trace that was read before.
+        # 2. Skip a trace that has already been read.
         key = repr(record.get("id", number))
         if key in by_id:
             first, others, _ = by_id[key]
@@ -138,11 +138,11 @@ def read_traces(
 
 
 def check_traces(traces: Iterable[RecordedTrace], name: str, vocab_size: int, most: float) -> None:
-    """Check that a model can compute the branches.
+    """Check that all branches fit the model's vocabulary and number of positions.
 
     Args:
         traces: the traces.
-        name: name of their file, for the message.
+        name: name of the traces' file, for error messages.
         vocab_size: number of rows of the model's embedding.
         most: number of positions of the model.
 
@@ -184,9 +184,9 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[Node]) -> RecordedT
 
 
 def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the path from the root to each leaf, without abandoned compactions."""
-    # 1. Check that every parent is a node and every way up ends at a root. Each node is visited
-    #    once, so that the time is linear in the number of nodes.
+    """Return the path from the root to each leaf, except leaves that are abandoned compactions."""
+    # 1. Check that every parent exists and that following the parents always ends at a root. Each
+    #    node is visited only once, which keeps the time linear in the number of nodes.
     for i, node in enumerate(nodes):
         above = node.parent
         fits = above is None or (type(above) is int and 0 <= above < len(nodes))
@@ -201,8 +201,8 @@ def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> li
             way[at] = None
             at = nodes[at].parent
         rooted.update(way)
-    # 2. Find the leaves, which have no children. A compaction attempt without a successor does not
-    #    count.
+    # 2. Find the leaves, which have no children. Exclude a compaction attempt that no later message
+    #    continues.
     links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
     followed = {link["node"] for _, link in links if link["type"] == "compaction"}
     attempts = {i for i, link in links if link["type"] == "compaction_attempt"}
@@ -222,7 +222,11 @@ def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> li
 
 
 def _branch(path: list[tuple[Node, bool]]) -> Branch:
-    """Join the nodes of a path. The flag says whether this branch trains the node's tokens."""
+    """Join the nodes of a path into a branch.
+
+    Args:
+        path: the nodes, each with a flag. The flag is True if this branch trains the node's tokens.
+    """
     trained = [node for node, is_new in path if is_new]
     has_advantages = any(node.advantages is not None for node, _ in path)
     advantages = [n.advantages or [0.0] * len(n.logps) for n in trained]

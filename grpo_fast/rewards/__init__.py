@@ -1,4 +1,4 @@
-"""Reward functions: rules, reward models and custom functions, and the set that calls them."""
+"""Reward functions: rules, reward models, custom functions, and the set that combines them."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Functions that run in a worker from their files. Without the package, a worker starts quickly.
+# Functions that run in a worker process, by file. A worker starts quickly because it imports only
+# the file, not the package.
 WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",
     "math_close": "math_answers.py",
     "code_tests": "code_tests.py",
 }
-# Functions with a time limit for each completion. Their `timeout` is multiplied by the number of
-# completions.
+# Functions whose `timeout` applies to each completion. The limit of a call is `timeout` times the
+# number of completions.
 BOUNDED = ("math_equal", "math_close", "code_tests")
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
@@ -71,8 +72,8 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
         max_failures: see `RewardSet`.
 
     Raises:
-        ValueError: a name is unknown, a path does not lead to a function, or a function does not
-            take an option.
+        ValueError: a name is unknown, there is no function at a path, or a function does not accept
+            an option.
     """
     rewards = [_resolve(spec) for spec in specs]
     return RewardSet(rewards, max_failures=max_failures)
@@ -83,13 +84,13 @@ def _resolve(spec: Any) -> WeightedReward:
     options = dict(spec.options)
     label = spec.label or name.rpartition(":")[2]
     weight = float(spec.weight)
-    # 1. A reward model is loaded in this process.
+    # 1. Load a reward model in this process.
     if name == "reward_model":
         require(spec.path is not None, "rewards: reward_model: path", "a folder or hub id", "none")
         build = functools.partial(RewardModel, spec.path)
         _checked_needs(name, parameters_of(build), options)
         return WeightedReward(label, weight, build(**options))
-    # 2. A function runs in this process, or by its path in a worker.
+    # 2. Import any other function in this process, or pass its path to a worker.
     path = _worker_path(name, spec.in_process)
     is_custom = ":" in name
     convention = spec.convention if is_custom else OURS
@@ -103,16 +104,16 @@ def _resolve(spec: Any) -> WeightedReward:
             convention=convention,
         )  # fmt: skip
         loaded = _loaded(name, function)
-    # 3. Refuse unknown options and find out which columns the function needs.
+    # 3. Refuse unknown options, and find the columns that the function needs.
     needs = _checked_needs(name, loaded.parameters, loaded.options)
-    # A function with `answers` and `**columns` may be written for TRL, which would pass a column
-    # `answers` of the data.
+    # A custom function with `answers` and `**columns` may have been written for TRL. TRL would pass
+    # the data's column `answers`, if there is one, instead of the gold answers.
     is_unsure = is_custom and convention is None and loaded.parameters.takes is None
     return WeightedReward(label, weight, function, needs, loaded.convention, is_unsure)
 
 
 def _worker_path(name: str, in_process: bool) -> str | None:
-    """Return the path that a worker imports, or None for a function that runs in this process."""
+    """Return the path that a worker imports, or None if the function runs in this process."""
     if name in WORKERS:
         return f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}"
     if ":" in name:

@@ -1,4 +1,4 @@
-"""Import and call of a reward function, in this process or in a worker process.
+"""Functions that import and call a reward function, in this process or in a worker process.
 
 `isolated.py` runs this file as the worker. The file imports only the standard library, so that a
 worker starts in a fraction of a second.
@@ -27,21 +27,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __name__ != "__main__":
     from grpo_fast.rewards import conventions
-else:  # In a worker, import only the file next to this one. The package imports torch.
+else:  # in a worker, import only conventions.py, because the package imports torch
     sys.path.insert(0, os.path.dirname(__file__))
     import conventions
 
     sys.path.pop(0)
-    del sys.modules["conventions"]  # the user may have a module of this name
+    del sys.modules["conventions"]  # the user may have a module with this name
 
 RewardFunction = Callable[..., Any]
-# A completion's reward, or the rewards of its tokens, or None if the function does not apply.
+# Reward of a completion, or of each of its tokens. None means that the function does not apply.
 Score = float | list[float] | None
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a RewardFailure
 
 
 class RewardFailure(RuntimeError):
-    """A call that returned no rewards. The metrics count failures by the reason `why`."""
+    """A call that returned no rewards. The metrics count failures by their reason, `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    """Return the reason under which the metrics count an error of a reward function."""
+    """Return the reason by which the metrics count an error of a reward function."""
     if isinstance(error, RewardFailure):
         return error.why
     return "timeout" if isinstance(error, TimeoutError) else "error"
@@ -59,7 +59,7 @@ def import_function(path: str) -> RewardFunction:
     """Return the function at "package.module:function" or "file.py:function".
 
     Raises:
-        ValueError: the path does not lead to a function.
+        ValueError: there is no function at the path.
     """
     module_name, _, attribute = path.rpartition(":")
     if not (module_name and attribute):
@@ -83,7 +83,7 @@ def _run_file(path: str) -> ModuleType:
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    # Dataclasses look up their module by name. Do not replace an imported module of that name.
+    # Dataclasses look up their module by name. An imported module with this name is not replaced.
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
@@ -98,12 +98,12 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
         arguments: keyword arguments of the call.
 
     Returns:
-        For each completion a number, a list of numbers (one per token), None if the function does
-        not apply, or a text that describes a value of any other type.
+        For each completion a number, a list of numbers (one per token), or None if the function
+        does not apply. A value of any other type is replaced by a text that describes it.
 
     Raises:
         RewardFailure: the function did not return one value per completion.
-        BaseException: whatever the function raises.
+        BaseException: any error that the function raises.
     """
     result = function(**arguments)
     if inspect.isawaitable(result):
@@ -118,7 +118,7 @@ def describe(error: BaseException) -> str:
 
 
 def text_of(value: Any, longest: int = 500) -> str:
-    """Return the beginning of str(value). A user's class may raise any error in __str__."""
+    """Return the beginning of str(value), or a placeholder if the class's __str__ fails."""
     try:
         return str(value)[:longest]
     except BaseException:
@@ -133,18 +133,18 @@ def _awaited(awaitable: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(wait())  # in this thread, so that Ctrl-C cancels it
-    # The caller (a notebook, for example) runs an event loop in this thread.
+    # The caller, such as a notebook, already runs an event loop in this thread.
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, wait()).result()
 
 
 def _values(result: Any, count: int) -> list[Any]:
-    """Return the `count` values of a function's result, or raise RewardFailure."""
+    """Return a function's result as a list of `count` values, or raise a RewardFailure."""
     must = f"a reward function must return one value per completion: expected {count} values"
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, numbers.Number):
         raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
-    # The order of a dict or a set does not say which completion a value belongs to.
+    # In a dict or a set, the order does not tell which completion a value belongs to.
     is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
     if is_unordered or not hasattr(values, "__iter__"):
         raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
@@ -172,7 +172,7 @@ def _number_or_text(value: Any) -> float | str:
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """Read requests and write replies as JSON, until an EOFError. The first loads the function."""
+    """Answer JSON requests until an EOFError. The first request loads the function."""
     loaded: conventions.Loaded | None = None
     while True:
         request = json.loads(pipe.recv_bytes())
@@ -199,22 +199,23 @@ def _reply(
 
 
 def _end_with_the_caller(lifeline: int) -> None:
-    """Have the kernel kill this process group when the caller's end of the pipe closes.
+    """Make the kernel kill this process group when the caller's end of the pipe is closed.
 
-    A thread that waits for the end would need the interpreter lock, which a backtracking regular
-    expression never releases. PR_SET_PDEATHSIG watches a thread of the caller, not its process.
+    A thread that waits for the caller's end would need the interpreter lock, which a backtracking
+    regular expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end
+    of the caller's thread instead of its process.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # The end may have closed before the signal was requested.
+    # The pipe may have been closed before the signal was requested.
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 
 
 if __name__ == "__main__":
     handle, lifeline = map(int, sys.argv[2:])
-    os.set_inheritable(handle, False)  # programs that the function starts must not hold the pipe
+    os.set_inheritable(handle, False)  # programs that the function starts must not get the pipe
     _end_with_the_caller(lifeline)
     with contextlib.suppress(EOFError):  # the caller has closed the pipe
         serve(sys.argv[1], Connection(handle))

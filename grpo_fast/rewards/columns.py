@@ -1,9 +1,11 @@
-"""Columns that a reward function requests by the names of its parameters, one entry per completion.
+"""Columns that reward functions receive. A function requests a column by naming a parameter.
+
+Each column has one entry per completion:
 
 - `prompts`, `completions` (texts) and `answers`.
 - `completion_ids` (tokens, with EOS if the completion ended) and `completion_lengths`.
 - `prefills`: the beginning of the assistant's turn that the prompt contains, such as `<think>`.
-- Every other field of the examples, under its name.
+- Every other field of the examples, under the field's name.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, V
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
-# By convention: the parameter for the gold answer, and the parameters that need no data column.
+# For each convention, the parameter for the gold answer and the parameters without a data column.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
 GIVEN = {
     OURS: SAMPLED, TRL: (*SAMPLED, *ONLY_TRL), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
 }  # fmt: skip
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?\Z")
-LONGEST_OPENED = 200  # characters at the end of a prompt that are searched for a tag
+LONGEST_OPENED = 200  # number of characters at a prompt's end that are searched for a tag
 
 
 def score(
@@ -34,7 +36,7 @@ def score(
     completion_ids: Sequence[list[int]] | None = None,
     prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
-    """Return the rewards of completions.
+    """Compute the rewards of completions.
 
     Args:
         rewards: the reward functions.
@@ -59,7 +61,7 @@ def score(
 
 
 def label_of(example: Example) -> Any:
-    """Return the gold answer as the data's row contains it."""
+    """Return the gold answer in the form that the data's row contains."""
     return example.answer if example.label is None else example.label
 
 
@@ -67,7 +69,7 @@ def prefill_of(prompt: Prompt, text: str) -> str:
     """Return the beginning of the assistant's turn that a prompt contains, or "".
 
     Args:
-        prompt: a text, or messages. The last message may be the assistant's.
+        prompt: a text or messages. The last message may have the role "assistant".
         text: the prompt as the model received it. The chat template may have added `<think>`.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
@@ -82,7 +84,7 @@ def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) 
     Args:
         rewards: the reward functions.
         examples: the examples of a split.
-        split: name of the split, for the message.
+        split: name of the split, for error messages.
 
     Raises:
         ValueError: an example lacks a column.

@@ -1,7 +1,7 @@
-"""Conventions for calling reward functions: ours, TRL's, verl's and OpenRLHF's.
+"""Conventions of grpo_fast, TRL, verl and OpenRLHF for calling reward functions.
 
-A worker (`calling.py`) imports this file without the package, so the file imports only the standard
-library.
+A worker (`calling.py`) imports this file without the package. Therefore this file imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
-# Parameters that a single convention has.
+# Parameters that exist in only one of the conventions.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class Parameters(NamedTuple):
-    """Names of the columns that a function takes, and of the columns that it needs."""
+    """Names of the columns that a function accepts, and of the columns that it requires."""
 
-    takes: list[str] | None  # None for a function with `**columns`, which takes all columns
+    takes: list[str] | None  # None for a function with `**columns`, which accepts all columns
     needs: list[str]
 
     def select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns that the function takes."""
+        """Return the columns that the function accepts."""
         chosen = columns if self.takes is None else self.takes
         return {name: columns[name] for name in chosen if name in columns}
 
 
-# Parameters of a callable that has no signature.
+# Assumed parameters of a callable that has no signature.
 USUAL = Parameters(["prompts", "completions", "answers"], [])
 
 
 def parameters_of(function: RewardFunction) -> Parameters:
-    """Return a function's parameters.
+    """Return the columns that a function accepts and requires.
 
     Raises:
         ValueError: a parameter is positional-only.
@@ -51,7 +51,7 @@ def parameters_of(function: RewardFunction) -> Parameters:
 
 
 def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None, bool]:
-    """Return the named parameters, and whether the function has a `**columns` parameter.
+    """Return the keyword parameters, and whether the function has a `**columns` parameter.
 
     The parameters are None for a callable that has no signature.
     """
@@ -66,13 +66,14 @@ def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None
 
 
 def convention_of(function: RewardFunction) -> str:
-    """Return OURS or TRL, depending on the function's parameters.
+    """Return OURS or TRL, as determined from the function's parameters.
 
-    TRL passes every column to every function, so a function for TRL has `**kwargs`.
+    A function with `**kwargs` is assumed to follow TRL, which passes every column to every
+    function.
 
     Raises:
-        ValueError: the parameters belong to two conventions, or to verl's or OpenRLHF's, which the
-            configuration must name.
+        ValueError: the parameters mix two conventions, or belong to verl or OpenRLHF. The
+            configuration must then name the convention.
     """
     by_name, takes_all = _signature(function)
     names = [p.name for p in by_name or ()]
@@ -89,7 +90,7 @@ def convention_of(function: RewardFunction) -> str:
 
 
 class Loaded(NamedTuple):
-    """A reward function that takes lists by name, with its convention and constant arguments."""
+    """A reward function that accepts lists as keyword arguments, with its constant arguments."""
 
     function: RewardFunction
     convention: str
@@ -98,11 +99,11 @@ class Loaded(NamedTuple):
 
 
 def load(function: RewardFunction, convention: str | None, options: Mapping[str, Any]) -> Loaded:
-    """Adapt a function of any convention to lists by name.
+    """Adapt a function of any convention so that it accepts lists as keyword arguments.
 
     Args:
-        function: a function, or a class whose instances are called.
-        convention: one of CONVENTIONS. None recognises ours and TRL's; see `convention_of`.
+        function: a function, or a class whose instances are callable.
+        convention: one of CONVENTIONS. None detects OURS and TRL; see `convention_of`.
         options: arguments of every call, or of the class's constructor.
     """
     options = dict(options)
@@ -119,7 +120,7 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
 
 
 def _of_verl(compute_score: RewardFunction) -> RewardFunction:
-    """Return a function of lists that calls verl's `compute_score` once for each completion."""
+    """Wrap verl's `compute_score`, which scores one completion per call, for lists."""
 
     async def one(**arguments: Any) -> Any:
         result = compute_score(**arguments)
@@ -139,7 +140,7 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
 
 
 def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
-    """Return a function of lists that calls OpenRLHF's `reward_func` with positional arguments."""
+    """Wrap OpenRLHF's `reward_func`, which has positional parameters, for keyword arguments."""
 
     async def of_batch(queries: Any, prompts: Any, labels: Any, **options: Any) -> Any:
         result = reward_func(queries, prompts, labels, **options)
@@ -150,7 +151,7 @@ def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
 
 
 class RunLog:
-    """Columns and metrics that reward functions log through TRL's `log_extra` and `log_metric`."""
+    """Record of columns and metrics that reward functions log through TRL's callbacks."""
 
     def __init__(self) -> None:
         self.extra: dict[str, list[Any]] = {}  # columns of the table of completions
@@ -163,7 +164,7 @@ class RunLog:
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that only TRL's convention has."""
+        """Return the arguments that exist only in TRL's convention."""
         values = (SimpleNamespace(**state), self.log_extra, self.log_metric)
         return dict(zip(ONLY_TRL, values, strict=True))
 
@@ -176,25 +177,25 @@ def columns_of_others(
     labels: Sequence[Any],
     prompt_texts: Sequence[str],
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """Return the arguments of the functions of TRL, verl and OpenRLHF, by convention.
+    """Return the columns for functions of TRL, verl and OpenRLHF, by convention.
 
     Args:
         prompts: N prompts, each a text or a list of messages.
         completions: N completions.
         answers: N gold answers as texts.
         columns: the other columns of the data.
-        labels: N gold answers as the data's rows contain them.
+        labels: N gold answers in the form that the data's rows contain.
         prompt_texts: N prompts as the model received them.
     """
     messages = []
     for prompt, text in zip(prompts, completions, strict=True):
-        # As in TRL, the completion of a chat prompt is a list of one message.
+        # TRL passes the completion of a chat prompt as a list with one message.
         is_text = isinstance(prompt, str)
         messages.append(text if is_text else [{"role": "assistant", "content": text}])
     none = [None] * len(messages)
     queries = [f"{prompt}{text}" for prompt, text in zip(prompt_texts, completions, strict=True)]
     return {
-        # A column of the data replaces our column of the same name.
+        # As in TRL, a column of the data replaces our column of the same name.
         TRL: {"answers": answers, "answer": labels, **columns, "prompts": prompts,
               "completions": messages},
         VERL: {"data_source": columns.get("data_source", none), "solution_str": completions,
@@ -205,10 +206,10 @@ def columns_of_others(
 
 
 def is_per_sample(function: RewardFunction) -> bool:
-    """Return whether a function's attribute `per_sample` is true.
+    """Return whether a function has a true attribute `per_sample`.
 
-    The attribute declares that each value depends on one completion alone. Only such a function is
-    called again, sample by sample, after a failed call.
+    The attribute declares that each value depends on only one completion. After a failed call,
+    such a function is called again for each sample. Other functions are not called again.
     """
     while isinstance(function, functools.partial):
         function = function.func

@@ -1,11 +1,11 @@
 """Reward function in a worker process, with a time limit on each call.
 
 If a function hangs, crashes or uses all memory, its samples are lost, but the run continues. The
-worker is a new Python process that runs `calling.py`. It starts at the first call, and again after
-a call that ended without a reply.
+worker is a new Python process that runs `calling.py`. It starts at the first call. If a call ends
+without a reply, a new worker starts at the next call.
 
-Multiprocessing and pebble, which builds on it, are no replacement. They would import the user's
-main script and torch in each worker, and would not end the programs that a function has started.
+Multiprocessing, and pebble which builds on it, are not suitable. They would import the user's main
+script and torch in each worker, and would not end the programs that a function has started.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from grpo_fast.rewards import calling
 from grpo_fast.rewards.calling import RewardFailure
 from grpo_fast.rewards.conventions import ONLY_TRL, OURS, TRL, Loaded, Parameters
 
-START_LIMIT_S = 120.0  # for importing the user's module, which is not part of a call
+START_LIMIT_S = 120.0  # time limit for importing the user's module before the first call
 
 
 class IsolatedReward:
-    """Reward function that runs in a worker process. Calls from several threads take turns.
+    """Reward function that runs in a worker process. Concurrent calls wait for each other.
 
     Args:
         path: "package.module:function" or "file.py:function".
-        timeout: limit of a call in seconds.
-        options: arguments of every call, or of the constructor if the path leads to a class. JSON
-            must be able to represent them.
+        timeout: time limit of a call in seconds.
+        options: arguments of every call, or of the constructor if `path` names a class. They must
+            be JSON values.
         bounded: multiply `timeout` by the number of completions of a call.
-        convention: one of `conventions.CONVENTIONS`. None recognises it by the parameters.
+        convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
 
     Raises:
-        TimeoutError: a call took longer than its limit.
-        RewardFailure: the function raised an error, or its process ended.
+        TimeoutError: a call took longer than the time limit.
+        RewardFailure: the function raised an error, or the worker ended.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class IsolatedReward:
         with self._lock:
             parameters = self._start()
             if self._loaded["convention"] == TRL:
-                # These objects cannot be sent. The worker creates its own, and returns what the
-                # function has logged.
+                # These objects cannot be sent to the worker. The worker creates substitutes and
+                # returns everything that the function has logged.
                 objects = {name: columns.pop(name) for name in ONLY_TRL if name in columns}
             state = vars(objects["trainer_state"]) if objects else None
             arguments = parameters.select(columns)
@@ -94,11 +94,11 @@ class IsolatedReward:
 
     @property
     def per_sample(self) -> bool:
-        """True if the function declares that each value depends on one completion alone."""
+        """True if the function declares that each value depends on only one completion."""
         return self._loaded.get("per_sample", False)
 
     def close(self) -> None:
-        """End the worker and the programs that it has started. The next call starts a worker."""
+        """End the worker and all programs that it has started. The next call starts a worker."""
         if self._child is not None:
             self._kill()
             self._child.wait()
@@ -107,16 +107,16 @@ class IsolatedReward:
             self._lifeline.close()
 
     def _start(self) -> Parameters:
-        """Start the worker unless it runs, and return the function's parameters."""
+        """Start the worker if it is not running, and return the function's parameters."""
         if self._child is None:
-            # 1. Open a pipe for requests, and one that shows the worker that this process ended.
+            # 1. Open a pipe for requests, and a second pipe that closes when this process ends.
             self._pipe, theirs = Pipe()
             read_end, write_end = os.pipe()
-            # Nothing is written to this pipe. The kernel closes it however this process ends.
+            # Nothing is written to the second pipe. The kernel closes it even after a crash.
             self._lifeline = os.fdopen(write_end, "wb", 0)
             # 2. Start Python on calling.py, with the search path of this process.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
-            # Close our copies of the worker's ends. An open copy would hide that the worker ended.
+            # Close our copies of the worker's ends. Otherwise we could not see the worker end.
             with os.fdopen(read_end, "rb", 0), theirs:
                 handles = theirs.fileno(), read_end
                 self._child = subprocess.Popen(
@@ -125,9 +125,9 @@ class IsolatedReward:
                     stdout=2,  # what a function prints goes to stderr
                     pass_fds=handles,
                     env={**os.environ, "PYTHONPATH": search},
-                    start_new_session=True,  # Ctrl-C does not reach it; one signal ends the group
+                    start_new_session=True,  # no Ctrl-C for the worker; one signal ends its group
                 )
-            # 3. Have the worker import the function and describe its parameters.
+            # 3. Make the worker import the function and describe its parameters.
             first = {"convention": self._convention, "options": self.options}
             try:
                 self._loaded = self._request(first, START_LIMIT_S)
@@ -137,7 +137,7 @@ class IsolatedReward:
         return Parameters(*self._loaded["parameters"])
 
     def _request(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Send a request to the worker and return its reply, within `limit` seconds."""
+        """Send a request to the worker and return its reply. Time out after `limit` seconds."""
         data = json.dumps(request).encode()
         end = time.monotonic() + limit
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._kill)
@@ -147,7 +147,7 @@ class IsolatedReward:
             self._pipe.send_bytes(data)
             reply = json.loads(self._pipe.recv_bytes())
         except BaseException as error:
-            # Also after Ctrl-C: the next call must not receive the reply of this one.
+            # End the worker, even after Ctrl-C. Otherwise the next call would get this reply.
             self.close()
             if time.monotonic() >= end:
                 raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None

@@ -1,4 +1,4 @@
-"""Rewards of single tokens, and their sum over a completion."""
+"""Combination of per-token rewards from several reward functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_fast.rewards.calling import Score
 
 
 def score_sum(score: Score | str) -> float:
-    """Return a completion's reward as one number. A reason or None gives NaN."""
+    """Return a completion's total reward. It is NaN if the score is None or an error reason."""
     if isinstance(score, list):
         return float(sum(score))
     return math.nan if score is None or isinstance(score, str) else score
@@ -22,7 +22,15 @@ def per_token_rewards(
     scored: list[tuple[float, list[Score | str]]],  # (weight, scores) of each function
     lengths: Sequence[int] | None,
 ) -> list[Tensor] | None:
-    """Return the weighted rewards of each completion's tokens, or None if no function gave any."""
+    """Combine the scores of all functions into weighted rewards for each token.
+
+    Args:
+        scored: the weight of each function, and its score for each completion.
+        lengths: number of tokens of each completion.
+
+    Returns:
+        An fp32 tensor for each completion. None if no function returned rewards per token.
+    """
     if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
         return None
     rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]

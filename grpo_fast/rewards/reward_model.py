@@ -1,4 +1,4 @@
-"""Reward model: a sequence classification model with one output, used as a reward function."""
+"""Reward function that uses a sequence classification model with one output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from grpo_fast.rollout.own.model import positions
 
 
 class RewardModel:
-    """Reward function that returns a trained model's score of each prompt with its completion.
+    """Reward function that scores each prompt and completion with a trained reward model.
 
-    A text with more tokens than the model has positions gets NaN.
+    The score is NaN if the text has more tokens than the model has positions.
 
     Args:
         path: folder or hub id of a model for `AutoModelForSequenceClassification`.
@@ -28,8 +28,8 @@ class RewardModel:
         device: torch device, or "auto" for the GPU if one is available.
 
     Raises:
-        ValueError: the path has no such model, or its weights are incomplete, or it does not have
-            exactly one output.
+        ValueError: there is no such model at the path, its weights are incomplete, or it does not
+            have exactly one output.
     """
 
     def __init__(self, path: str, *, batch_size: int = 64, device: str = "auto") -> None:
@@ -57,13 +57,22 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, ids: Sequence[list[int]]) -> Tensor:
-        """Return the scores, of shape (B,) and dtype fp32, of B lists of token ids."""
+        """Return the scores, (B,) fp32, of B lists of token ids."""
         batch = padded(ids, self.pad_id, self.model.device)
         return self.model(**batch).logits[:, 0].float()
 
 
 def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
-    """Return `input_ids` and `attention_mask`, both of shape (B, L), padded on the right."""
+    """Pad lists of token ids on the right and return the model's inputs.
+
+    Args:
+        ids: B lists of token ids.
+        pad_id: token id for padding.
+        device: device of the result.
+
+    Returns:
+        `input_ids` and `attention_mask`, both (B, L) int64.
+    """
     rows = [torch.tensor(row, dtype=torch.int64) for row in ids]
     mask = [torch.ones_like(row) for row in rows]
     return {
@@ -75,11 +84,11 @@ def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tens
 def encode_pairs(
     tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[list[int]]:
-    """Return the token ids of each prompt with its completion.
+    """Return the token ids of each prompt joined with its completion.
 
-    Each list ends with a special token. If the prompt is a list of messages, the chat template adds
-    the completion as the assistant's turn. If the prompt is a text, the tokenizer encodes the
-    prompt and the completion separately, as a rollout does.
+    Each list of ids ends with a special token. If the prompt is a list of messages, the chat
+    template adds the completion as the assistant's turn. If the prompt is a text, the tokenizer
+    encodes the prompt and the completion separately, as a rollout does.
     """
     encoded = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -98,10 +107,10 @@ def encode_pairs(
 
 
 def set_padding(model: Any, tokenizer: Any) -> int:
-    """Set the model's padding token to the tokenizer's, and return the token.
+    """Set the model's padding token to the tokenizer's padding token, and return its id.
 
-    The model reads the score at the last token before the padding. If the pad token is EOS, the
-    model reads the score at the token before EOS, in training as well.
+    The model reads the score at the last token that is not padding. If the pad token is EOS, this
+    is the token before EOS. The same holds in training.
     """
     pad = tokenizer.pad_token_id
     if pad is None:

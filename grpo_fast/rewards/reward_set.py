@@ -1,12 +1,12 @@
-"""Set of weighted reward functions, in which a failing function cannot stop the run.
+"""Set of weighted reward functions, in which a failing function does not stop the run.
 
 If a call raises an error or takes too long, its samples are lost. A function that declares itself
-per-sample is called again sample by sample, and loses only the samples that fail again. Any other
-function is not called again, because its values could differ for a part of the batch.
+per-sample is then called again for each sample, and only the samples that fail again are lost. Any
+other function is not called again, because its values could differ for a part of the batch.
 
-A lost sample is NaN in the result. The trainer leaves it out of the baseline and gives it no
-advantage. The run ends with a RewardError if too many samples are lost, and at once if a function
-does not return one value per completion.
+The reward of a lost sample is NaN. The trainer excludes the sample from the baseline and gives it
+no advantage. The run ends with a RewardError if too many samples are lost. It ends at once if a
+function does not return one value per completion.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 FP32_MAX = torch.finfo(torch.float32).max
 WINDOW_CALLS = 10
 MIN_CALLS = 3
-RETRY_TIMEOUTS = 2  # after more timeouts than this, the rest of a call is lost
-NONE_APPLIES = "none_applies"  # reason of a sample for which every function returned None
-# Number of samples. Every JSON reader represents integers below 2**53 exactly.
+RETRY_TIMEOUTS = 2  # after more timeouts than this, the remaining samples of a call are lost
+NONE_APPLIES = "none_applies"  # reason for a sample for which every function returned None
+# Number of lost samples. It is less than 2**53, so that every JSON reader keeps it exact.
 Lost = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
@@ -55,12 +55,12 @@ class WeightedReward(NamedTuple):
     """A reward function with its weight.
 
     Attributes:
-        name: name in the metrics.
-        weight: weight in the total. A function of weight 0 is only logged.
-        function: the function, which takes lists by name.
-        needs: columns without which the function cannot be called.
+        name: name of the function in the metrics.
+        weight: weight in the total reward. A function of weight 0 is only logged.
+        function: the function, which accepts lists as keyword arguments.
+        needs: columns that the function requires.
         convention: one of `conventions.CONVENTIONS`.
-        is_unsure: whether the function may be written for a different convention.
+        is_unsure: True if the function may have been written for a different convention.
     """
 
     name: str
@@ -77,12 +77,12 @@ class RewardResult(NamedTuple):
     Attributes:
         total: (N,) weighted sum over the functions that apply. NaN if one of them failed, or if
             none applies.
-        per_fn: (N,) for each function. NaN where the function failed or does not apply.
-        reasons: number of samples that each function lost in this call, by reason.
+        per_fn: function name -> (N,) rewards. NaN where the function failed or does not apply.
+        reasons: function name -> number of samples that the function lost in this call, by reason.
         per_token: rewards of each completion's tokens, which add up to the total. None if no
-            function returned rewards per token. A plain number counts at the last token.
-        extra: columns of TRL's `log_extra`.
-        metrics: values of TRL's `log_metric`.
+            function returned rewards per token. A plain number is added to the last token.
+        extra: columns that functions logged through TRL's `log_extra`.
+        metrics: values that functions logged through TRL's `log_metric`.
     """
 
     total: Tensor
@@ -94,13 +94,13 @@ class RewardResult(NamedTuple):
 
     @property
     def failures(self) -> dict[str, int]:
-        """Number of samples that each function lost in this call."""
+        """Number of samples that each function lost in this call, by function name."""
         return {name: reasons.total() for name, reasons in self.reasons.items()}
 
 
 @dataclass
 class RewardsState:
-    """State of a RewardSet: the samples that each function has lost."""
+    """State of a RewardSet, which counts the samples that each function has lost."""
 
     failed_total: dict[str, Lost]
     recent: dict[str, list[tuple[Lost, Lost]]]  # (lost samples, all samples) of the latest calls
@@ -112,8 +112,8 @@ class RewardSet:
 
     Args:
         rewards: the functions. Their names must differ.
-        max_failures: fraction of lost samples above which RewardError is raised. It is measured
-            over the last 10 calls of a function, once there were 3.
+        max_failures: fraction of lost samples above which a RewardError is raised. The fraction is
+            measured over a function's last 10 calls, as soon as it has had 3.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -127,7 +127,7 @@ class RewardSet:
         self.state = RewardsState(
             dict.fromkeys(names, 0), {name: [] for name in names}, dict.fromkeys(names, "")
         )
-        # Fields of TRL's `trainer_state`: the finished steps and the number of steps of the run.
+        # TRL's `trainer_state` has these fields, the number of finished steps and of all steps.
         self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
         self._lock = threading.Lock()
 
@@ -150,10 +150,10 @@ class RewardSet:
         Args:
             prompts: N prompts, each a text or a list of messages.
             completions: N texts.
-            answers: N gold answers, or None for an example without one.
-            columns: more lists of N values that functions may take by name.
-            labels: N gold answers as the data's rows contain them, for functions of TRL, verl and
-                OpenRLHF.
+            answers: N gold answers. The entry is None for an example without an answer.
+            columns: further lists of N values that functions may request by parameter name.
+            labels: N gold answers in the form that the data's rows contain. They are passed to
+                functions of TRL, verl and OpenRLHF.
             prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
 
         Raises:
@@ -173,7 +173,7 @@ class RewardSet:
         given = columns_of_others(prompts, completions, answers, columns, raw, texts)
         given[OURS] = lists
         scores = {r.name: self._scores(r, given[r.convention], run_log) for r in self.rewards}
-        # 2. A sample to which no function applies is lost. Functions of weight 0 do not count.
+        # 2. Mark samples to which no function applies as lost. Functions of weight 0 do not count.
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
             if weights and all(scores[name][i] is None for name in weights):
@@ -211,7 +211,7 @@ class RewardSet:
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
     ) -> list[Score | str]:
-        """Return for each completion its score, or the reason why the sample is lost."""
+        """Return for each completion its score, or the reason if the sample is lost."""
         count = len(next(iter(columns.values())))
         scores = self._call(reward, columns, count, run_log)
         if not isinstance(scores, str):
@@ -233,15 +233,15 @@ class RewardSet:
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
     ) -> list[Score | str] | str:  # fmt: skip
-        """Return a score or a reason for each completion, or one reason if the call fails."""
+        """Return a list with a score or reason for each completion, or one reason for all."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
-            # Copy, because a function could change the messages of a prompt for later functions.
+            # Copy, because a function could change a prompt's messages, which later functions use.
             arguments = copy.deepcopy(parameters.select(lists))
             if reward.convention == TRL:
                 arguments |= parameters.select(run_log.objects(self.progress))
-            # The context restores the gradient mode, which the function may change.
+            # Restore the gradient mode afterwards, because the function may change it.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user ends the run

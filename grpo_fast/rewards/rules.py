@@ -1,4 +1,4 @@
-"""Rule-based rewards for correct answers and for the form of a completion."""
+"""Rule-based rewards for the answer, the format and the length of a completion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def gsm8k_correct(
     *, completions: Texts, answers: Texts, prefills: Texts | None = None
 ) -> list[float]:
-    """Return 1 where the answer after `####` or in `<answer>` is the gold answer, else 0."""
+    """Return 1 where the answer after `####` or in `<answer>` equals the gold answer, else 0."""
     pairs = zip(map(answer_scorer, answers), turns(completions, prefills), strict=True)
     return [float(scorer.is_right(scorer.strict(text))) for scorer, text in pairs]
 
@@ -24,13 +24,13 @@ def gsm8k_correct(
 def gsm8k_correct_lenient(
     *, completions: Texts, answers: Texts, prefills: Texts | None = None
 ) -> list[float]:
-    """Return 1 where the completion's final answer is the gold answer in any format, else 0."""
+    """Return 1 where the final answer, in any format, equals the gold answer, else 0."""
     pairs = zip(map(answer_scorer, answers), turns(completions, prefills), strict=True)
     return [float(scorer.is_right(scorer.lenient(text))) for scorer, text in pairs]
 
 
 def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[float]:
-    """Return 1 where the last `####` or `<answer>…</answer>` contains any number, else 0."""
+    """Return 1 where the last `####` or `<answer>…</answer>` contains a number, else 0."""
     return [float(extract_strict(text) is not None) for text in turns(completions, prefills)]
 
 
@@ -38,12 +38,13 @@ def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[f
 def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
     """Return the fraction of positions that have the right symbol.
 
-    The denominator is the number of symbols of the completion or the answer, whichever is larger.
+    The denominator is the number of symbols of the longer text (completion or answer).
 
     Args:
-        completions: N completions of symbols separated by blanks.
+        completions: N completions of symbols separated by whitespace.
         answers: N sorted answers.
-        scaled: if False, multiply by the answer's number of symbols, as in the lecture.
+        scaled: True returns the fraction. False multiplies it by the answer's number of symbols,
+            as in the lecture.
     """
     rewards = []
     for symbols, gold in _symbol_pairs(completions, answers):
@@ -56,24 +57,25 @@ def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -
 def sort_inclusion_ordering(
     *, completions: Texts, answers: Texts, scaled: bool = True
 ) -> list[float]:
-    """Return the fraction of symbols that occur plus the fraction of adjacent pairs in order.
+    """Reward a sorted answer for included symbols and for adjacent pairs in order.
 
-    The reward is between 0 and 2. As in the lecture, a symbol counts if it occurs at all, so
-    `0 0 1` gets the full score for `0 1 1`. A pair with anything that is not a number is out of
-    order. The denominator of the second fraction is the number of pairs of the longer text, so that
-    neither a single symbol nor an endless tail is rewarded.
+    The reward is the fraction of the answer's symbols that occur, plus the fraction of adjacent
+    pairs that are in order. It is between 0 and 2. As in the lecture, a symbol counts if it occurs
+    at least once, so `0 0 1` gets the full score for `0 1 1`. A pair that contains a non-number is
+    not in order. The denominator of the second fraction is the number of pairs of the longer text.
+    Therefore neither a single symbol nor an endless tail is rewarded.
 
     Args:
-        completions: N completions of symbols separated by blanks.
+        completions: N completions of symbols separated by whitespace.
         answers: N sorted answers, each with exactly the symbols of its prompt.
-        scaled: if False, return the lecture's points: n times the first fraction plus n - 1 times
-            the second, for an answer of n symbols.
+        scaled: if False, return the lecture's points. For an answer of n symbols, they are n times
+            the first fraction plus n - 1 times the second.
     """
     return [_inclusion_ordering(*pair, scaled) for pair in _symbol_pairs(completions, answers)]
 
 
 def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
-    """Return 1 where the completion equals the answer except for blanks, else 0."""
+    """Return 1 where the completion equals the answer, ignoring whitespace, else 0."""
     return [float(symbols == gold) for symbols, gold in _symbol_pairs(completions, answers)]
 
 
@@ -88,7 +90,7 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
     count = max(len(symbols), len(gold)) - 1
     if count <= 0:
         return included + float(symbols == gold)
-    # Without the limit, int() would read thousands of digits slowly and then raise an error.
+    # Limit the length, because int() reads thousands of digits slowly and then raises an error.
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
@@ -97,7 +99,7 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
 
 # ------------------------------------------------------------------------ Length, tags and words
 def length_penalty(*, completion_lengths: Sequence[int], scale: float) -> list[float]:
-    """Return −length / scale for completions of `length` tokens."""
+    """Return −length / scale for each completion, where length is its number of tokens."""
     require(scale > 0, "scale", "a number above 0", scale)
     return [-length / scale for length in completion_lengths]
 
@@ -123,18 +125,18 @@ def format_tags(
 
     Args:
         completions: N completions.
-        prefills: N beginnings of the assistant's turn from the prompts. Their tags count.
-        tags: the tags in their order.
-        per_tag: reward for one tag.
-        number: reward a number as the answer in place of the order of the tags.
+        prefills: N beginnings of the assistant's turn in the prompts. Tags in them count.
+        tags: the tags in the required order.
+        per_tag: reward for each tag.
+        number: give the last `per_tag` for a number as the answer instead of the tags' order.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 
 
 def distinct_words(*, completions: Texts) -> list[float]:
-    """Return the number of different words divided by the number of words, to punish repetition.
+    """Return the fraction of a completion's words that are different, to punish repetition.
 
-    Upper and lower case are the same. A completion without a word gets 0.
+    Case is ignored. The reward of a completion without words is 0.
     """
     words = [text.casefold().split() for text in completions]
     return [len(set(each)) / max(len(each), 1) for each in words]

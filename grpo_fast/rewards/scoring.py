@@ -1,4 +1,4 @@
-r"""Judging of completions in an evaluation, by the kind of each question's gold answer.
+r"""Judging of completions in an evaluation. The rule depends on the gold answer of the question.
 
 | gold answer                | strict: the marked answer …  | lenient                           |
 |----------------------------|------------------------------|-----------------------------------|
@@ -11,9 +11,9 @@ r"""Judging of completions in an evaluation, by the kind of each question's gold
 |                            |                              | case, parentheses and full stops  |
 | symbols of a generated task| (no marks) the same symbols  | as strict                         |
 
-"Strict" accepts the marks (`####`, `<answer>`, `\boxed`) that the prompt or the data's solutions
-show. If they show none, the full completion must be the answer. Every comparison ignores the
-number of blanks.
+"Strict" accepts the marks (`####`, `<answer>`, `\boxed`) that occur in the prompt or in the data's
+solutions. If none occurs, the full completion must be the answer. All comparisons ignore the amount
+of whitespace.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MATHEMATICS = re.compile(
 
 
 class Scorer(NamedTuple):
-    """Rules that judge the completions of one question.
+    """Rules that judge the completions for one question.
 
     Attributes:
-        strict: reads the answer out of a completion, or returns None.
-        lenient: reads the answer in any format, or returns None.
+        strict: extracts the answer from a completion in the required format, or returns None.
+        lenient: extracts the answer in any format, or returns None.
         gold: the gold answer, or None if the question has none.
         is_expression: whether the gold answer is a mathematical expression.
     """
@@ -65,7 +65,7 @@ class Scorer(NamedTuple):
     is_expression: bool = False
 
     def is_right(self, answer: Hashable | None) -> bool:
-        """Return whether an answer that `strict` or `lenient` has read is the gold answer."""
+        """Return whether an answer, extracted by `strict` or `lenient`, equals the gold answer."""
         if answer is None or self.gold is None:
             return False
         return answer == self.gold or (
@@ -74,7 +74,7 @@ class Scorer(NamedTuple):
 
 
 def scorer_for(task: str, example: Example) -> Scorer:
-    """Return the scorer of a question.
+    """Return the scorer that judges the completions for a question.
 
     Args:
         task: one of `grpo_fast.data.TASKS`.
@@ -90,8 +90,8 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
     """Return the scorer for a gold answer.
 
     Args:
-        answer: the gold answer. If it is None, answers are read as text and none is right.
-        marks: marks of a strict answer. If empty, the full completion must be the answer.
+        answer: the gold answer. If it is None, answers are extracted as text and none is right.
+        marks: marks that a strict answer may have. If empty, the full completion is the answer.
     """
     number = None if answer is None else parse_number(answer)
     if number is not None:
@@ -114,13 +114,13 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
 
 
 def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
-    """Return each completion, preceded by the tags that its prompt has opened."""
+    """Return each completion, preceded by the tags at the end of its prompt (`prefills`)."""
     pairs = zip(prefills or [""] * len(completions), completions, strict=True)
     return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
-    """Return the text of an answer that a scorer has read."""
+    """Return an answer that a scorer has extracted as text."""
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
@@ -132,7 +132,7 @@ def is_expression(answer: str) -> bool:
 
 
 def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
-    """Return the marks that the prompt or the solution of an example shows."""
+    """Return the marks that occur in the prompt or the solution of an example."""
     prompt = example.prompt
     shown = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     text = "\n".join([*shown, example.solution or ""]).casefold()

@@ -1,4 +1,4 @@
-"""Sampling as one call: encode prompts, sample completions with an engine, decode the texts."""
+"""Functions that encode prompts, sample completions with an engine and decode their texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generate(
     places: Sequence[int] | None = None,
     **sampling: Any,
 ) -> Samples:
-    """Sample `group_size` completions of each prompt. Each prompt is computed only once.
+    """Sample `group_size` completions of each prompt. The model processes each prompt only once.
 
     Args:
         model: a transformers causal LM, a peft model around one, or the trainer's `Policy`. Its
@@ -42,16 +42,18 @@ def generate(
         options: the sampling options. You can pass the fields of `Sampling` as keywords instead.
         group_size: number of completions of each prompt.
         seed: an int, or a tuple such as (seed, step). The random number of a token depends only on
-            this seed, on the completion's place and on the token's position, not on `batch_size`.
+            this seed, the completion's index in the batch and the token's position. It does not
+            depend on `batch_size`.
         tokenizer: the model's tokenizer. A `Policy` has one. A `SampledModel` without a tokenizer
             accepts only token ids, and the texts of its result are empty.
         engine: an engine that samples with its current weights. None samples with `model`.
-        places: increasing index of each prompt in the batch over all ranks. None if `prompts` is
-            the whole batch.
+        places: index of each prompt in the batch of all ranks, in increasing order. None if
+            `prompts` is the whole batch.
         **sampling: fields of `Sampling`, such as `max_new_tokens=64` or `top_p=0.9`.
 
     Returns:
-        The samples with their texts. The column `group` holds the place of each sample's prompt.
+        The samples with their texts. The column `group` holds the index of each sample's prompt in
+        the batch.
 
     Raises:
         ValueError: the tokenizer or the model does not accept a prompt, a prompt leaves no room for
@@ -76,7 +78,7 @@ def generate(
     ids = encode_for(policy, prompts, options.max_new_tokens)
     sampler = engine or TransformersEngine(policy, options)
     done = sampler.generate(ids, options, group_size=group_size, seed=seed, places=places)
-    # 3. Check the result: engines may come from other packages.
+    # 3. Check the result, because a custom engine may return wrong numbers or shapes.
     name = type(sampler).__name__
     expected = len(prompts) * group_size
     require(len(done) == expected, name, f"{expected} completions", len(done), RuntimeError)
@@ -107,7 +109,7 @@ def table_of(
 
     Args:
         prompts: token ids of each prompt.
-        completions: an equal number for each prompt, in the order of the prompts.
+        completions: the completions, in the order of the prompts. Every prompt has the same number.
         texts: the text of each completion.
         groups: the group number of each prompt. None numbers the groups from 0.
     """
@@ -153,8 +155,9 @@ def table_of(
 def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Raise the ValueError that `generate` would raise for these prompts, before a run starts.
 
-    To save time, only prompts that may be too long are encoded. The test is a safe bound: a token
-    has at least one byte, and a chat template adds less than half of the model's positions.
+    To save time, only prompts that may be too long are encoded. No prompt that is too long is
+    missed: a token has at least one byte, and a chat template is assumed to add less than half of
+    the model's positions.
     """
     room = policy.positions - max_new_tokens
     long = [p for p in prompts if 2 * len(str(p).encode()) > room]
@@ -162,7 +165,7 @@ def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -
 
 
 def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-    """Return the token ids of each prompt, checked against the size of the policy's model.
+    """Return the token ids of each prompt, after checking that the policy's model accepts them.
 
     Raises:
         ValueError: a prompt is too long for the model or has ids that are not in the vocabulary.
@@ -190,7 +193,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt.
 
-    If the last chat message is the assistant's, the completion continues this message.
+    If the last chat message has the role "assistant", the completion continues this message.
 
     Args:
         tokenizer: the model's tokenizer. None accepts prompts of token ids only.
@@ -218,7 +221,7 @@ def encode_prompts(
 
 
 def prompt_texts(policy: Any, prompts: Sequence[Prompt]) -> list[str]:
-    """Return the text of each prompt after the chat template.
+    """Return the text of each prompt. Chat messages are formatted by the chat template.
 
     Without a tokenizer, the text of a prompt of token ids is "".
     """
@@ -244,7 +247,7 @@ def _text_of(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | N
 def _encoded(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None) -> list[int]:
     if _is_encoded(prompt):
         return list(prompt)
-    # A chat template writes special tokens such as BOS into the text: do not add them twice.
+    # A chat template already writes special tokens such as BOS, so do not add them again.
     is_plain = isinstance(prompt, str)
     text = _text_of(tokenizer, prompt, template_kwargs)
     return tokenizer(text, add_special_tokens=is_plain)["input_ids"]

@@ -18,7 +18,8 @@ from grpo_fast.rollout.sampler import Sampling, seed_of
 
 log = logging.getLogger(__name__)
 
-# Values of `Completion.finish_reason`. Engines may use further words for completions cut off early.
+# Values of `Completion.finish_reason`. Engines may define other values for completions that were
+# cut off early.
 EOS = "eos"
 LENGTH = "length"
 
@@ -48,8 +49,9 @@ class Completion(NamedTuple):
 
     Attributes:
         ids: n token ids. The last one is the first EOS, if the completion has one.
-        logps: (n,) fp32 on the CPU, log-probabilities in the distribution that was sampled from.
-        finish_reason: `EOS`, `LENGTH`, or a word of the engine for a completion cut off early.
+        logps: (n,) fp32 on the CPU, log-probabilities under the sampling distribution.
+        finish_reason: `EOS`, `LENGTH`, or an engine-specific value for a completion that was cut
+            off early.
         weight_version: version of the weights that sampled the first token.
         support: for each token, the ids that truncation (top_p, top_k, min_p) kept. None if nothing
             was truncated, or if the engine does not report the support.
@@ -72,9 +74,10 @@ class Request(NamedTuple):
         sampling: the sampling options.
         group_size: number of completions of each prompt.
         seed: seed of the random numbers. The numbers of a completion depend on this seed, on the
-            place of its prompt and on its index among the prompt's completions.
-        places: increasing index of each prompt in the step's batch over all ranks, so that several
-            ranks sample what one rank would sample. None if this request is the whole batch.
+            batch index of its prompt and on its index among the prompt's completions.
+        places: batch index of each prompt, in increasing order. The batch contains the prompts of
+            all ranks, so that several ranks sample the same completions as one rank. None if this
+            request is the whole batch.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -85,14 +88,15 @@ class Request(NamedTuple):
 
 
 class Engine(ABC):
-    """Base class of rollout engines. Leaving its context (`with engine:`) closes an engine.
+    """Base class of rollout engines. An engine is a context manager that closes itself on exit.
 
-    Every wait of an engine has a timeout. The error names what the engine waited for.
+    Every blocking call of an engine has a timeout, and its error says what the engine waited for.
 
     Attributes:
         is_apart: True if the engine has its own device and its own copy of the weights. Such an
             engine may sample in a thread while the policy trains, and `sleep` does nothing.
-        fallback: why the engine samples by a slower path, whose bits differ. None if it does not.
+        fallback: reason why the engine uses a slower implementation, whose results differ by
+            rounding. None if the engine uses the fast implementation.
     """
 
     is_apart = False
@@ -106,7 +110,7 @@ class Engine(ABC):
     def sample(self, request: Request) -> list[Completion]:
         """Return `group_size` completions for each prompt, in the order of the prompts.
 
-        Raises:
+        EngineError: the engine has stopped, or has no weights.
             EngineError: the engine is gone, or has no weights.
             NonFiniteLogits: the policy's logits are NaN or infinite.
         """
@@ -117,14 +121,15 @@ class Engine(ABC):
 
         Args:
             policy: a `Policy` or `SampledModel`.
-            version: number of these weights. An engine that has this version copies nothing.
+            version: version number of these weights. An engine that already has this version copies
+                nothing.
         """
 
     def sleep(self) -> None:  # noqa: B027
-        """Free the device for the trainer. Weights may be lost: call `update` after `wake`."""
+        """Free the device for the trainer. Weights may be lost, so call `update` after `wake`."""
 
     def wake(self) -> None:  # noqa: B027
-        """Prepare for `update` and `sample`. Does nothing if the engine is awake."""
+        """Prepare the engine for `update` and `sample`. Has no effect if it is already awake."""
 
     def close(self) -> None:  # noqa: B027
         """Release all resources. The engine cannot be used afterwards."""
@@ -137,7 +142,7 @@ class Engine(ABC):
 
 
 def build_engine(policy: Any, options: Any = None) -> Engine:
-    """Return the engine that `options.engine` names, ready to sample.
+    """Build the engine that `options.engine` names.
 
     Args:
         policy: a `Policy` or `SampledModel`.
@@ -153,7 +158,7 @@ def build_engine(policy: Any, options: Any = None) -> Engine:
 
 @contextmanager
 def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
-    """Wake the engine, give it the policy's weights, and put it to sleep at the end."""
+    """Wake the engine and update its weights on entry, and put it to sleep on exit."""
     engine.wake()
     engine.update(policy, version)
     try:
@@ -173,13 +178,13 @@ def uniforms(
     """Return the random numbers of the completions of `count` prompts, in the order of `places`.
 
     Returns:
-        (count·group_size, length) fp32 in [0, 1).
+        Uniform numbers in [0, 1), (count·group_size, length) fp32.
     """
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
     wanted = set(range(count) if places is None else places)
     rows = []
-    # The step's batch has one generator. Numbers of other ranks' prompts are drawn and dropped, so
-    # that a prompt's numbers do not depend on the number of ranks.
+    # Draw the numbers of other ranks' prompts, too, and discard them. Otherwise a prompt's numbers
+    # would depend on the number of ranks.
     for place in range(max(wanted, default=-1) + 1):
         group = torch.rand(group_size, length, generator=generator)
         if place in wanted:

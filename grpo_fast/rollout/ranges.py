@@ -1,4 +1,4 @@
-"""Selection from flat tensors whose parts are marked by offsets."""
+"""Selection of segments from flat tensors, where offsets mark the start of each segment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
         chosen: (k,) int64 indices i in [0, n).
 
     Returns:
-        (total,) int64.
+        The integers, (total,) int64.
     """
     counts = offsets.diff()[chosen]
     before = counts.cumsum(0) - counts
@@ -27,14 +27,14 @@ def ranges(offsets: Tensor, chosen: Tensor) -> Tensor:
 
 
 def select_support(support: Support | None, rows: Tensor) -> Support | None:
-    """Return the support of some completion tokens.
+    """Select the support of some completion tokens.
 
     Args:
         support: the support of R tokens, or None.
         rows: (r,) int64, indices of the tokens to select.
 
     Returns:
-        The support of the r tokens. None if all of them were sampled from the whole vocabulary.
+        The support of the r tokens. None if all r tokens were sampled from the full vocabulary.
     """
     if support is None:
         return None

@@ -1,7 +1,8 @@
-"""Sampling of tokens: temperature, top-k, top-p and min-p, with one uniform number per token.
+"""Sampling of tokens with temperature, top-k, top-p and min-p.
 
-The sampled token is the first one, in vocabulary order, whose cumulative probability exceeds the
-uniform number. The number depends only on (seed, place, position), so samples are reproducible.
+Each token is sampled with one uniform random number. It is the first token, in vocabulary order,
+whose cumulative probability exceeds the number. The number depends only on the seed, the index of
+the completion and the position of the token, so samples are reproducible.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 class Sampling(BaseModel):
-    """Options of the sampler."""
+    """Sampling options, such as the temperature and the length of completions."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -54,7 +55,7 @@ class Sampling(BaseModel):
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a 63-bit seed from parts such as (seed, step), the same on every machine."""
+    """Derive a 63-bit seed from parts such as (seed, step). It is the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -62,12 +63,12 @@ def seed_of(*parts: int | str) -> int:
 class Draw(NamedTuple):
     """One sampled token for each of B rows, with the support it was sampled from.
 
-    The last three fields are None if the sampler did not truncate, or if the options do not ask for
-    the support.
+    The last three fields are None if the sampler did not truncate, or if the options do not
+    request the support.
 
     Attributes:
         tokens: (B,) int64, the sampled ids.
-        logps: (B,) fp32, log-probabilities in the distribution that was sampled from.
+        logps: (B,) fp32, log-probabilities under the sampling distribution.
         candidates: (B, K) int64, increasing token ids.
         in_support: (B, K) bool, True for candidates that could be sampled.
         mass: (B,) fp32, probability of the support before truncation.
@@ -83,9 +84,9 @@ class Draw(NamedTuple):
 def sample(scores: Tensor, uniform: Tensor, options: Sampling) -> Draw:
     """Sample a token for each row.
 
-    Temperature 0 takes the likeliest token, with its log-probability at temperature 1. Otherwise
-    top_k is applied first, then top_p to the remaining tokens, then min_p, and log-probabilities
-    are renormalised over the support.
+    Temperature 0 selects the likeliest token and reports its log-probability at temperature 1.
+    Otherwise top_k is applied first, then top_p to the remaining tokens, then min_p.
+    Log-probabilities are renormalised over the support.
 
     A row with NaN or +inf gets the log-probability NaN. The engine checks for NaN once at the end,
     because a check here would cost a GPU sync per token.
@@ -124,7 +125,7 @@ def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
     Args:
         z: (B, V) logits.
         top_k: number of tokens to return.
-        options: `top_p` and `min_p` mark further tokens as dropped.
+        options: `top_p` and `min_p` drop further tokens.
 
     Returns:
         (B, top_k) logits, with -inf for dropped tokens, and (B, top_k) int64 token ids.
@@ -132,13 +133,13 @@ def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
     values, ids = z.topk(top_k, dim=-1)
     if options.top_p < 1:
         p = values.softmax(-1)
-        # A token stays if the likelier tokens together hold less than top_p.
+        # Keep a token if the total probability of all likelier tokens is less than top_p.
         dropped = p.cumsum(-1) - p >= options.top_p
         dropped[:, 0] = False  # needed if top_p rounds to 0 in fp32
         values = values.masked_fill(dropped, float("-inf"))
     if options.min_p > 0:  # column 0 holds the likeliest token
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
-    # `pick` goes through tokens in vocabulary order: undo the order by likelihood.
+    # `pick` expects vocabulary order: undo the order by likelihood.
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
@@ -153,14 +154,14 @@ def pick(p: Tensor, uniform: Tensor) -> Tensor:
         uniform: (B,) in [0, 1).
 
     Returns:
-        (B,) int64.
+        Token indices, (B,) int64.
     """
     cumulative = p.cumsum(-1)
     total = cumulative[:, -1]
-    # uniform * total can round up to total, which no cumulative probability exceeds.
+    # uniform * total can round up to total. No cumulative probability exceeds total, so limit it.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    # NaN gives an index past the last token, which would be a device-side assert on a GPU.
+    # NaN gives an index past the last token, which would trigger a device-side assert on a GPU.
     return tokens.clamp(max=p.shape[-1] - 1)
 
 
@@ -170,7 +171,7 @@ class Sampler:
     It must be the last processor, and `generate` must run with `do_sample=False`.
 
     Args:
-        uniforms: (B, L) in [0, 1). Column t decides the t-th new token of each row.
+        uniforms: (B, L) in [0, 1). Column t determines the t-th new token of each row.
         options: the sampling options.
 
     Attributes:
@@ -185,10 +186,10 @@ class Sampler:
         self.draws: list[Draw] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return (B, V) scores that leave only the sampled token of each row."""
+        """Return scores, (B, V), that are -inf except for the sampled token of each row."""
         t = len(self.draws)
         draw = sample(scores, self.uniforms[:, t], self.options)
         self.draws.append(draw)
         self.logps[:, t] = draw.logps
-        # Greedy `generate` takes the only token whose score is not -inf.
+        # With these scores, greedy `generate` must select the sampled token.
         return torch.full_like(scores, float("-inf")).scatter_(-1, draw.tokens[:, None], 0.0)

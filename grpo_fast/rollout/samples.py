@@ -4,8 +4,8 @@ A sample is a prompt with one completion. The table holds flat tensors without p
 
 - Columns per sample have B entries, one for each sample.
 - Columns per token have N entries: the tokens of sample 0, then those of sample 1, and so on.
-- Columns per completion token have R entries, one for each token that is trained, in token order.
-  The loss reads these columns.
+- Columns per completion token have R entries, one for each trained token, in the order of the
+  tokens. The loss reads these columns.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Samples:
 
     Attributes:
         ids: (N,) int64, token ids of each prompt and its completion.
-        segment: (N,) uint8, `COMPLETION` for trained tokens, `PROMPT` for all others. Tokens that
-            a tool wrote between two turns are `PROMPT`, too.
+        segment: (N,) uint8, `COMPLETION` for trained tokens and `PROMPT` for all other tokens,
+            including tokens that a tool wrote between two turns.
         cu_seqlens: (B+1,) int64. Sample b is `ids[cu_seqlens[b] : cu_seqlens[b + 1]]`.
         group: (B,) int64, number of the sample's prompt. Completions of one prompt form a group.
         truncated: (B,) bool, True if the completion was cut off before an EOS.
@@ -103,9 +103,9 @@ class Samples:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The offsets of the samples among the R completion tokens, (B+1,) int64.
+        """The offsets of the samples in the columns per completion token, (B+1,) int64.
 
-        The completion tokens of sample b are rows[b] to rows[b + 1] - 1.
+        The completion tokens of sample b have the indices rows[b] to rows[b + 1] - 1.
         """
         return pad(self.segment.long().cumsum(0), (1, 0))[self.cu_seqlens]
 
@@ -120,28 +120,28 @@ class Samples:
         return (self.cu_seqlens - self.rows).diff().tolist()
 
     def sample(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the n token ids of sample i, (n,) int64, and which are trained, (n,) bool."""
+        """Return the token ids of sample i, (n,) int64, and a mask of trained tokens, (n,) bool."""
         part = slice(*self.cu_seqlens[i : i + 2].tolist())
         return self.ids[part], self.segment[part].bool()
 
     def prompt(self, i: int) -> Tensor:
-        """Return the token ids of sample i that are not trained."""
+        """Return the token ids of sample i that are not trained, (n,) int64."""
         ids, is_trained = self.sample(i)
         return ids[~is_trained]
 
     def completion(self, i: int) -> Tensor:
-        """Return the trained token ids of sample i."""
+        """Return the trained token ids of sample i, (n,) int64."""
         ids, is_trained = self.sample(i)
         return ids[is_trained]
 
     @property
     def prompt_ids(self) -> list[list[int]]:
-        """The prompt's token ids of each sample."""
+        """The prompt token ids of each sample."""
         return [self.prompt(i).tolist() for i in range(len(self))]
 
     @property
     def completion_ids(self) -> list[list[int]]:
-        """The completion's token ids of each sample."""
+        """The completion token ids of each sample."""
         return [ids.tolist() for ids in self.ids[self.segment.bool()].split(self.lengths)]
 
     @property
@@ -169,11 +169,11 @@ class Samples:
 
     @classmethod
     def cat(cls, parts: Iterable[Samples | None]) -> Samples:
-        """Join several tables, one after another.
+        """Concatenate several tables.
 
         Args:
-            parts: at least one table. None entries are skipped. An optional column that one table
-                lacks is missing in the result.
+            parts: at least one table. Entries that are None are skipped. If a table lacks an
+                optional column, the result lacks the column, too.
         """
         tables = [part for part in parts if part is not None]
         if len(tables) == 1:
@@ -203,7 +203,7 @@ class Samples:
         )
 
     def on(self, device: torch.device | str) -> Samples:
-        """Return the table with the columns per completion token on a device.
+        """Return the table with its columns per completion token moved to a device.
 
         Token ids and support stay on the CPU, where micro-batches are packed.
         """
@@ -213,7 +213,7 @@ class Samples:
         )
 
     def write(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Write values into a column per completion token, which is created with zeros if missing.
+        """Write values into a column per completion token. A missing column is filled with zeros.
 
         Args:
             name: the column, such as "old_logps".
@@ -227,9 +227,9 @@ class Samples:
         column[rows] = values.detach()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every column by name, for one safetensors file.
+        """Return all columns by name, so that one safetensors file can store them.
 
-        `texts` are left out: decoding `ids` gives them again.
+        `texts` is excluded, because the texts can be decoded from `ids`.
         """
         found = {f"scores.{name}": values for name, values in self.scores.items()}
         if self.support is not None:
@@ -240,7 +240,7 @@ class Samples:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Samples:
-        """Build a table from the result of `tensors()`. Call `check` on it afterwards.
+        """Build a table from the result of `tensors()`. Call `check` on the table afterwards.
 
         Raises:
             ValueError: a required column is missing, or a name is unknown.
@@ -261,12 +261,12 @@ class Samples:
         """Check that all columns have consistent lengths and that ids are in the vocabulary.
 
         Raises:
-            ValueError: a column has another dtype or length, or an id is out of range.
+            ValueError: a column has the wrong dtype or length, or an id is out of range.
         """
         for name, dtype in REQUIRED.items():
             came = getattr(self, name).dtype
             require(came == dtype, f"samples: {name}", f"dtype {dtype}", came)
-        # 1. Check the tokens, and the samples' boundaries among them.
+        # 1. Check the tokens and the boundaries between samples.
         ends = self.cu_seqlens
         count = len(self.ids)
         fits = ends.dim() == 1 and len(ends) > 0 and bool((ends.diff() > 0).all())

@@ -1,4 +1,4 @@
-"""Data sources and tokenizers: GSM8K if it is available, broken files, generated tasks."""
+"""Tests of data sources and tokenizers, including GSM8K if its files are available."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def write_lines(path: Path, *lines) -> Path:
 # -------------------------------------------------------------------------------------------- GSM8K
 @needs_gsm8k
 def test_gsm8k_counts_of_the_real_files():
-    """79 + 14 gold answers have commas, 3 + 2 are negative, none is decimal. None is lost."""
+    """Check that no gold answer is lost, including answers with commas and negative answers."""
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
         answers = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").open()]
         raw = [answer.rpartition("####")[2].strip() for answer in answers]
@@ -103,7 +103,10 @@ def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
 
 @pytest.mark.parametrize("lines", [10, 2, 1])
 def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
-    """A file of one repeated line, or two equal files: both are used, and a warning is logged."""
+    """Check that a warning is logged if all training prompts are test prompts.
+
+    The source is a file that repeats one line, or two files with the same prompt.
+    """
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
     one_file = dict(task="jsonl", path=str(path))
     found = load(**one_file)
@@ -154,7 +157,7 @@ def test_fields_and_templates(tmp_path):
     first, second = read(prompt_template="[{question}] {y}")
     assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
     assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
-    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # unchanged from the file
+    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # as in the file
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read(prompt_template="plain")[1].prompt == plain
     with pytest.raises(DatasetError, match="prompt_template: expected {question}"):
@@ -170,7 +173,7 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
     assert test == load("test", seed=2, **data) and len(test) == 12
-    # A prompt that occurs twice in the file is in one split only.
+    # A prompt that occurs twice in the file must be in only one of the splits.
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
@@ -248,11 +251,11 @@ def test_hub_rows(monkeypatch):
     one = {"only": [{"question": f"q{i}", "answer": "1"} for i in range(20)]}
     with monkeypatch.context() as patch:
         installed(patch, lambda *_: one)
-        assert len(load(task="jsonl", name="a/b")) == 18  # two are held out
+        assert len(load(task="jsonl", name="a/b")) == 18  # two rows are held out for the test split
 
 
 # ---------------------------------------------------------------------------------- Generated tasks
-# Small spaces, so that random prompts collide.
+# Use few different prompts, so that random prompts collide.
 @pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
 def test_sort_answers_and_held_out_prompts(digits, symbols):
     data = dict(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
@@ -283,7 +286,7 @@ def test_generated_examples_depend_on_seed_and_index_alone():
 
 def test_the_default_size_of_the_test_split():
     assert len(SortTask(split="test", seed=0)) == 256
-    assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of ten
+    assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of the ten prompts
 
     def prompts(split, n_test):
         task = SortTask(split=split, seed=0, digits=3, symbols=2, n_test=n_test)

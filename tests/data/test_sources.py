@@ -1,4 +1,4 @@
-"""User data sets: file formats, folders, columns, chat messages, and notes for the log."""
+"""Tests of user data sets: file formats, folders, columns, chat messages and log notes."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ QUESTIONS = sorted(row["question"] for row in ROWS)
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Let `datasets` store converted tables in a temporary folder."""
+    """Make `datasets` store its cache of converted tables in a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
@@ -38,7 +38,7 @@ def parse(fields, gsm8k=False, **columns):
 
 
 def write_as(path, rows):
-    """Write rows in the format of the file's ending."""
+    """Write rows to a file in the format that its ending names."""
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")):
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -222,7 +222,7 @@ def test_a_supervised_row_ends_with_its_answer():
     with pytest.raises(DatasetError, match="a non-empty text in field 'answer', got ''"):
         parse({"messages": [USER, reply("")]})
     row = {"messages": [USER, reply("x")]}
-    assert parse(row).prompt == [USER] and len(row["messages"]) == 2  # the row is not changed
+    assert parse(row).prompt == [USER] and len(row["messages"]) == 2  # parsing copies the list
 
 
 def test_parts_of_text_are_joined_and_missing_keys_left_out():

@@ -102,7 +102,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 
 
 def _session(leader: int) -> set[int]:
-    """Return the processes of a worker's session. A process that it starts cannot leave it."""
+    """Return the processes in a worker's session. Started processes cannot leave the session."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -124,7 +124,8 @@ def test_an_answer_cannot_connect_to_a_server(rewards):
 
 
 def test_many_answers_that_hang_have_their_own_time():
-    # Seven times 0.5 s is more than the timeout, which is multiplied by the number of completions.
+    # Seven answers of 0.5 s each take longer than `timeout`, but the limit of the call is `timeout`
+    # times the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
 
@@ -178,7 +179,7 @@ def test_limits_out_of_range_are_refused(options):
 
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
-    """Return a function that builds code_tests from files with replaced text."""
+    """Return a function that builds the reward from copies of the files with replaced text."""
     folder = tmp_path / "workers"
     folder.mkdir()
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))

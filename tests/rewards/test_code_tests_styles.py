@@ -1,12 +1,12 @@
 # ruff: noqa: E501
-"""Styles of tests: right solutions score 1 in `code_tests`, and wrong solutions score 0."""
+"""Tests that right solutions score 1 and wrong solutions score 0 in all styles of tests."""
 
 import pytest
 
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# By style: right code, wrong code, tests.
+# Style -> (right code, wrong code, tests).
 STYLES = {
     "a function": (
         "def add(a, b): return a + b", "def add(a, b): return a - b",

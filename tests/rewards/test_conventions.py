@@ -117,7 +117,7 @@ def test_verls_compute_score(build):
     assert found(build("awaited_score", "verl")) == [3.0, 9.0]
     assert found(build("any_keyword", "verl")) == [1.0, 1.0]
     lenient = build("short_score", "verl", method="lenient")
-    assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # the label as the row holds it
+    assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # verl gets the row's unparsed answer
 
 
 def test_a_score_of_verl_that_fails_costs_its_own_sample(build):
@@ -211,7 +211,7 @@ def test_one_word_in_the_configuration(file, tmp_path):
                   {"verl": "exact_match"}, {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
         with pytest.raises(ValidationError):
             RewardConfig.model_validate(wrong)
-    # The path is relative to the recipe's folder.
+    # A relative path in a recipe starts at the recipe's folder.
     recipe = tmp_path / "recipe.yaml"
     (tmp_path / "mine.py").write_text(MODULE)
     settings = load_recipe("sort").model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Length and format rewards against explicit formulas, and rewards per token."""
+"""Compare length and format rewards with explicit formulas, and test rewards per token."""
 
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ def found(name, *, texts=None, lengths=None, **options):
 
 
 def punishment(length, longest, cache):
-    """Return the value of DAPO's equation 13, case by case."""
+    """Compute DAPO's equation 13 case by case."""
     if length <= longest - cache:
         return Fraction(0)
     if length <= longest:
@@ -46,8 +46,8 @@ def test_overlong_is_the_papers_and_lengths_and_tags_have_a_price():
         ("<think>a</think>", 2),
         ("<think>a</think><answer>1</answer>", 5),
         ("x <think>a</think> y <answer>1</answer> z", 5),
-        ("<answer>1</answer><think>a</think>", 4),  # the other way round
-        ("<think>a<think></think><answer>1</answer>", 3),  # one of them twice
+        ("<answer>1</answer><think>a</think>", 4),  # the tags are in the wrong order
+        ("<think>a<think></think><answer>1</answer>", 3),  # <think> occurs twice
         ("<think></answer><answer></think>", 4),
         ("<THINK>", 0),
         ("<think>" * 9000, 0),

@@ -1,4 +1,4 @@
-"""Tests of custom functions in workers: their columns, and the reasons of lost samples."""
+"""Tests of custom functions in workers, the columns that they receive, and lost samples."""
 
 import importlib.util
 import os
@@ -65,7 +65,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def build(file):
-    """Return a function that builds the set of one function. Its worker ends with the test."""
+    """Return a function that builds a RewardSet of one function and closes it after the test."""
     made = []
 
     def make(name, **keywords):
@@ -190,7 +190,7 @@ def test_a_pattern(build):
     assert ask(whole, "so <a>1</a>", "<a>1</a>").total.tolist() == [0.0, 1.0]
     lost = ask(build("format_pattern", pattern="("), "a")
     assert lost.reasons == {"format_pattern": {"error": 1}}
-    # A search that never ends costs its sample.
+    # If a search never ends, only its sample is lost.
     rewards = build("format_pattern", pattern="^(a+)+$", timeout=1)
     result = ask(rewards, "aaa", "a" * 60 + "b")
     assert result.total[0] == 1 and result.reasons == {"format_pattern": {"timeout": 1}}
@@ -200,13 +200,13 @@ needs_math = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None,
     reason="math-verify is not installed (pip install 'grpo_fast[math]')",
 )
-EXPRESSIONS = [  # completion, answer, equal, close
+EXPRESSIONS = [  # completion, gold answer, expected math_equal, expected math_close
     (r"so $\frac{1}{2}$", "1/2", 1, 1),
     (r"it is \boxed{0.5}", r"\frac{1}{2}", 1, 1),
     (r"\boxed{1+x}", "x+1", 1, 1),
     (r"$\{2, 1\}$", r"\{1, 2\}", 1, 1),
     (r"\boxed{1,080}", "1080", 1, 1),
-    ("it is 18.", "18", 0, 1),  # a number in running text
+    ("it is 18.", "18", 0, 1),  # only math_close accepts a number in running text
     (r"\boxed{0.333}", "1/3", 0, 1),
     (r"\boxed{0.4}", "1/3", 0, 0),
     (r"\boxed{1080}", "1,080", 1, 1),

@@ -107,7 +107,7 @@ def test_strict_and_lenient(text, strict, lenient):
 def test_extraction_is_linear_on_64k_adversarial_characters(unit):
     text = (unit * (1 << 16))[: 1 << 16]
     for candidate in (text, text + "x", "#### " + text, f"<answer>{text}</answer>"):
-        start = time.process_time()  # others' work on this machine does not count
+        start = time.process_time()  # other processes on this machine do not count
         extract_strict(candidate)
         extract_lenient(candidate)
         assert time.process_time() - start < 0.1
@@ -122,7 +122,7 @@ def test_gsm8k_rewards():
     assert score("gsm8k_correct", "it is 18", "18") == 0.0
     assert score("gsm8k_correct_lenient", "it is 18", "18") == 1.0
     assert score("gsm8k_format", "", "18") == score("gsm8k_correct_lenient", "", "18") == 0.0
-    assert score("gsm8k_correct", "#### one", "one") == 1.0  # by the answer's own kind
+    assert score("gsm8k_correct", "#### one", "one") == 1.0  # gold answers may be texts
     assert score("gsm8k_correct", "#### 1", "one") == 0.0
 
 
@@ -134,7 +134,7 @@ def test_gsm8k_rewards():
         ("2 1 3", 1 / 3, 1.5),
         ("1 2", 2 / 3, 2 / 3 + 1 / 2),
         ("", 0.0, 0.0),
-        ("1 2 3 3", 3 / 4, 2.0),  # longer than asked for
+        ("1 2 3 3", 3 / 4, 2.0),  # the completion is longer than the answer
         ("1 2 = 3", 2 / 4, 1 + 1 / 3),
         ("9 9 9", 0.0, 1.0),
     ],
@@ -143,7 +143,7 @@ def test_sort_rewards(given, positions, inclusion_ordering):
     assert score("sort_positions", given, "1 2 3") == pytest.approx(positions)
     assert score("sort_inclusion_ordering", given, "1 2 3") == pytest.approx(inclusion_ordering)
     assert score("exact_match", given, "1 2 3") == float(given == "1 2 3")
-    assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # as numbers, not as text
+    assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # order of numbers, not of texts
 
 
 # ------------------------------------------------------------------------------------------ The set
@@ -193,11 +193,11 @@ NAN = math.nan
 @pytest.mark.parametrize(
     ("values", "total", "reasons"),
     [
-        # A data set of two tasks: None means that a function does not apply, as in TRL.
+        # Two functions for two tasks. As in TRL, None means that a function does not apply.
         ([[1, None, 3], [None, 20, 30]], [1, 20, 33], [{}, {}]),
         ([[None, None, 3], [None, 20, None]], [NAN, 20, 3], [{"none_applies": 1}] * 2),
         ([[None] * 3] * 2, [NAN] * 3, [{"none_applies": 3}] * 2),
-        # After a failure the sample is lost, even if another function has a value.
+        # If one function fails, the sample is lost even if the other function returned a value.
         ([[NAN, None, 3], [10, 20, "x"]], [NAN, 20, NAN], [{"not_a_number": 1}] * 2),
         ([torch.tensor([1.0, 2.0, 3.0]), [None] * 3], [1, 2, 3], [{}, {}]),
     ],
@@ -267,7 +267,7 @@ def test_run_ends_above_the_threshold_only():
     with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
-    # The run ended at the 7th call, the first one after which more than half were lost.
+    # The run must end at the 7th call, after which more than half of the samples were lost.
     assert next(failing, None) == 4
 
 

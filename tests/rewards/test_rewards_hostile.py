@@ -1,4 +1,4 @@
-"""Tests of odd results and errors of reward functions, in this process and in a worker."""
+"""Tests of reward functions that return unusual results or raise unusual errors."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 from grpo_fast.rewards import RewardError, build_rewards, import_function
 from tests.reward_specs import own, spec
 
-# The prompt selects the behaviour of one function, so that one worker serves all cases.
+# One function has all behaviours, so that one worker can serve all cases. The prompt selects one.
 MODULE = r"""
 import asyncio, collections, decimal, itertools, os, sys
 import numpy as np
@@ -134,7 +134,7 @@ def odd(*, prompts, completions, answers):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    """Return the module odd_rewards, which workers can import as well."""
+    """Return the module odd_rewards, in a folder from which workers can import it."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "odd_rewards.py").write_text(MODULE)
     (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
@@ -147,7 +147,7 @@ def module(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
-    """Return the function `odd`, which runs in this process or in a worker."""
+    """Return the function `odd`, once for this process and once for a worker."""
     isolated = request.param == "isolated"
     options = {"timeout": 30} if isolated else {"in_process": True}
     function = build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
@@ -201,7 +201,7 @@ def test_a_reward_of_the_wrong_length_is_refused(odd, what, came):
 )
 def test_the_message_says_what_came(odd, caplog, what, said):
     ask(odd, what, 2)
-    assert len(caplog.records) == 1 and said in caplog.text  # one message for both samples
+    assert len(caplog.records) == 1 and said in caplog.text  # only the first failure is logged
 
 
 def test_the_error_that_ends_the_run_shows_no_control_characters():

@@ -1,4 +1,4 @@
-"""Tests of IsolatedReward: each call gets its own reply, and every process ends with the caller."""
+"""Tests of IsolatedReward: replies match their calls, and no process outlives the caller."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def half_a_reply(*, prompts, completions, answers):
 
 @pytest.fixture
 def isolated(tmp_path, monkeypatch):
-    """Return a function that runs a function of MODULE in a worker, which ends with the test."""
+    """Return a function that runs a function of MODULE in a worker and closes it after the test."""
     (tmp_path / "tried_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
@@ -118,7 +118,7 @@ def test_no_reply_is_left_by_an_interrupted_call(isolated):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    time.sleep(0.4)  # by now the reply 2.0 would be in the pipe
+    time.sleep(0.4)  # by now the worker would have written the reply 2.0 to the pipe
     assert [ask(reward, str(i)) for i in (3, 4)] == [[3.0], [4.0]]
 
 
@@ -149,7 +149,10 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
 
 # ----------------------------------------------------------------- Processes end with the caller
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
-    """Workers end if they are idle, sleep, hold the interpreter lock or have started a process."""
+    """Kill a caller and check that all its workers and their child processes end.
+
+    The workers are idle, sleep, hold the interpreter lock, wait for a child, or import a module.
+    """
     (tmp_path / "import_hangs.py").write_text(
         "import os, time\nopen('import', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )
@@ -175,7 +178,7 @@ def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
     try:
         wait_until(lambda: len(started()) == 6, 60)
         assert all(alive(pid) for pid in started())
-        time.sleep(0.2)  # into the regular expression
+        time.sleep(0.2)  # wait until the regular expression is running
         caller.kill()
         caller.wait()
         wait_until(lambda: not any(alive(pid) for pid in started()), 10)
@@ -205,7 +208,7 @@ def test_a_worker_that_does_not_read_takes_too_long(isolated):
     assert ask(reward, "a") == [1.0]
     time.sleep(0.5)
     with pytest.raises(TimeoutError):
-        ask(reward, "a" * 10**6)  # more than the pipe holds
+        ask(reward, "a" * 10**6)  # the request does not fit into the pipe
     assert ask(reward, "a") == [1.0]
 
 

@@ -1,4 +1,4 @@
-"""Tests of strict and lenient scoring, by a table of gold answers, prompts and completions."""
+"""Tests of strict and lenient scoring with a table of gold answers, prompts and completions."""
 
 import pytest
 
@@ -11,14 +11,14 @@ from grpo_fast.rewards.scoring import answer_scorer, is_expression, turns
 HASH, TAG, BOX, NONE = "End with: #### <number>", "Use <answer>", r"Use \boxed{}", "How many?"
 
 TABLE = [  # gold, prompt, completion, strict, lenient
-    # A number. The prompt shows no mark, so the completion must be the number.
+    # The gold answer is a number. The prompt shows no mark, so the completion must be the number.
     ("42", NONE, "42", 1, 1), ("42", NONE, " 42.0\n", 1, 1), ("42", NONE, "$42.", 1, 1),
     ("42", NONE, "it is 42", 0, 1), ("42", NONE, "#### 42", 0, 1), ("42", NONE, "43", 0, 0),
     ("42", NONE, "", 0, 0), ("42", NONE, "42 or 43", 0, 0), ("42", NONE, "forty-two", 0, 0),
     ("1,080", NONE, "1080", 1, 1), ("1080", NONE, "1,080", 1, 1), ("-7", NONE, "\u22127", 1, 1),
     ("12%", NONE, "12", 1, 1), (".5", NONE, "0.50", 1, 1), ("1e3", NONE, "1000", 1, 1),
     ("+5", NONE, "5", 1, 1), ("\u22125", NONE, "-5", 1, 1), ("$12", NONE, "12 dollars", 0, 1),
-    # A number with a mark that the prompt shows.
+    # The gold answer is a number, and the prompt shows a mark.
     ("42", HASH, "so\n#### 42", 1, 1), ("42", HASH, "<answer>42</answer>", 1, 1),
     ("42", HASH, "42", 0, 1), ("42", HASH, r"\boxed{42}", 0, 1), ("42", HASH, "#### 43", 0, 0),
     ("42", HASH, "#### +42", 1, 1), ("42", HASH, "#### €42", 1, 1), ("42", HASH, "####: 42", 1, 1),
@@ -29,18 +29,18 @@ TABLE = [  # gold, prompt, completion, strict, lenient
     ("42", HASH, "#### 41\n#### 42", 1, 1), ("42", HASH, "#### 42\n#### 41", 0, 0),
     ("42", BOX, r"so \boxed{42}", 1, 1), ("42", BOX, "#### 42", 0, 1), ("42", BOX, "42", 0, 1),
     ("42", BOX, r"\boxed{41} \boxed{\text{42}}", 1, 1), ("42", BOX, r"\boxed{42", 0, 1),
-    # A fraction.
+    # The gold answer is a fraction.
     ("15/2", NONE, "7.5", 1, 1), ("7.5", NONE, "15/2", 1, 1), ("15/2", NONE, "30/4", 1, 1),
     ("15/2", HASH, r"#### \frac{15}{2}", 1, 1), ("15/2", HASH, "it is 15/2", 0, 1),
     (r"-\frac12", NONE, "-0.5", 1, 1), ("2x", NONE, "2*x", 1, 1), ("2x", NONE, "x", 0, 0),
     (r"\frac{1}{2}", NONE, "0.5", 1, 1), ("1/3", NONE, "0.33", 0, 0), ("1/2", NONE, "2", 0, 0),
     (r"\dfrac{3}{4}", BOX, r"\boxed{0.75}", 1, 1), ("15/2", NONE, "15/0", 0, 0),
-    # An expression.
+    # The gold answer is an expression.
     ("x^2+1", NONE, "1+x^2", 1, 1), ("x^2+1", NONE, "x^2 + 1", 1, 1), ("x^2+1", NONE, "x^2", 0, 0),
     (r"\sqrt{8}", BOX, r"so \boxed{2\sqrt{2}}", 1, 1), (r"\sqrt{8}", BOX, "2", 0, 0),
     (r"\sqrt{8}", NONE, "so it is\n$2\\sqrt{2}$", 0, 1), (r"\frac{\pi}{2}", NONE, r"\pi/2", 1, 1),
     ("(1, 2)", NONE, "(1,2)", 1, 1), ("(1, 2)", NONE, "(2,1)", 0, 0),
-    # A text.
+    # The gold answer is a text.
     (r"\text{yes}", BOX, r"\boxed{\text{Yes}}", 0, 1), (r"\text{(A)}", BOX, r"\boxed{(A)}", 1, 1),
     ("12 pens", NONE, "12 pens", 1, 1), ("12 pens", NONE, "12  pens\n", 1, 1),
     ("12 pens", NONE, "so\n12 pens", 0, 1), ("12 pens", NONE, "12", 0, 0),
@@ -138,5 +138,5 @@ def test_rewards_are_given_the_beginning_of_the_turn():
     texts = [PERFECT, "so #### 4", "</think>#### 4"]
     found = score(rewards, examples, texts, prompt_texts=[OPENED] * 3)
     assert found.per_fn["format_tags"].tolist() == pytest.approx([0.5, 0.1, 0.2])
-    # The second completion has no answer, because its thought does not end.
+    # The second completion has no answer, because its `<think>` is never closed.
     assert found.per_fn["gsm8k_correct"].tolist() == [1.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Fixtures: a tiny policy, and stand-in vLLM servers that have a copy of it."""
+"""Fixtures for a tiny policy and for stand-in vLLM servers that have a copy of it."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def shared_policy() -> Policy:
 
 @pytest.fixture
 def policy(shared_policy: Policy) -> Policy:
-    """A copy that a test may change."""
+    """Return a copy of the policy, which a test may change."""
     return shared_policy.frozen_copy()
 
 

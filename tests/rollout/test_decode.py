@@ -1,6 +1,7 @@
-"""The decoding loop against transformers' `generate`, with attention in torch and in C++.
+"""Compare the decoding loop with transformers' `generate`, with attention in torch and in C++.
 
-Here a model's modules compute everything but attention. `test_decoder.py` tests layers in C++.
+In these tests, the model's modules compute everything except attention. The C++ decoder, which
+computes full layers, is tested in `test_decoder.py`.
 """
 
 import itertools
@@ -42,13 +43,13 @@ def policy():
 
 
 def ending_often(policy, ids):
-    """Make these ids end completions, so that rows leave the batch early."""
+    """Make these ids end completions, so that completions leave the batch early."""
     policy.eos_ids = frozenset(ids)
     return policy
 
 
 def both(policy, monkeypatch, prompts=PROMPTS, *, group_size=4, seed=1, **options):
-    """Return the completions of our loop and those of transformers' `generate`."""
+    """Sample with our loop and with transformers' `generate`, and return both results."""
     sampling = Sampling(**{"max_new_tokens": 12, **options})
     found = []
     for why in (None, "requested by a test"):
@@ -81,8 +82,8 @@ OPTIONS = [
     {"group_size": 1}, {"max_new_tokens": 1}, {"temperature": 0.0}, {"top_p": 0.7},
     {"temperature": 0.6, "top_k": 5}, {"min_p": 0.3, "top_k": 20, "top_p": 0.9},
     {"top_k": 9, "top_p": 0.8}, {"batch_size": 1}, {"prompts": PROMPTS[:1]},
-    {"batch_size": 5},  # cuts groups apart
-    {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # equal lengths need no padding
+    {"batch_size": 5},  # a batch ends within a group
+    {"prompts": [PROMPTS[0], PROMPTS[0][::-1]]},  # prompts of equal length need no padding
 ]  # fmt: skip
 
 
@@ -104,15 +105,15 @@ def test_ended_completions_leave_without_changing_the_others(family, monkeypatch
     ours, theirs = both(policy, monkeypatch, max_new_tokens=16, group_size=5)
     assert_same(ours, theirs)
     assert len(calls) >= 3 and any(ragged for _, ragged, _ in calls)
-    assert len({prompts for _, _, prompts in calls}) > 1  # prompts leave, too
-    assert 1 in {len(one.ids) for one in ours}  # at the first token
+    assert len({prompts for _, _, prompts in calls}) > 1  # prompts also leave the batch
+    assert 1 in {len(one.ids) for one in ours}  # some completions end at the first token
 
 
 def test_prompts_pass_in_several_rows_and_room_grows_with_completions(policy, monkeypatch, spied):
     monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
     calls = spied(decode, "forward")
     assert_same(*both(policy, monkeypatch))
-    # Each prompt once, then one token of each completion.
+    # The first two calls prefill the prompts. The third has one token of each completion.
     assert [len(call.args[1]) for call in calls][:3] == [9, 5, 12]
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     assert_same(*both(policy, monkeypatch, max_new_tokens=20))
@@ -149,7 +150,10 @@ def test_a_lora_adapter(monkeypatch):
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 def test_16_bits(how, monkeypatch):
-    """The loop's logps are the model's. Tokens may differ if two are nearly equally likely."""
+    """Compare the loop's logps with an fp32 forward pass on the same tokens.
+
+    The sampled tokens may differ from fp32 sampling if two tokens are nearly equally likely.
+    """
     model = tiny_model("llama")
     if how == "weights":
         model = model.to(torch.bfloat16)
@@ -169,7 +173,7 @@ def test_16_bits(how, monkeypatch):
 
 
 def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
-    """The reason is logged once, and transformers' `generate` samples."""
+    """Check that the reason is logged once and that transformers' `generate` samples."""
     policy = policy_of("llama", seed=3)
     original = decode.logits_of
     monkeypatch.setattr(decode, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
@@ -184,7 +188,7 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_comparison_of_a_model_ignores_eos(seed, monkeypatch):
-    """A model whose tokens all end a completion is compared at every token, too."""
+    """Check that every token is compared, even if all tokens of the model are EOS."""
     vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
     policy = policy_of(seed=seed, vocab_size=vocab, num_key_value_heads=heads)
     policy.lm.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])

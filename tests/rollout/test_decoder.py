@@ -1,5 +1,6 @@
-"""The C++ decoder: it samples the same tokens as the modules, and only unchanged Llama-like models
-use it.
+"""Tests of the C++ decoder, which must sample the same tokens as the model's modules.
+
+Only unchanged Llama-like models may use the decoder.
 """
 
 import functools
@@ -27,7 +28,7 @@ def kernels() -> None:
 
 
 def policy_of(family: str = "llama", **changes: Any) -> Policy:
-    """Return a policy with random biases and norms instead of zeros and ones."""
+    """Return a policy whose biases and norms are random instead of zeros and ones."""
     policy = tiny_policy(family, vocab_size=61, **changes)
     for parameter in policy.lm.parameters():
         if parameter.dim() == 1:
@@ -43,7 +44,7 @@ def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
 
 @pytest.fixture
 def steps(spied: Any) -> Callable[[], list[Any]]:
-    """Return a function that lists the decoder of each `decode` call; None means no decoder."""
+    """Return a function that lists the decoder of each `decode` call (None without a decoder)."""
     calls = spied(decode, "decoder_of")
     return lambda: [call.result for call in calls]
 
@@ -61,7 +62,7 @@ YARN = {
     ],
 )  # fmt: skip
 def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch):
-    """Completions end and leave the batch, and their buffers grow."""
+    """Compare the decoder with the modules while completions end and cache buffers grow."""
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     policy = policy_of(family, **changes)
     if "tie_word_embeddings" in changes:
@@ -165,7 +166,7 @@ def test_layers_of_other_parts_are_not_packed(family, changes, steps, monkeypatc
 
 
 def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
-    """Granite has Llama's parameters, but scales the output of each layer."""
+    """Check Granite, which has Llama's parameters but scales the output of each layer."""
     policy = policy_of("granite")
     ours = sampled(policy)
     monkeypatch.setattr(decoder, "Decoder", unwanted)
@@ -179,7 +180,7 @@ SCALED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta"
 
 
 def check_logps(policy: Policy, prompt: list[int], length: int = 20) -> None:
-    """Check that sampled logps equal those of one forward pass."""
+    """Check that the sampled logps equal the logps of one forward pass."""
     policy.eos_ids = frozenset()
     drawn = generate(policy, [prompt], Sampling(max_new_tokens=length), group_size=2, seed=1)
     with policy.generation():

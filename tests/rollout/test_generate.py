@@ -1,4 +1,4 @@
-"""`rollout.generate`, and the interface of engines: places, weights, completions."""
+"""Tests of `rollout.generate` and of the interface that all engines implement."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_example_runs(tokenizer):
 def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer):
     model = tiny_model()
     model.train()
-    model.model.layers[0].eval()  # as the owner of the model left it
+    model.model.layers[0].eval()  # the owner may have set modules to different modes
     model.model.layers[0].mlp.register_module("drop", torch.nn.Dropout(0.5))
     model.generation_config.repetition_penalty = 5.0
     before = state_of(model)
@@ -50,9 +50,8 @@ def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer)
     policy = Policy(tiny_model(), tokenizer)
     theirs = generate(policy, PROMPTS, Sampling(max_new_tokens=9), **options)
     assert ours.completion_ids == theirs.completion_ids
-    model(
-        input_ids=torch.tensor([[1, 2]])
-    ).logits.sum().backward()  # no parameter became an inference tensor
+    # Sampling must not turn parameters into inference tensors, which have no gradient.
+    model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
 
 
 def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
@@ -67,7 +66,7 @@ def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
 
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
-    """The completions are the same as with a tokenizer. Only the texts are empty."""
+    """Check that the completions are the same as with a tokenizer, but the texts are empty."""
     model, ids = tiny_model(), tokenizer(PROMPTS)["input_ids"]
     with_tokenizer = rollout.SampledModel(model, tokenizer)
     alone = rollout.SampledModel(model, eos_ids=with_tokenizer.eos_ids)
@@ -139,7 +138,7 @@ THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 
 
 class Recorded(Engine):
-    """Engine that records its calls. Its completions are one EOS."""
+    """Engine that records its calls. All its completions consist of one EOS token."""
 
     def __init__(self, short: int = 0) -> None:
         self.calls: list = []

@@ -1,4 +1,4 @@
-"""The sampler against probabilities computed here; ends of completions, seeds and padding."""
+"""Compare the sampler with known probabilities. Test EOS, seeds, padding and NaN."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from grpo_fast.rollout.own import engine as hf
 from grpo_fast.rollout.sampler import Sampler, pick, seed_of
 from tests.tiny import SYMBOLS, tiny_policy
 
-PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths: left padding
+PROMPTS = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]  # different lengths need left padding
 
 
 def generate(policy, prompts, *, seed, group_size=4, **options):
@@ -39,9 +39,10 @@ def test_draw_never_takes_an_impossible_token(uniform):
 def test_top_k_then_top_p_and_a_temperature_in_the_logps():
     probabilities = torch.tensor([[0.3, 0.05, 0.4, 0.1, 0.15]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
-    # top_k leaves .4 .3 .15 .1 (of .95). The mass before the third is .737 >= .7, so two remain.
+    # top_k leaves .4 .3 .15 .1, which sum to .95. The first two have the probability
+    # .7 / .95 = .737 >= .7, so top_p drops the other two.
     scores = sampler(torch.zeros(1, 1), probabilities.log())
-    assert scores.argmax(-1).item() == 2  # the last one in vocabulary order, not the least likely
+    assert scores.argmax(-1).item() == 2  # the last kept token in vocabulary order
     assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
     assert sampler.draws[0].candidates.tolist() == [[0, 2, 3, 4]]
     logits = torch.tensor([[1.0, 3.0, 0.5]])
@@ -112,7 +113,7 @@ def test_a_policy_that_gives_no_numbers(bad, how):
 
 
 def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
-    """The sampler continues until the whole batch has ended."""
+    """Check that NaN after a completion's EOS is ignored while other completions continue."""
     eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
 
     def ends_at_once(input_ids, logits_processor, **_):

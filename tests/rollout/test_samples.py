@@ -1,4 +1,4 @@
-"""The table of samples: selecting, joining, files, and the checks of its columns."""
+"""Tests of the table of samples: selection, joining, saving, and checks of the columns."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ MASSES = [torch.tensor([0.9, 1, 1]), None, None, None]
 
 
 def table(**changes):
-    """Build two prompts with two completions each. Completions 0 and 2 have a support."""
+    """Build a table of two prompts with two completions each. Samples 0 and 2 have a support."""
     completions = []
     for i, ids in enumerate(COMPLETIONS):
         logps = torch.arange(len(ids)) - 10.0 * i
@@ -102,7 +102,7 @@ def test_a_column_that_a_part_lacks_is_missing_in_the_whole():
 def test_a_file_holds_every_column():
     whole = table()
     again = Samples.of_tensors(load(save(whole.tensors())))
-    assert again.texts == []  # a tokenizer decodes them from the ids
+    assert again.texts == []  # texts are not saved, because the ids can be decoded
     for name, column in whole.tensors().items():
         torch.testing.assert_close(again.tensors()[name], column, equal_nan=True, msg=name)
     again.check(vocab_size=10)
@@ -181,7 +181,7 @@ def test_places_of_ranges():
 
 
 def test_every_column_has_its_kind():
-    """A new column must be listed as one per sample or one per completion token."""
+    """Check that every column is listed as one per sample or one per completion token."""
     columns = {each.name for each in dataclasses.fields(Samples)}
     assert {*PER_COMPLETION_TOKEN} <= columns
     known = {

@@ -1,4 +1,4 @@
-"""The engine `vllm` with a stand-in for vLLM's class LLM: sleeping, weights and refusals."""
+"""Tests of the engine `vllm` with a stand-in for vLLM's class LLM."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -83,7 +83,7 @@ class StandIn:
 
 @pytest.fixture
 def vllm(policy, monkeypatch):
-    """Install modules `vllm` and `vllm.distributed` with the functions that the engine uses."""
+    """Install stand-ins for the modules `vllm` and `vllm.distributed`."""
     StandIn.policy = policy
     found, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
     found.LLM, found.SamplingParams = StandIn, SimpleNamespace
@@ -111,14 +111,17 @@ def generate(policy, engine, **options):
     ],
 )  # fmt: skip
 def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
-    """Wake twice with the same weights, then with others. Level 2 loses the weights each time."""
+    """Wake the engine twice with the same weights, then once with new weights.
+
+    Sleeping at level 2 discards the weights, so they must be sent after every wake.
+    """
     engine = VLLMEngine(policy, llm := StandIn(), level)
     for version in (4, 4, 5):
         with awake(engine, policy, version):
             rollout = generate(policy, engine)
             assert rollout.weight_version.tolist() == [version] * 6
             assert engine.policy is policy
-        engine.sleep()  # has no effect, the engine sleeps already
+        engine.sleep()  # has no effect, because the engine already sleeps
     assert llm.calls == moved
 
 
@@ -144,7 +147,7 @@ def test_a_sleeping_engine_is_not_waited_for(policy, vllm, level):
     with pytest.raises(EngineError, match="expected wake and update"):
         generate(policy, engine)
     engine.wake()
-    if level:  # sleeping lost the weights
+    if level:  # sleeping at this level has discarded the weights
         with pytest.raises(EngineError, match="expected wake and update"):
             generate(policy, engine)
 

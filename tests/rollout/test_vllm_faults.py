@@ -1,4 +1,4 @@
-"""Faults of a vLLM server, simulated by a stand-in. Each ends in time with one clear error."""
+"""Check that every fault of a vLLM server, simulated by a stand-in, ends in time with an error."""
 
 import gzip
 import time
@@ -31,7 +31,7 @@ def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
-    """Build an engine, send weights and sample once."""
+    """Build an engine, send the weights and sample once."""
     options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
     engine = build(policy, SimpleNamespace(ahead=0, vllm=options))
     engine.update(policy, 3)
@@ -41,7 +41,10 @@ def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
 
 # ------------------------------------------------------------------------------------- table
 def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    """Replace fields of the second completion, by values or by functions of this completion."""
+    """Return a fault that replaces fields of the second completion.
+
+    Each field is given as a value, or as a function from the completion to the value.
+    """
 
     def change(answer: dict[str, Any]) -> None:
         one = answer["choices"][1]
@@ -52,7 +55,7 @@ def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def ids(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], None]:
-    """Replace the tokens, with log-probabilities and weights that fit the new ones."""
+    """Return a fault that replaces a completion's tokens. Its other fields stay consistent."""
 
     def changed(answer: dict[str, Any]) -> None:
         one = answer["choices"][1]
@@ -75,9 +78,11 @@ def logprob(value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def spans(*given: tuple[str, float, float]) -> Callable[[dict[str, Any]], None]:
-    """Replace the weight versions by spans (version, start, end) in fractions of the length.
+    """Return a fault that replaces the weight versions of a completion.
 
-    The versions "now" and "past" stand for the current and an earlier one of this run.
+    Args:
+        *given: spans (version, start, end), with start and end as fractions of the length. The
+            version "now" is the current version, and "past" is an earlier version of this run.
     """
 
     def change(one: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,7 +135,7 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# One value of a wrong type is enough: all fields share a strict schema (`Reply`).
+# One field of a wrong type is tested, because all fields share a strict schema (`Reply`).
 FAULTS: dict[str, tuple[str, Any]] = {
     # token ids
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
@@ -206,7 +211,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-WAITS = {  # these faults end by a timeout, the others at once
+WAITS = {  # these faults end by a timeout, while all others must end at once
     "blanks in chunks", "100 without end", "a byte now and then",
     "a byte of a header now and then", "a byte of a trailer now and then",
     "a byte of an update now and then", "busy forever", "busy for an hour",

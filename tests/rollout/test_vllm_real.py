@@ -1,4 +1,4 @@
-"""Both vLLM engines against real vLLM on a CPU. `make test-vllm` creates the environment."""
+"""Tests of both vLLM engines with real vLLM on a CPU. Run them with `make test-vllm`."""
 
 import os
 import shlex
@@ -31,8 +31,8 @@ from tests.train.resuming import result
 pytestmark = pytest.mark.skipif(
     "GRPO_FAST_VLLM" not in os.environ, reason="vLLM: make test-vllm runs this against it"
 )
-START_S = 400.0  # seconds to start a server on a busy machine
-EXACT = 1e-4  # most nats between log-probabilities of vLLM and ours
+START_S = 400.0  # time limit in seconds for starting a server on a busy machine
+EXACT = 1e-4  # largest allowed difference in nats between log-probabilities of vLLM and ours
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
          "max_position_embeddings": 512}  # fmt: skip
 SORT = ["data.digits=2", "data.symbols=5", "optim.lr=5e-3", "optim.schedule=constant",
@@ -53,7 +53,7 @@ def policy_of(family: str = "llama") -> Any:
 
 
 def spoil(policy: Any) -> None:
-    """Replace the weights by random ones, far from the initial ones."""
+    """Replace the weights by random weights that differ strongly from the initial ones."""
     with torch.no_grad():
         for parameter in policy.lm.parameters():
             if parameter.dim() > 1:
@@ -61,14 +61,14 @@ def spoil(policy: Any) -> None:
 
 
 def readme_words() -> list[str]:
-    """Return the README's options of `vllm serve MODEL`, with gloo for the weights."""
+    """Return the options of `vllm serve MODEL` in the README, with gloo instead of nccl."""
     text = (Path(rollouts.__file__).parent / "README.md").read_text()
     command = text.partition("vllm serve MODEL ")[2].partition("\ngrpo-fast")[0]
     return shlex.split(command.replace("\\\n", " ").replace("nccl", "gloo"))
 
 
 class Process:
-    """A vLLM server, started as in the README, in a separate process group."""
+    """A vLLM server in a separate process group, started with the README's command."""
 
     def __init__(self, model: Path, dtype: str = "float32") -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
@@ -119,7 +119,7 @@ def generate(policy: Any, engine: Any, options: Any, *, seed: int = 1, **changes
 
 
 def check_engine(policy: Any, engine: Any, options: Any) -> None:
-    """Check log-probabilities, ends of completions, seeds, and old and new weights."""
+    """Check log-probabilities, EOS, seeds, greedy sampling, and changes of the weights."""
     with awake(engine, policy, 0):
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
@@ -137,7 +137,7 @@ def check_engine(policy: Any, engine: Any, options: Any) -> None:
         assert greedy.completion_ids == ours.completion_ids
         spoil(policy)
         assert difference(policy, generate(policy, engine, options)) > 0.1
-    with awake(engine, policy, 1):  # the long prompts were cached with the old weights
+    with awake(engine, policy, 1):  # the cached prefixes of the long prompts are now invalid
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
         assert rollout.weight_version.tolist() == [1] * 12
@@ -151,7 +151,7 @@ def test_servers_sample_with_the_weights_they_are_sent(server, options):
 
 
 def test_stale_weights_of_a_server_are_refused(server, options, caplog):
-    """Something else has given the server other weights, under another name."""
+    """Simulate another client that has given the server weights under another name."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
@@ -163,7 +163,7 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
 
 
 def test_a_teachers_log_probabilities(server, options):
-    """Cached blocks of the long prompt are included. A request for too many ids is refused."""
+    """Compare a teacher's log-probabilities with ours, also where the prompt is cached."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 9)
@@ -186,7 +186,7 @@ def test_a_teachers_log_probabilities(server, options):
 
 
 def in_the_middle(engine: Any, action: Any) -> None:
-    """Run an action before the last prompt is sent, while the server computes the others."""
+    """Run an action before the last prompt is sent, while the server computes the first ones."""
     link, lock, sent = engine.links[0], threading.Lock(), []
     original = link.generate
 
@@ -229,7 +229,7 @@ def test_the_readmes_command_serves_the_trainers_dtype(server, options, caplog):
 
 
 def test_a_server_of_another_model_is_not_changed(server, options, tmp_path):
-    """Neither an engine nor `grpo-fast doctor` changes it."""
+    """Check that neither an engine nor `grpo-fast doctor` changes the server's weights."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 5)
@@ -277,7 +277,7 @@ def test_a_trainer_that_is_killed_during_a_transfer_and_resumed(server, tmp_path
         "log.completions_every=0",
     ]  # fmt: skip
     count = sum(len(bucket) for bucket in buckets(policy_of()))
-    third = str(2 * count + count // 2)  # in the middle of the third update
+    third = str(2 * count + count // 2)  # kill the trainer in the middle of the third update
     done = subprocess.run([sys.executable, "-c", KILLED, third, server_is, *words], timeout=300)
     assert done.returncode == -signal.SIGKILL
     found = run_of(tmp_path / "run", *words[:-2], "resume=auto")
@@ -305,7 +305,7 @@ def test_a_run_through_a_server_learns(server, tmp_path):
     assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
 
 
-# The tests of vLLM in this process come last, because vLLM changes the process permanently.
+# The tests of the engine `vllm` come last, because vLLM changes the process permanently.
 def test_in_process_it_samples_with_the_weights_it_is_given():
     policy = policy_of("qwen2")
     options = load_recipe("sort", [

@@ -1,4 +1,4 @@
-"""Refusals of the engine `vllm-server`: options, servers that do not fit, and its HTTP client."""
+"""Tests of the options of the engine `vllm-server`, its checks of servers, and its HTTP client."""
 
 import asyncio
 from contextlib import nullcontext
@@ -59,7 +59,7 @@ def test_a_server_of_another_model_is_not_changed(policy, server):
     assert not {"/pause", JOIN, START, UPDATE} & server.calls.keys()
 
 
-# How vLLM 0.32 prints a Llama with two layers, shortened.
+# Shortened text that vLLM 0.32 prints for a Llama model with two layers.
 SERVED = """LlamaForCausalLM()(
   (model): LlamaModel()(
     (embed_tokens): VocabParallelEmbedding(num_embeddings=14, embedding_dim=32, org_vocab_size=13)
@@ -135,10 +135,10 @@ def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
 
 
 def test_a_call_from_a_notebook_sends_the_key_and_uses_no_proxy(server, monkeypatch):
-    """A notebook runs its cells in a running event loop."""
+    """Call a server inside a running event loop, as a notebook's cell does."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("VLLM_API_KEY", "word\n")  # as read from a file
+    monkeypatch.setenv("VLLM_API_KEY", "word\n")  # a key read from a file may end with a newline
     keys = []
     monkeypatch.setattr(server.http.RequestHandlerClass, "respond", lambda self: (
         keys.append(self.headers["Authorization"]), self.say(200, {"weight_version": "1"})

@@ -1,4 +1,4 @@
-"""The engine `vllm-server` against a stand-in server: weights, versions, and servers that fail."""
+"""Tests of the engine `vllm-server` with stand-in servers, including servers that fail."""
 
 import threading
 import time
@@ -67,7 +67,7 @@ def test_a_tied_model_in_buckets_of_any_size(monkeypatch, size):
     buckets = list(transfer.buckets(policy))
     sent = [pair for bucket in buckets for pair in bucket]
     expected = dict(policy.lm.state_dict())
-    del expected["lm_head.weight"]  # tied to the embedding
+    del expected["lm_head.weight"]  # it is tied to the embedding, which is sent once
     assert dict(sent).keys() == expected.keys() and len(sent) == len(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in sent)
     assert (len(buckets) == 1) == (size == 1 << 28)
@@ -83,7 +83,7 @@ def test_adapters_are_sent_merged():
     policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     before = {n: p.clone() for n, p in model.named_parameters()}
     pairs = (pair for bucket in transfer.buckets(policy) for pair in bucket)
-    sent = {name: tensor.clone() for name, tensor in pairs}  # merging changes the weights below
+    sent = {name: tensor.clone() for name, tensor in pairs}  # the merge below changes the weights
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     merged = model.merge_and_unload().state_dict()
     assert sent.keys() == merged.keys()
@@ -104,7 +104,7 @@ def test_weights_of_the_same_version_are_sent_once_and_sampling_waits(policy, se
 
 def test_of_several_ranks_the_first_one_sends(policy, server):
     first, second = engine_of(policy, server), engine_of(policy, server)
-    second.run, second.rank = first.run, 1  # the ranks of a run agree on its name
+    second.run, second.rank = first.run, 1  # all ranks of a run use the same name
     spoil(policy)
     late = threading.Timer(0.2, first.update, (policy, 0))
     late.start()
@@ -173,7 +173,7 @@ def test_a_server_that_dies_is_replaced_by_the_others(policy, servers, caplog):
     servers[1].faults[GENERATE] = ["die"]
     assert generate(policy, engine).completion_ids == expected
     assert caplog.text.count("is left out") == 1
-    assert generate(policy, engine).completion_ids == expected  # without it from the start
+    assert generate(policy, engine).completion_ids == expected  # the server is excluded now
     servers[1].start()
     engine.update(policy, 1)
     assert "takes part again" in caplog.text
@@ -183,7 +183,7 @@ def test_a_server_that_dies_is_replaced_by_the_others(policy, servers, caplog):
 
 
 def test_a_server_killed_while_it_samples_and_restarted(policy, server):
-    """It restarts with its initial weights and must receive the current ones first."""
+    """Restart a server, which then has its initial weights and must first receive new ones."""
     spoil(policy)
     engine = engine_of(policy, server, version=5)
     expected = generate(policy, engine)
@@ -287,7 +287,7 @@ def test_completions_that_the_server_cut_off_or_aborted(policy, server, engine):
 
 @pytest.mark.parametrize("last", [START, UPDATE, FINISH])
 def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, last):
-    """The trainer died after its call of `last`: nobody finished the update or resumed."""
+    """Simulate a trainer that died after its call of `last`, so that the update is not finished."""
     dead = engine_of(policy, server, patience=0.0)
     answer = server.answer
 
@@ -306,12 +306,12 @@ def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, las
     engine = engine_of(policy, server, version=1, patience=0.0)
     assert not server.is_paused and not server.is_updating
     assert difference(policy, generate(policy, engine)) < 1e-5
-    # A finish resets half-loaded layers. Its name differs from all weights of a run.
+    # Finishing an update resets half-loaded layers. Its name must differ from all real weights.
     assert "left-in-the-middle" in server.versions
 
 
 def test_the_timeout_is_for_the_whole_transfer(policy, server, monkeypatch):
-    """Every single bucket would arrive in time, but all of them together do not."""
+    """Check a transfer whose buckets each arrive in time, but all of them together do not."""
     monkeypatch.setattr(transfer, "BUCKET", 1)
     answer = server.answer
     server.answer = lambda path, body: (time.sleep(0.2 * (path == UPDATE)), answer(path, body))[1]

@@ -1,4 +1,4 @@
-"""A teacher's log-probabilities from a stand-in for a vLLM server: valid and refused responses."""
+"""Tests of a teacher on a stand-in vLLM server, with valid and invalid responses."""
 
 import math
 import time
@@ -24,7 +24,7 @@ def teacher_of(policy: Any, server: StandIn, topk: int, **options: float) -> Tea
 
 @pytest.mark.parametrize("topk", [0, 1, 3, 8, 99])
 def test_rows_are_the_models_log_probabilities(policy, server, topk):
-    """The completion's token comes first, then the likeliest other ids."""
+    """Compare rows with the model. A row has the completion's token, then the likeliest ids."""
     V = len(policy.head.weight)
     found = teacher_of(policy, server, topk).scores(SAMPLES)
     K = min(topk, V)
@@ -41,7 +41,7 @@ def test_rows_are_the_models_log_probabilities(policy, server, topk):
 
 
 def test_a_clamped_log_probability_means_minus_infinity(policy, server):
-    """vLLM writes -9999 for -inf, which JSON cannot hold."""
+    """Check that -9999 is read as -inf. vLLM sends -9999, because JSON has no -inf."""
 
     def cut(answer: dict[str, Any]) -> None:
         for row in filter(None, answer["prompt_logprobs"]):
@@ -62,7 +62,7 @@ def test_a_server_that_returns_is_called_again(policy, server):
 
 
 def rows_of(change: Any) -> Any:
-    """Return a change of a response's last row."""
+    """Return a fault that applies `change` to the last row of a response."""
 
     def changed(answer: dict[str, Any]) -> None:
         answer["prompt_logprobs"][-1] = change(dict(answer["prompt_logprobs"][-1]))
@@ -86,7 +86,7 @@ def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
 
 
 def each(logp: float, topk: Any = None) -> Any:
-    """Return a change that gives every id this log-probability."""
+    """Return a fault that sets the log-probability of every id to `logp`."""
 
     def changed(answer: dict[str, Any]) -> None:
         for row in filter(None, answer["prompt_logprobs"]):
@@ -95,7 +95,8 @@ def each(logp: float, topk: Any = None) -> Any:
     return changed
 
 
-# (topk, log-probability of every id) -> message. The vocabulary has 13 ids, and -log(13) = -2.565.
+# (topk, log-probability of every id) -> message. The vocabulary has 13 ids, so a softmax gives the
+# likeliest id at least -log(13) = -2.565.
 IMPLAUSIBLE = {
     (topk, logp): message
     for topk, logps, message in (
@@ -113,7 +114,7 @@ IMPLAUSIBLE = {
 
 @pytest.mark.parametrize(("topk", "logp"), IMPLAUSIBLE)
 def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
-    """With such a teacher, loss and gradient would be exactly 0."""
+    """Check that impossible values are refused, which would make loss and gradient exactly 0."""
     assert len(policy.head.weight) == 13
     made = teacher_of(policy, server, topk)
     server.faults[GENERATE] = each(logp)
@@ -121,7 +122,7 @@ def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
         made.scores(SAMPLES[:1])
     assert IMPLAUSIBLE[topk, logp] in str(caught.value)
     server.faults[GENERATE] = each(logp)
-    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):  # also when it is built
+    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):  # also on construction
         teacher_of(policy, server, topk)
 
 

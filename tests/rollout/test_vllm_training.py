@@ -1,4 +1,4 @@
-"""Training runs with stand-ins for vLLM servers: weights, versions, and servers that fail."""
+"""Tests of training runs with stand-in vLLM servers, including servers that fail."""
 
 import threading
 from pathlib import Path
@@ -23,18 +23,21 @@ def settings_for(*servers: StandIn, **options: float) -> list[str]:
 
 @pytest.fixture
 def policy(tmp_path: Path):
-    """The servers' policy, whose random weights differ from the run's."""
+    """Return a policy for the servers. Its random weights differ from those of the run."""
     config = config_of(tmp_path)
     return load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
-    """Each step's completions are sampled with the weights of that step, and count once."""
+    """Compare a run with failing servers and a run without failures.
+
+    Every completion must be sampled with the weights of its step and must be used exactly once.
+    """
     one, two = servers
     calm = run(tmp_path / "calm", *settings_for(one, two))
     for row in (row for row in calm["metrics"] if row["step"] and "loss" in row):
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
-    # An evaluation and the step after it have the same weights.
+    # An evaluation and the step after it use the same weights, so they are sent only once.
     assert [server.calls[UPDATE] for server in servers] == [4, 4]
     one.stop(), two.stop()
     one.start(), two.start()
@@ -50,17 +53,18 @@ def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp
     rough = run(tmp_path / "rough", *settings_for(one, two))
     thread.join()
     assert two.ended.is_set() and not one.ended.is_set()
-    for found in (calm, rough):  # the page shows the servers' addresses, which differ
+    for found in (calm, rough):  # the page contains the servers' addresses, which differ
         assert found.pop("page")
     assert calm == rough
 
 
 def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_path):
-    """A server that returns in the middle of a step waits for the next version."""
+    """Check that a server that returns within a step is used again from the next version on."""
     ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
              "loss.corrections=[{high: 3}]"]  # fmt: skip
     calm = run(tmp_path / "calm", *settings_for(*servers), *ahead)
-    assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4  # a step older
+    # The samples are one step older than the policy.
+    assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4
     servers[0].faults = {GENERATE: [None] * 12 + [500]}
     rough = run(tmp_path / "rough", *settings_for(*servers), *ahead)
     assert calm.pop("page") and rough.pop("page")

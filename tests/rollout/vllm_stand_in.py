@@ -1,6 +1,6 @@
-"""A stand-in for a vLLM server, with the same paths and fields and a tiny transformers model.
+"""Stand-in for a vLLM server. It has the same HTTP interface, but a tiny transformers model.
 
-It receives weights by gloo like a real server, and tests can make it fail.
+It receives weights through gloo like a real server, and tests can make it fail.
 """
 
 import copy
@@ -25,22 +25,30 @@ from tests.train.tiny_steps import batch_of
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 START, FINISH = "/start_weight_update", "/finish_weight_update"
 JOIN = "/init_weight_transfer_engine"
-SECONDS = 20.0  # more than any call takes on a busy machine
-Change = Callable[[dict[str, Any]], Any]  # changes a response in place, or returns another one
+SECONDS = 20.0  # timeout that no successful call exceeds, even on a busy machine
+Change = Callable[[dict[str, Any]], Any]  # changes a response in place or returns a new response
 
 
 @torch.no_grad()
 def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of all ids, (n - 1, V), at every token except the first."""
+    """Return the log-probabilities of all ids at every token except the first.
+
+    Args:
+        policy: the policy.
+        ids: n token ids.
+
+    Returns:
+        (n - 1, V) fp32.
+    """
     packed = pack_groups([(ids[:1], [ids[1:]])])
     hidden = policy.hidden(packed).index_select(0, packed.predicting)
     return policy.lm.get_output_embeddings()(hidden).float().log_softmax(-1)
 
 
 def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float:
-    """Return the largest difference of the sampler's log-probabilities and the policy's.
+    """Return the largest difference between the sampler's and the policy's log-probabilities.
 
-    The samples are in groups of three.
+    The samples must be in groups of three.
     """
     batch = batch_of(samples, torch.zeros(len(samples))).micro_batches[0]
     with torch.no_grad():
@@ -50,14 +58,14 @@ def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float
 
 @torch.no_grad()
 def spoil(policy: Any) -> None:
-    """Give the policy weights that no server has."""
+    """Change the policy's weights, so that they differ from the weights of all servers."""
     policy.lm.get_output_embeddings().weight.mul_(0.5)
 
 
 def engine_of(
     policy: Any, *servers: "StandIn", version: int | None = None, **options: float
 ) -> VLLMServers:
-    """Return an engine, whose servers have received the weights if a version is given."""
+    """Build an engine for these servers. If a version is given, send the weights."""
     given = {"timeout": SECONDS, "patience": SECONDS, **options}
     engine = VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
     if version is not None:
@@ -66,7 +74,7 @@ def engine_of(
 
 
 class Raw:
-    """Bytes to send instead of a response. `play(write)` calls `write` with bytes."""
+    """Bytes to send instead of a response. `play(write)` calls `write` with each part."""
 
     def __init__(self, play: Callable[[Callable[[bytes], None]], None]) -> None:
         self.play = play
@@ -76,10 +84,10 @@ class StandIn:
     """A server on loopback that samples with a copy of `policy`.
 
     Attributes:
-        faults: path -> list of faults of the next calls, one for each call: None, a status, "hang",
-            "die", a `Raw` or a `Change`. A single fault instead of a list applies to all calls.
+        faults: path -> faults of the next calls. A list has one fault for each call, which is None,
+            a status, "hang", "die", a `Raw` or a `Change`. A single fault applies to all calls.
         calls: path -> number of calls.
-        prompts: token ids of all prompts that were completed, in order.
+        prompts: token ids of all prompts for which completions were requested, in order.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -91,7 +99,7 @@ class StandIn:
         self.start()
 
     def start(self) -> None:
-        """Start, or restart at the same port with the initial weights."""
+        """Start the server, or restart it at the same port with its initial weights."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
         self.is_paused, self.versions = False, []  # names of the weights of finished updates
         self.group: GlooGroup | None = None
@@ -101,7 +109,7 @@ class StandIn:
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
-        """Stop. Calls in progress never receive a response."""
+        """Stop the server. Calls in progress never receive a response."""
         self.ended.set()
         self.http.shutdown()
         self.http.server_close()
@@ -124,7 +132,7 @@ class StandIn:
             "server_info": {
                 "vllm_config": {"model_config": {"logprobs_mode": self.mode, "dtype": self.dtype}}
             },
-            # The only remote call: vLLM's text about its model, here with one embedding.
+            # The engine makes one remote call, which requests vLLM's printed model.
             "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
         return facts[name] if name in facts else getattr(self, f"on_{name}")(**body)
@@ -187,7 +195,7 @@ class StandIn:
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
 
     def scored(self, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
-        """Return log-probabilities of each token except the first, and of the K likeliest ids."""
+        """Return the log-probabilities of each token except the first and of the likeliest ids."""
         assert given["max_tokens"] == 1 and not given["detokenize"]
         self.prompts.append(ids)
         rows: list[Any] = [None]
@@ -209,7 +217,7 @@ class StandIn:
 
     # ---------------------------------------------------------------------------------- HTTP
     def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
-        ended = stand_in.ended  # a restart creates another event
+        ended = stand_in.ended  # keep this event, because a restart creates a new one
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -265,6 +273,6 @@ class StandIn:
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
-                """Log nothing."""
+                """Disable logging."""
 
         return Handler

@@ -1,1 +1,1 @@
-"""Rewards that run in worker processes, because their run time depends on the completion."""
+"""Rewards that run in worker processes, because a completion can make them run endlessly."""

@@ -1,7 +1,7 @@
-"""Process that runs an answer, either as a program or to serve the answer's functions to a judge.
+"""Process that runs an answer, as a program or as a server of functions that a judge calls.
 
-This process holds the answer's code and nothing else: no tests, no expected values, an empty
-environment. Whatever the answer does to this process, it can only change the plain data that the
+This process contains only the answer's code. It has no tests, no expected values and an empty
+environment. Even if the answer takes over this process, it can only change the plain data that the
 process sends to the judge.
 """
 
@@ -16,7 +16,7 @@ import wire
 
 
 class Answer(wire.Peer):
-    """The answer's end of the connection: it carries out the judge's requests."""
+    """The answer's end of the connection, which executes the judge's requests."""
 
     def __init__(self, descriptor, names):
         super().__init__(descriptor)
@@ -50,7 +50,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function of the tests. It may call functions of the answer in turn."""
+        """Call a function of the tests, which may in turn call functions of the answer."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":
@@ -64,7 +64,7 @@ def call(function, *args, **kwargs):
 
 
 def plain(value):
-    """Return the builtin value of an object whose class extends a builtin class."""
+    """Convert an object whose class extends a builtin class to the builtin class."""
     for kind in wire.PLAIN:
         if isinstance(value, kind):
             return str.__str__(value) if kind is str else kind(value)
@@ -72,16 +72,16 @@ def plain(value):
 
 
 def module(name):
-    """Return the namespace of a new module, which dataclasses and enums look up by its name."""
+    """Return the namespace of a new module in sys.modules, where dataclasses look it up."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 
 
 def serve(request):
-    """Run the code, then carry out the judge's requests until the judge ends."""
+    """Run the code, then execute the judge's requests until the judge ends."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
-    answer.receive()  # the judge has hidden its memory
+    answer.receive()  # wait until the judge's memory cannot be read
     sandbox.confine(request)
     try:
         exec(compile(request["code"], "<answer>", "exec"), names)

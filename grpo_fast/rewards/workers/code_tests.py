@@ -1,9 +1,9 @@
-"""Unit tests as a reward: the fraction of a row's tests that hold for the completion's code.
+"""Unit tests as a reward, which is the fraction of a row's tests that the completion's code passes.
 
-Each answer runs in a separate process (`answer.py`), which never holds the tests. A second process
-(`judge.py`) runs the tests and calls the answer's functions. This process compares the output of
-programs. Whatever an answer does, it costs its own reward only: a test that was not reached does
-not hold.
+Each answer runs in a separate process (`answer.py`), which never contains the tests. A second
+process (`judge.py`) runs the tests and calls the answer's functions. If the answer is a program,
+this module compares its output. A misbehaving answer can lower only its own reward, because a test
+that was not reached counts as failed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import sources  # noqa: E402
 
 sys.path.pop(0)
 
-START_S = 30.0  # for starting the interpreter, on a busy machine
+START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MIB = 1 << 20
-_OUTPUT = 1 << 16  # bytes that a process may print, at least
-# An import uses the stored bytecode. A script would be compiled at each start. The answer must not
-# find the folder in sys.path.
+_OUTPUT = 1 << 16  # smallest output limit of a process in bytes
+# Import the script's module, which uses cached bytecode, instead of running the script, which would
+# be compiled at each start. Remove the folder from sys.path, so that the answer cannot use it.
 LAUNCH = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -44,19 +44,20 @@ main(*sys.argv[3:])
 def code_tests(
     *, completions: Sequence[str], tests: Sequence[Any], seconds: float = 5.0, memory: int = 512
 ) -> list[float]:
-    """Return the fraction of each row's tests that hold for the completion's code.
+    """Return the fraction of each row's tests that the completion's code passes.
 
     Args:
-        completions: N completions. The code is the last fenced block of each.
-        tests: the tests of each completion's row. Either Python source (or a list of sources) with
-            asserts, calls of functions that the tests define, such as `check(f)`, and setup
-            statements. Or a list of `{"input": …, "output": …}` for a program that reads stdin and
-            writes stdout; `{"inputs": […], "outputs": […]}` means the same.
-        seconds: limit for each answer with its tests, of processor time and of elapsed time.
-        memory: limit in MiB for each process, including the interpreter.
+        completions: N completions. The code is the last fenced block of each completion.
+        tests: the tests of each completion's row, in one of two forms. The first form is Python
+            source, or a list of sources, with asserts, setup statements and calls of functions that
+            the tests define, such as `check(f)`. The second form is a list of
+            `{"input": …, "output": …}` for a program that reads stdin and writes stdout, or
+            `{"inputs": […], "outputs": […]}`.
+        seconds: limit of processor time and of elapsed time for each answer with its tests.
+        memory: memory limit in MiB for each process, including the interpreter.
 
     Raises:
-        ValueError: a limit is out of range, or the tests have a different form.
+        ValueError: a limit is out of range, or the tests have none of these forms.
     """
     if not (0 < seconds <= 3600 and 64 <= memory <= 1 << 20):
         expected = "0 < seconds <= 3600 and 64 <= memory (MiB) <= 1048576"
@@ -77,19 +78,19 @@ code_tests.per_sample = True  # type: ignore[attr-defined]
 
 
 def read_tests(entry: Any) -> str | list[tuple[str, str]]:
-    """Return a row's tests as one source, or as pairs of a program's input and output.
+    """Return a row's tests as one Python source, or as pairs of a program's input and output.
 
     Raises:
-        ValueError: the row has no test, or the tests have a different form.
+        ValueError: the row has no test, or the tests have an unknown form.
     """
-    # 1. Inputs and outputs of programs, which data sets may store as JSON text.
+    # 1. Try to read inputs and outputs of programs, which data sets may store as JSON text.
     with contextlib.suppress(TypeError, ValueError):
         entry = json.loads(entry)
     listed = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     programs = [pair for part in listed for pair in _pairs(part)]
     if programs and all(isinstance(part, dict) for part in listed):
         return programs
-    # 2. Python source, which must contain a test.
+    # 2. Otherwise expect Python source that contains a test.
     for part in listed:
         if not isinstance(part, str):
             expected = 'Python source, a list of sources, or {"input": text, "output": text}'
@@ -107,7 +108,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the pairs of {input, output} or {inputs, outputs}, or [] for anything else."""
+    """Return the pairs in {input, output} or {inputs, outputs}, or [] for any other value."""
     if not isinstance(part, dict):
         return []
     inputs = part.get("inputs", [part.get("input")])
@@ -121,9 +122,9 @@ def _pairs(part: Any) -> list[tuple[str, str]]:
 
 
 def code_of(text: str) -> str:
-    """Return the last fenced block of a text, or the text if it has no fence.
+    """Return the last fenced block of a text, or the full text if it has no fence.
 
-    The end of the text closes an open block.
+    A block that is not closed extends to the end of the text.
     """
     parts = text.split("```")
     if len(parts) == 1:
@@ -136,7 +137,7 @@ def code_of(text: str) -> str:
 
 
 def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
-    """Run the code in one sandbox and its tests in another, and return the share that holds."""
+    """Run the code and its tests in separate sandboxes, and return the fraction that passes."""
     count = sources.count_tests(tests)
     limits = {"memory": memory * MIB, "seconds": seconds, "output": _OUTPUT * count}
     left, right = socket.socketpair()
@@ -144,7 +145,7 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
         request = {"code": code, "program": False, **limits}
         with _process("answer", request, left, subprocess.DEVNULL):
             with _process("judge", {"tests": tests, **limits}, right, results) as judge:
-                # An open copy of an end would hide from a process that the other one has ended.
+                # Close our copies: an open copy would hide from a process that its peer has ended.
                 left.close()
                 right.close()
                 _wait(judge, seconds)
@@ -155,7 +156,7 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
 def share_of_programs(
     code: str, pairs: list[tuple[str, str]], seconds: float, memory: int
 ) -> float:
-    """Run the code as a program on each input, and return the share of outputs that are right."""
+    """Run the code as a program on each input, and return the fraction of correct outputs."""
     right = 0
     end = time.monotonic() + seconds
     for given, expected in pairs:
@@ -178,7 +179,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _file(content: bytes = b"") -> Any:
-    """Return an open file in memory, at its beginning."""
+    """Return a file in memory with this content, open at the beginning."""
     stream = os.fdopen(os.memfd_create("file"), "wb+")
     stream.write(content)
     stream.seek(0)
@@ -189,9 +190,9 @@ def _file(content: bytes = b"") -> Any:
 def _process(
     script: str, request: dict[str, Any], stdin: Any, stdout: Any
 ) -> Iterator[subprocess.Popen]:
-    """Run a script with an empty environment, and kill it at the end.
+    """Run a script with an empty environment, and kill its process at the end.
 
-    No other process has to be killed: the sandbox keeps the script from starting one.
+    No other processes remain afterwards, because the sandbox forbids starting them.
 
     Raises:
         OSError: the sandbox does not work on this machine.
@@ -214,12 +215,12 @@ def _process(
 
 
 def _wait(child: subprocess.Popen, seconds: float) -> None:
-    """Wait for a process. Its sandbox ends it after its time; this limit includes its start."""
+    """Wait for a process. The sandbox limits its run time; this limit includes the start."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(seconds + START_S)
 
 
-# Try the sandbox when the reward is built, so that a machine without it is refused before the run.
+# Try the sandbox at import, so that a machine that does not support it is refused before the run.
 if share_of_tests("def f(): return 1", "assert f() == 1", 60.0, 512) != 1:
     raise OSError("code_tests: the sandbox does not run an answer")
 if not sandbox.landlock_version():

@@ -1,31 +1,31 @@
-"""Handles, in the judge's process, of objects that stay in the answer's process."""
+"""Handles through which the judge's process uses objects of the answer's process."""
 
 import operator
 
 MISSING = object()
-# Methods of strings, lists and sets whose argument is often the value that a test expects.
+# Methods of strings, lists and sets whose argument is often the expected value of a test.
 JUDGING = frozenset(
     "startswith endswith issubset issuperset isdisjoint difference symmetric_difference "
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "
     "removesuffix split rsplit partition rpartition translate".split()
 )
-# Roles of a handle. Only a value may have been returned in place of plain data.
+# Roles of a handle. Only a VALUE can be an object that the answer returned instead of plain data.
 CLASS, OBJECT, VALUE = "class", "object", "value"
 
 
 class Handle:
-    """An object of the answer: a function, class, instance or iterator.
+    """Handle of an object of the answer, which may be a function, class, instance or iterator.
 
-    Calls, attributes and iteration happen in the answer's process. `==`, `<` and arithmetic with
-    plain data do not, because an object could claim that it is equal to everything. If the object's
-    class extends a builtin class, these operators use its builtin value.
+    Calls, attribute accesses and iteration are executed in the answer's process. `==`, `<` and
+    arithmetic with plain data are not, because an object could claim to be equal to everything. If
+    the object's class extends a builtin class, these operators use its builtin value.
 
     Args:
         judge: the judge's end of the connection.
         number: the object's number in the answer's process.
         role: CLASS for a class that the tests name, OBJECT for an object that such a class has
-            returned, VALUE for every other object. A VALUE has no methods whose argument is the
-            expected value, because the tests may expect plain data in its place.
+            returned, and VALUE for every other object. A VALUE has no methods whose argument is
+            the expected value, because the tests may expect plain data instead of an object.
     """
 
     __slots__ = ("__state",)
@@ -64,7 +64,7 @@ class Handle:
         return ask(self, "getattr", "__enter__")()
 
     def __exit__(self, *_):
-        # Returns None: an answer must not suppress the error of an assert.
+        # Return None, because an answer must not suppress the error of an assert.
         ask(self, "getattr", "__exit__")(None, None, None)
 
     def __instancecheck__(self, value):
@@ -75,28 +75,28 @@ class Handle:
 
 
 def state_of(handle):
-    """Return (judge, number, role) of a handle."""
+    """Return the judge, the number and the role of a handle."""
     return object.__getattribute__(handle, "_Handle__state")
 
 
 def made_by(handle):
-    """Return the role of an object that a call or an attribute of this handle returns."""
+    """Return the role of an object that a call or an attribute of this handle yields."""
     return OBJECT if state_of(handle)[2] == CLASS else VALUE
 
 
 def may_judge(handle):
-    """Return whether the tests expect an object here, which looks up keys and values for them."""
+    """Return whether this object may look up keys and values of the tests."""
     judge, _, role = state_of(handle)
     return judge.uses_objects and role != VALUE
 
 
 def ask(handle, operation, *args):
-    """Apply a function of `builtins` or `operator` to the object, in the answer's process."""
+    """Apply a function of `builtins` or `operator` to the object in the answer's process."""
     return state_of(handle)[0].ask(operation, [handle, *args])
 
 
 def plain(handle):
-    """Return the builtin value of an object whose class extends a builtin class, or MISSING."""
+    """Return the builtin value of an object, or MISSING if its class extends no builtin class."""
     try:
         value = ask(handle, "plain")
     except TypeError:
@@ -118,7 +118,7 @@ def _binary(operation, is_reflected=False):
         if value is not MISSING:
             return compute(other, value) if is_reflected else compute(value, other)
         judge, _, role = state_of(self)
-        # A vector times a number. No test multiplies by the value that it expects.
+        # Allow the product of a vector and a number: tests never multiply by an expected value.
         if operation == "mul" and role == OBJECT and type(other) in (int, float):
             pair = [other, self] if is_reflected else [self, other]
             return judge.ask("mul", pair, role=OBJECT)

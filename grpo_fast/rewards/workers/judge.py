@@ -1,8 +1,8 @@
-"""The process that runs the tests of an answer. The answer runs in a different process.
+"""Process that runs the tests of an answer. The answer runs in a different process.
 
-A call of the answer's function sends plain data and gets plain data, which this process builds. An
-object of the answer stays in the answer's process. Its handle here never decides how the object
-compares with a value of the tests.
+Calls of the answer's functions exchange plain data, which this process decodes. An object of the
+answer stays in the answer's process and is represented by a handle here. The handle never lets the
+object decide how it compares with a value of the tests.
 """
 
 import builtins
@@ -15,27 +15,27 @@ import wire
 from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-# Builtin classes that the answer may name. None of them is a function such as `eval`.
+# Builtin classes whose names the answer may send. The functions, such as `eval`, are excluded.
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
          and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
 
 class Judge(wire.Peer):
-    """The judge's end of the connection: it calls the answer for the tests."""
+    """The judge's end of the connection, which calls the answer for the tests."""
 
     def __init__(self, descriptor):
         super().__init__(descriptor)
-        self.handles = {}  # (number, role) → Handle, so that `is` works
+        self.handles = {}  # (number, role) → Handle, reused so that `is` works
         self.errors = {}  # number → class that represents an exception class of the answer
-        self.changes = []  # arguments of calls, before and after
-        self.uses_objects = False  # whether the tests use objects that are not plain data
+        self.changes = []  # (arguments before a call, arguments after the call)
+        self.uses_objects = False  # True if the tests use objects that are not plain data
 
     def operation(self, name):
-        """Return the one operation of an answer: calling a function that it got as an argument."""
+        """Return the only operation that an answer may request: a call of a test's function."""
         return {"call": lambda function, *args, **kwargs: function(*args, **kwargs)}[name]
 
     def ask(self, operation, args, kwargs=None, role=VALUE):
-        """Have the answer's process carry out an operation.
+        """Execute an operation in the answer's process and return its result.
 
         Args:
             operation: "call", "lookup", "plain", or a function of `builtins` or `operator`.
@@ -44,7 +44,7 @@ class Judge(wire.Peer):
             role: role of the handle if the result is an object; see `Handle`.
         """
         given = [args, kwargs or {}]
-        # Not in the try block: tests may pass an object that cannot be sent, which is their error.
+        # Encode outside the try block: an argument that cannot be sent is an error of the tests.
         tree = self.encode(given)
         try:
             kind, parts = self.request(operation, tree)
@@ -63,9 +63,9 @@ class Judge(wire.Peer):
         return result
 
     def error_of(self, kind, args, attributes, is_next):
-        """Return the exception that the answer has raised."""
+        """Rebuild the exception that the answer has raised from its decoded parts."""
         is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        # Except in next(), StopIteration would end a `map` over test cases early.
+        # Only next() may raise StopIteration. Elsewhere it would end a `map` over test cases early.
         if not is_error or (issubclass(kind, ENDS) and not is_next):
             return RuntimeError(f"the answer raised {kind}")
         try:
@@ -76,7 +76,7 @@ class Judge(wire.Peer):
         return error
 
     def apply_changes(self):
-        """Give the arguments of finished calls the contents of the answer's copies."""
+        """Copy the changes that the answer made to arguments of finished calls."""
         changes = self.changes
         self.changes = []
         for before, after in changes:
@@ -116,9 +116,9 @@ class Judge(wire.Peer):
 
 
 def refresh(old, new):
-    """Give the lists, dicts and sets in `old` the contents of `new`, and return the result.
+    """Copy the contents of `new` into the lists, dicts and sets in `old`, and return the result.
 
-    The containers stay the same objects, so that all variables of the tests see the change.
+    The containers keep their identity, so that all variables of the tests see the change.
     """
     if type(old) is not type(new):
         return new
@@ -142,13 +142,13 @@ def refresh(old, new):
 
 
 def run(source, judge, out):
-    """Run the tests one by one, and write a line to `out` for each test that holds."""
+    """Run the tests one by one, and write a line to `out` for each passed test."""
     namespace = {"__name__": "tests", sources.APPLY_CHANGES: judge.apply_changes}
     namespace |= sources.borrowed(source)
     judge.uses_objects = sources.uses_objects(source)
-    # 1. Look up the names that the tests take from the answer.
+    # 1. Look up the names that the tests use from the answer.
     for name in sources.names_of_answer(source):
-        # A name in CapWords is a class, whose objects the tests expect.
+        # A name in CapWords is a class. Its instances are objects that the tests expect.
         is_class = name[0].isupper() and "_" not in name
         with contextlib.suppress(NameError):
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)
@@ -156,7 +156,7 @@ def run(source, judge, out):
     for statement, is_test in sources.statements_of(source):
         try:
             exec(sources.compiled(statement), namespace)
-        except BaseException:  # a test that calls sys.exit() does not hold
+        except BaseException:  # a test that calls sys.exit() counts as failed
             with contextlib.suppress(BaseException):
                 judge.apply_changes()
             continue

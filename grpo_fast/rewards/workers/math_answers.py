@@ -1,7 +1,7 @@
-"""Mathematical equality by the package math-verify, whose comparisons may never end.
+"""Rewards for mathematical equality by the package math-verify, whose comparisons may never end.
 
-This file runs in a worker process: math-verify's time limits are signals, which only the main
-thread of a process receives.
+These functions must run in a worker process. The time limits of math-verify use signals, which only
+the main thread of a process receives.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def math_equal(
 ) -> list[float]:
     r"""Return 1 where the expression in \boxed{} or in LaTeX is equal to the answer, else 0.
 
-    Expressions are compared as mathematics: `\frac{1}{2}` equals 0.5, `1+x` equals `x+1`, and
+    Expressions are compared mathematically: `\frac{1}{2}` equals 0.5, `1+x` equals `x+1`, and
     {1, 2} equals {2, 1}.
 
     Args:
         completions: N completions.
         answers: N gold answers.
-        seconds: limit for one comparison. A comparison that takes longer is NaN.
+        seconds: time limit of one comparison. The reward is NaN if it takes longer.
     """
     pairs = zip(completions, answers, strict=True)
     return [_equal(text, gold, BOXED, seconds, {"strict": True}) for text, gold in pairs]
@@ -39,13 +39,13 @@ def math_close(
 ) -> list[float]:
     """Return 1 where an expression anywhere in the completion is close to the answer, else 0.
 
-    An interval equals the tuple of its ends, a relation equals its set of solutions, and the names
-    of variables do not matter.
+    An interval equals the tuple of its ends, and a relation equals its set of solutions. The names
+    of variables are ignored.
 
     Args:
         completions: N completions.
         answers: N gold answers.
-        seconds: limit for one comparison. A comparison that takes longer is NaN.
+        seconds: time limit of one comparison. The reward is NaN if it takes longer.
         digits: number of decimal digits that are compared.
     """
     loose = {"strict": False, "allow_set_relation_comp": True, "float_rounding": digits}

@@ -1,4 +1,4 @@
-"""Format by a regular expression, whose search may never end. This file runs in a worker."""
+"""Reward for a regular expression. It runs in a worker, because a search may never end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def format_pattern(*, completions: Sequence[str], pattern: str, whole: bool = Fa
 
     Args:
         completions: N completions.
-        pattern: regular expression, in which a dot matches a line end too.
-        whole: require that the pattern matches the full completion.
+        pattern: regular expression. A dot also matches a line end.
+        whole: if True, the pattern must match the full completion.
     """
     compiled = re.compile(pattern, re.DOTALL)
     find = compiled.fullmatch if whole else compiled.search

@@ -1,9 +1,9 @@
-"""Confinement of the processes that run an answer and its tests.
+"""Sandbox for the processes that run an answer and its tests.
 
-A seccomp filter allows only the system calls that a computation needs: no sockets, no processes or
-threads, no signals to other processes, and no writing to files. If the kernel has Landlock, a
-process can open only the interpreter's and the system's libraries. Limits bound memory and
-processor time.
+A seccomp filter allows only the system calls that a computation needs. It forbids sockets, new
+processes and threads, signals to other processes, and writing to files. If the kernel has Landlock,
+a process can open only the libraries of the interpreter and of the system. Resource limits bound
+memory and processor time.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import struct
 import sys
 
 # Allowed system calls, with their numbers on (x86-64, arm64). Calls that ignore or block a signal
-# are not allowed, because a signal ends a process after its time.
+# are not allowed, because a signal ends a process that exceeds its time limit.
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
@@ -31,7 +31,7 @@ CALLS = {
     "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72), "ppoll": (271, 73),
     "getrandom": (318, 278), "statx": (332, 291), "faccessat2": (439, 439),
 }  # fmt: skip
-# stat, lstat, poll, access, select and readlink, which only x86-64 has.
+# System calls that exist only on x86-64: stat, lstat, poll, access, select and readlink.
 ONLY_X86 = (4, 6, 7, 21, 23, 89)
 OPENAT = (257, 56)
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_…, column of CALLS
@@ -39,27 +39,27 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # DENY: the call fails with EPERM
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06  # instructions of classic BPF
 NUMBER, MACHINE, FLAGS = 0, 4, 32  # offsets in seccomp_data; FLAGS is openat's third argument
-NO_NEW_PRIVS, SET_SECCOMP, FILTER, SET_DUMPABLE = 38, 22, 2, 4  # prctl
+NO_NEW_PRIVS, SET_SECCOMP, FILTER, SET_DUMPABLE = 38, 22, 2, 4  # constants of prctl
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock, same numbers on all machines
-RIGHTS = (13, 14, 15, 15, 16)  # number of access rights, by version of Landlock
+RIGHTS = (13, 14, 15, 15, 16)  # number of access rights in versions 1 to 5 of Landlock
 READ_FILE, READ_FOLDER = 1 << 2, 1 << 3
 LIBRARIES = (
     "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo",
     "/dev/null", "/dev/urandom", os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib"),
 )  # fmt: skip
-HELD = b"held\n"  # written by a judge for each test that holds
+HELD = b"held\n"  # a judge writes this line for each passed test
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def confine(request):
-    """Give up everything that a computation does not need, for the rest of the process.
+    """Confine this process for the rest of its life.
 
     If the kernel refuses, write the reason to standard error and end the process. Otherwise
-    standard error leads to /dev/null afterwards.
+    standard error is redirected to /dev/null.
 
     Args:
-        request: with "memory" (bytes), "seconds" (limit of processor time and of elapsed time) and
-            "output" (bytes that the process may write to a file).
+        request: a dict with "memory" (in bytes), "seconds" (limit of processor time and of elapsed
+            time) and "output" (number of bytes that the process may write to a file).
     """
     errors = take(2)
     try:
@@ -77,7 +77,7 @@ def confine(request):
 
 
 def limit(request):
-    """Bound memory, output and time, and forbid new processes."""
+    """Limit memory, output and time, and forbid new processes."""
     seconds = math.ceil(request["seconds"])
     for kind, most in (
         (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CPU, seconds),
@@ -85,24 +85,24 @@ def limit(request):
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
         resource.setrlimit(kind, (most, most))
-    # The caller of this process may have ignored or blocked the signal.
+    # The process that started this one may have ignored or blocked the signal.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
 
 
 def hide_memory():
-    """Keep other processes of this user from reading this one's memory and environment."""
+    """Prevent other processes of this user from reading this process's memory and environment."""
     _prctl(SET_DUMPABLE, 0)
 
 
 def landlock_version():
-    """Return the version of Landlock that this kernel has, or 0."""
+    """Return the kernel's version of Landlock, or 0 if it has none."""
     return max(0, LIBC.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1))
 
 
 def restrict_files():
-    """Allow this process to open the interpreter's and the system's libraries only."""
+    """Allow this process to open only the libraries of the interpreter and of the system."""
     rights = RIGHTS[min(landlock_version(), len(RIGHTS)) - 1]
     handled = struct.pack("Q", (1 << rights) - 1)
     ruleset = _checked(LIBC.syscall(CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0))
@@ -116,7 +116,7 @@ def restrict_files():
 
 
 def filter_calls():
-    """Have the kernel deny every system call that is not in CALLS, and opening files to write."""
+    """Make the kernel deny all system calls that are not in CALLS, and opening files to write."""
     name = os.uname().machine
     if sys.platform != "linux" or name not in MACHINES:
         expected = "expected Linux on x86-64 or arm64 for its sandbox"
@@ -126,19 +126,19 @@ def filter_calls():
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).
-    # 1. Kill a process that uses another architecture's calls (32 bits), whose numbers differ.
+    # 1. Kill a process that uses another architecture's calls, whose numbers differ (32 bits).
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL)]
     # 2. Allow the listed calls.
     program += [(LOAD, 0, 0, NUMBER)]
     for number in allowed:
         program += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
-    # 3. Deny every other call except openat, and openat with any flag for writing.
+    # 3. Deny all other calls except openat. Deny openat if any of its flags allows writing.
     program += [(EQUAL, 1, 0, OPENAT[column]), (RETURN, 0, 0, DENY)]
     program += [(LOAD, 0, 0, FLAGS), (ANY_BIT, 0, 1, WRITES)]
     program += [(RETURN, 0, 0, DENY), (RETURN, 0, 0, ALLOW)]
     packed = b"".join(struct.pack("HBBI", *step) for step in program)
     code = ctypes.create_string_buffer(packed)
-    # The struct sock_fprog has padding between the length and the address of the program.
+    # The C struct sock_fprog has 6 bytes of padding between the program's length and address.
     _prctl(SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
 
 
@@ -154,13 +154,13 @@ def _checked(result):
 
 
 def request(descriptor):
-    """Read the JSON request from a file descriptor, and close the descriptor."""
+    """Read the JSON request from a file descriptor and close the descriptor."""
     with open(int(descriptor), "rb") as stream:
         return json.load(stream)
 
 
 def take(descriptor):
-    """Return a copy of a standard stream, and point the original to /dev/null."""
+    """Return a copy of a standard stream and redirect the original to /dev/null."""
     copy = os.dup(descriptor)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, descriptor)

@@ -1,4 +1,4 @@
-"""Analysis of a source of tests: its tests, and the names that it takes from the answer."""
+"""Analysis of test sources: which statements are tests, and which names the answer defines."""
 
 import ast
 import builtins
@@ -9,7 +9,7 @@ import symtable
 import wire
 
 APPLY_CHANGES = "<apply changes>"  # a source cannot contain this name
-# Names that tests use without an import, because answers import them as well.
+# Names that tests use without an import, because answers usually import them.
 WELL_KNOWN = {
     "collections": "Counter OrderedDict defaultdict deque namedtuple",
     "datetime": "date datetime timedelta",
@@ -25,9 +25,9 @@ ATTRIBUTES = {name for kind in wire.PLAIN for name in dir(kind)}
 def statements_of(source):
     """Return (statement, is_test) for each statement of the source.
 
-    A test is an assert, or a call of a function that the tests define or whose name begins with
-    assert: `check(f)`, `case.assertEqual(f(1), 2)`. Every other statement is setup, also a call of
-    the answer such as `stack.push(1)`.
+    A test is an assert, or a call such as `check(f)` or `case.assertEqual(f(1), 2)`. The called
+    function must be defined by the tests, or its name must begin with "assert". All other
+    statements are setup, including calls of the answer such as `stack.push(1)`.
     """
     tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -54,11 +54,11 @@ def _is_test(statement, defined, answers):
 
 
 def names_of_answer(source):
-    """Return the names that tests take from the answer: the names that they do not define.
+    """Return the names that tests use from the answer. Tests do not define these names.
 
-    The answer must not define what judges it, such as `isinstance`, `math` or `Counter`. Names of
-    builtins, modules and well-known types are therefore the answer's only if the tests use no other
-    undefined name (`assert sum(10, 15) == 6`).
+    The answer must not define functions that judge it, such as `isinstance`, `math` or `Counter`.
+    Names of builtins, modules and well-known types therefore count only if the tests use no other
+    undefined name, as in `assert sum(10, 15) == 6`.
     """
     free = free_names(source) - modules_of(source)
     known = vars(builtins).keys() | MODULE_OF.keys()
@@ -67,9 +67,9 @@ def names_of_answer(source):
 
 
 def borrowed(source):
-    """Return the modules and types that tests use without an import, by name.
+    """Return the modules and types, by name, that tests use without an import.
 
-    A name that the tests take from the answer is not among them.
+    Names that the tests use from the answer are excluded.
     """
     modules = {name: MODULE_OF[name] for name in free_names(source) & MODULE_OF.keys()}
     modules |= dict.fromkeys(modules_of(source))
@@ -82,7 +82,7 @@ def borrowed(source):
 
 
 def modules_of(source):
-    """Return the names that tests use as modules: only as `name.attribute`, and not in CapWords."""
+    """Return the undefined names that tests use only as `name.attribute`, except CapWords."""
     nodes = list(ast.walk(ast.parse(source)))
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
     others = {n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in bases}
@@ -92,7 +92,7 @@ def modules_of(source):
 def uses_objects(source):
     """Return whether tests use an object that is not plain data.
 
-    They do if they read an attribute that no builtin type has, or call a method for its effect.
+    This is so if they read an attribute that no builtin type has, or call a method as a statement.
     """
     nodes = list(ast.walk(ast.parse(source)))
     modules = modules_of(source)
@@ -112,7 +112,7 @@ def uses_objects(source):
 
 
 def free_names(source):
-    """Return the global names that a source reads and does not define."""
+    """Return the global names that a source reads but does not define."""
     top = symtable.symtable(source, "<tests>", "exec")
     names = set()
     tables = [top]
@@ -127,10 +127,10 @@ def free_names(source):
 
 
 class _ApplyChanges(ast.NodeTransformer):
-    """Adds a call of APPLY_CHANGES after each statement.
+    """AST transformer that adds a call of APPLY_CHANGES after each statement.
 
-    Changes that the answer makes to its arguments reach the tests after the statement. Therefore
-    `assert f(x) == sorted(x)` sorts the x that was given, even if f has emptied its x.
+    Changes that the answer makes to its arguments reach the tests only after the statement.
+    Therefore `assert f(x) == sorted(x)` sorts the original x, even if f has emptied its copy.
     """
 
     def generic_visit(self, node):
@@ -148,5 +148,5 @@ def _apply_after(statement):
 
 
 def compiled(statement):
-    """Compile a statement of the tests, with a call of APPLY_CHANGES after each statement in it."""
+    """Compile a statement of the tests, with calls of APPLY_CHANGES after all inner statements."""
     return compile(_ApplyChanges().visit(ast.Module([statement], [])), "<tests>", "exec")

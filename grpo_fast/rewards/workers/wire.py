@@ -1,8 +1,8 @@
-"""The messages between a judge, which runs tests, and the process that runs an answer.
+"""Messages between a judge, which runs tests, and the process that runs an answer.
 
-A message is its length in 4 bytes, then JSON. Decoding builds exact builtin types, and a few types
-of the standard library from a closed table, never a class that the message names. Both sides bound
-the size and the depth of a message.
+A message is its length in 4 bytes, followed by JSON. Decoding builds only builtin types and a few
+types of the standard library from a fixed table. It never builds a class that the message names.
+Both sides limit the size and the nesting depth of a message.
 """
 
 import importlib
@@ -13,15 +13,15 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 MOST_BYTES = 16 << 20
 MOST_DEPTH = 100
-# Classes that both processes have.
+# Builtin classes of plain data, which both processes have.
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
-# Classes that are sent as a list of their items, or of their keys and values.
+# Classes that are sent as a list of their items, or as a list of their keys and values.
 FROM_ITEMS = (list, tuple, set, frozenset, deque, bytes, bytearray)
 FROM_PAIRS = (dict, Counter, OrderedDict)
 TAGS: dict[type, str] = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
 KINDS = {tag: kind for kind, tag in TAGS.items()}
-TAGS[defaultdict] = "dict"  # the default factory is not sent
-# Types that are sent as their text, and the modules that define them.
+TAGS[defaultdict] = "dict"  # the default factory is lost
+# Types that are sent as text, and the modules that define them.
 FROM_TEXT = {
     "complex": "builtins",
     "Fraction": "fractions",
@@ -32,15 +32,15 @@ FROM_TEXT = {
 
 
 class Malformed(Exception):
-    """A message that has a different format or that ends early."""
+    """The message has an invalid format or ends early."""
 
 
 def encode(value, refer, depth=0):
-    """Return the JSON tree of a value. `refer(value)` encodes whatever is not plain data."""
+    """Return the JSON tree of a value. `refer(value)` encodes values that are not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
-    if kind is int:  # Python refuses to read longer decimal numbers
+    if kind is int:  # send in hex, because Python refuses to parse very long decimal numbers
         return value if value.bit_length() < 64 else ["int", hex(value)]
     if depth > MOST_DEPTH:
         raise ValueError(f"expected data nested at most {MOST_DEPTH} deep")
@@ -52,7 +52,7 @@ def encode(value, refer, depth=0):
         elif KINDS[tag] in FROM_PAIRS:
             parts = [part for pair in value.items() for part in pair]
         return [tag, *(encode(part, refer, depth + 1) for part in parts)]
-    # A process that has not imported the module cannot hold a value of the type.
+    # If the type's module is not imported, the value cannot be of this type.
     module = sys.modules.get(FROM_TEXT.get(kind.__name__, ""))
     if module is not None and getattr(module, kind.__name__, None) is kind:
         return [kind.__name__, str(value)]
@@ -60,10 +60,10 @@ def encode(value, refer, depth=0):
 
 
 def decode(tree, resolve, depth=0):
-    """Return the value of a JSON tree. `resolve(tag, *parts)` decodes trees of other tags.
+    """Return the value of a JSON tree. `resolve(tag, *parts)` decodes trees with other tags.
 
     Raises:
-        Malformed: the tree is not a value, for example a set of lists.
+        Malformed: the tree does not encode a value, for example because a set contains lists.
     """
     if not isinstance(tree, (list, dict)):
         return tree
@@ -90,11 +90,11 @@ def decode(tree, resolve, depth=0):
 class Peer:
     """One end of the connection between a judge and an answer. Each end can call the other.
 
-    An object that is not plain data stays in its process. The other process gets its number.
+    An object that is not plain data stays in its process. The other process uses its number.
 
-    A subclass defines three methods. `operation(name)` returns the function that carries out a
+    A subclass defines three methods. `operation(name)` returns the function that executes a
     request. `refer(value)` returns the tree of a value that is not plain data.
-    `resolve(tag, *parts)` returns the value of a tree that the other process's `refer` has written.
+    `resolve(tag, *parts)` returns the value of a tree that the other process's `refer` built.
 
     Args:
         descriptor: a connected socket.
@@ -103,7 +103,7 @@ class Peer:
     def __init__(self, descriptor):
         self.descriptor = descriptor
         self.objects = []
-        # Numbers by id(object). `objects` keeps each object alive, so that no id is used twice.
+        # Numbers by id(object). `objects` keeps every object alive, so that no id is reused.
         self.numbers = {}
 
     def encode(self, value):
@@ -113,14 +113,16 @@ class Peer:
         return decode(tree, self.resolve)
 
     def number(self, value):
-        """Return the number by which the other process refers to an object of this process."""
+        """Return the number by which the other process refers to an object in this process."""
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
         return number
 
     def request(self, operation, args):
-        """Send a request, serve the requests that come back, and return (kind, parts) of the reply.
+        """Send a request and return the kind and the parts of its reply.
+
+        While waiting for the reply, requests of the other process are executed.
 
         Args:
             operation: name of the operation.
@@ -134,7 +136,7 @@ class Peer:
             self.serve(*parts)
 
     def serve(self, operation, args):
-        """Carry out a request and send its reply: an error, or the result and changed arguments."""
+        """Execute a request and send its reply, which is an error or the result and changes."""
         try:
             call = self.operation(operation)
             args = self.decode(args)
@@ -147,7 +149,7 @@ class Peer:
         self.send(reply)
 
     def failure(self, error):
-        """Return the reply for an exception: its type, arguments and attributes."""
+        """Return the reply for an exception, with its type, arguments and attributes."""
         try:
             return pack(["error", *map(self.encode, (type(error), [*error.args], vars(error)))])
         except Exception:  # an argument that cannot be sent
@@ -175,7 +177,7 @@ class Peer:
 
 
 def pack(message):
-    """Return the bytes of a message."""
+    """Encode a message as bytes."""
     data = json.dumps(message).encode()
     if len(data) > MOST_BYTES:
         raise ValueError(f"expected data of at most {MOST_BYTES} bytes, got {len(data)}")

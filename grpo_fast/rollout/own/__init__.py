@@ -1,1 +1,1 @@
-"""Rollouts in this process: our own decoding loop and its key-value cache."""
+"""Decoding loop and key-value cache of rollouts in the trainer's process."""

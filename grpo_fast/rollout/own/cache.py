@@ -1,13 +1,13 @@
-"""Keys and values of a rollout: each prompt's once for all its completions, and each completion's.
+"""Key-value cache of a rollout, in which all completions of a prompt share the prompt's entries.
 
 One attention function, registered with transformers, serves both phases of a rollout:
 
 - Prefill: the prompts are packed into one row without padding and use the attention kernels of
-  training. The cache stores their keys and values, (N, H_kv, L, D) for each layer.
-- Decoding: the row holds B tokens, one of each completion. They attend to the prompt of their
-  group and to the earlier tokens of their completion, with one softmax over both. All queries of a
-  group use one copy of the prompt's keys in one matrix product. The completions' keys and values,
-  (B, H_kv, t, D), are written in place. In fp32 on a CPU a C++ kernel stores the same in tiles.
+  training. For each layer, the cache stores the keys and the values as tensors (N, H_kv, L, D).
+- Decoding: the row holds B tokens, one of each completion. Each token attends to the prompt of its
+  group and to the earlier tokens of its completion, with one softmax over both. The queries of a
+  group share the prompt's keys in one matrix product. The completions' keys and values are written
+  in place into tensors (B, H_kv, t, D). In fp32 on a CPU, a C++ kernel uses a tiled layout.
 
 Models are called without a transformers cache and without a mask. A layer passes its settings
 (scale, window, softcap) to the attention function in prefill, and the cache stores them for
@@ -51,7 +51,7 @@ def cached_attention(
     softcap: float | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:  # (1, T, H, D)
-    """Compute the attention of packed prompts, or of B tokens on the cache while decoding."""
+    """Return the attention output of packed prompts in prefill, or of B new tokens in decoding."""
     layout = rollout_cache.layout
     if layout is None:
         out = rollout_cache.decode(module, query[0], key[0], value[0])
@@ -66,11 +66,12 @@ def cached_attention(
 
 
 class AttentionSettings(NamedTuple):
-    """Settings of softmax(mask(softcap(scale·q·kᵀ))) in one layer.
+    """Attention settings of one layer. The weights are softmax(mask(softcap(scale·q·kᵀ))).
 
     Attributes:
         scale: factor of the scores.
-        window: most keys that a query attends to, including the query's token. None: all.
+        window: largest number of keys that a query attends to, including the query's token. None
+            means that all keys are used.
         softcap: bound of the scores, or None.
     """
 
@@ -85,9 +86,10 @@ class Layer:
     Attributes:
         settings: settings of the layer's attention.
         chunks: keys and values, (H_kv, T, D) each, of packed prompts during prefill.
-        prompts: keys and values, (N, H_kv, L, D) each, after prefill; or tiles of the C++ kernel.
-        completions: keys and values, (B, H_kv, room, D) each; or tiles. Empty before the first
-            token.
+        prompts: keys and values after prefill, (N, H_kv, L, D) each, or in the tiled layout of the
+            C++ kernel.
+        completions: keys and values, (B, H_kv, room, D) each, or in the tiled layout. Empty before
+            the first token.
     """
 
     def __init__(self, settings: AttentionSettings) -> None:
@@ -103,7 +105,7 @@ class RolloutCache:
     Args:
         lengths: number of tokens of each prompt.
         counts: number of completions of each prompt, at least 1.
-        max_new_tokens: most tokens of a completion.
+        max_new_tokens: largest number of tokens of a completion.
         device: device of the model.
 
     Attributes:
@@ -128,10 +130,10 @@ class RolloutCache:
         self.seat(counts)
 
     def seat(self, counts: Sequence[int]) -> None:
-        """Arrange the B rows in a grid of N prompts with as many seats as the largest group needs.
+        """Arrange the B completions in a grid. Each prompt has a line as long as the largest group.
 
-        Sets `taken`, the seat of each row, (B,) int64. None means that all seats are taken, so that
-        rows and grid are the same memory.
+        Sets `taken`, the grid index of each completion, (B,) int64. If all groups have equal size,
+        `taken` is None, and the completions need no copy to form the grid.
         """
         self.counts = list(counts)
         self.seats = max(counts)
@@ -149,13 +151,13 @@ class RolloutCache:
     def store_prompts(
         self, module: nn.Module, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> None:
-        """Store one layer's keys and values, (H_kv, T, D), of the prompts packed in `layout`."""
+        """Store one layer's keys and values, (H_kv, T, D) each, of the prompts in `layout`."""
         layer = self.layers.setdefault(module, Layer(settings))
-        # Under autocast RoPE returns fp32 keys, while values have 16 bits.
+        # Convert the keys: under autocast, RoPE returns fp32 keys, while values have 16 bits.
         layer.chunks.append((key.to(value.dtype), value))
 
     def close_prompts(self) -> None:
-        """Stack the keys and values of all prompts, padded at the end. Decoding starts now."""
+        """Stack the keys and values of all prompts, padded at the end, and switch to decoding."""
         self.layout = None
         longest = max(self.lengths)
         lengths = torch.tensor(self.lengths, device=self.device)[:, None]
@@ -174,7 +176,7 @@ class RolloutCache:
         """Remove all completions except `stay`, and prompts whose completions are all removed.
 
         Args:
-            stay: increasing row numbers of the completions to retain.
+            stay: indices of the completions to retain, in increasing order.
         """
         prompt_of = [n for n, count in enumerate(self.counts) for _ in range(count)]
         counts = [0] * len(self.counts)
@@ -185,7 +187,8 @@ class RolloutCache:
         chosen = [torch.tensor(x, device=self.device) for x in (prompts, stay)]
         for layer in self.layers.values():
             if len(prompts) < len(self.counts):
-                # In tiles, this axis counts groups of tokens, so the slice may retain too many.
+                # In the C++ kernel's layout this axis counts tiles of several tokens, so the
+                # slice may retain more tokens than needed.
                 k, v = (x.index_select(0, chosen[0])[:, :, :longest] for x in layer.prompts)
                 layer.prompts = k.contiguous(), v.contiguous()
             if layer.completions:
@@ -204,16 +207,16 @@ class RolloutCache:
             v: (H_kv, B, D) values.
 
         Returns:
-            (B, H, D).
+            The attention output, (B, H, D).
         """
         layer = self.layers[module]
         heads = k.shape[0]
         settings = layer.settings
-        # 1. Use the C++ kernel if it can. It needs keys and values of equal width, which latent
-        #    attention does not have.
+        # 1. Use the C++ kernel if it supports the layer. It needs keys and values of equal width,
+        #    but their widths differ in latent attention.
         if settings.softcap is None and k.shape == v.shape and cpp.runs(v):
             return cpp.decode_(q.to(v.dtype), k.to(v.dtype), v, *self.in_tiles(layer))
-        # 2. Compute the scores on the prompt and on the completion's tokens inside the window.
+        # 2. Compute the scores of the prompt's tokens and of the completion's tokens in the window.
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
         first = 0 if settings.window is None else max(0, self.time + 1 - settings.window)
         completion_k, completion_v = (x[:, :, first:] for x in self.extend(layer, k, v))
@@ -234,7 +237,7 @@ class RolloutCache:
         return out.flatten(1, 2)
 
     def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
-        """Return a layer's arguments of the C++ kernels, with room for one more token."""
+        """Make room for one more token and return the layer's arguments for the C++ kernels."""
         if not layer.completions:
             layer.prompts = cpp.tiles_of(*layer.prompts)
         if not layer.completions or layer.completions[0].shape[2] * cpp.TILE == self.time:
@@ -246,7 +249,11 @@ class RolloutCache:
         return layer.prompts, layer.completions, *self.sizes, self.time, scale, window
 
     def extend(self, layer: Layer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the newest keys and values, (H_kv, B, D), and return all, (B, H_kv, t + 1, D)."""
+        """Append the newest keys and values of the completions, (H_kv, B, D) each, to a layer.
+
+        Returns:
+            All keys and values of the completions, (B, H_kv, t + 1, D) each.
+        """
         if not layer.completions or layer.completions[0].shape[2] == self.time:
             room = min(self.max_new_tokens, self.time + GROWTH)
             grown = [x.new_empty(x.shape[1], x.shape[0], room, x.shape[2]) for x in (k, v)]
@@ -259,10 +266,10 @@ class RolloutCache:
         return keys, values
 
     def masked_places(self, window: int | None) -> Tensor | None:
-        """Return the prompt places that completions do not attend to: padding, or out of window.
+        """Return which prompt positions are padding or outside the window of the next token.
 
         Returns:
-            (N, 1, 1, L) bool, or None if there are none.
+            (N, 1, 1, L) bool, True at positions to mask. None if no position is masked.
         """
         if window is None:
             return self.padding
@@ -270,20 +277,20 @@ class RolloutCache:
         return (self.places >= self.ends) | (self.places <= now - window)
 
     def to_grid(self, x: Tensor) -> Tensor:
-        """Move rows, (B, H_kv, r, d), to the grid, (N, H_kv, G·r, d). Free seats hold zeros."""
+        """Move completions, (B, H_kv, r, d), into a grid of zeros, (N, H_kv, G·r, d)."""
         if self.taken is not None:
             grid = x.new_zeros(len(self.counts) * self.seats, *x.shape[1:])
             x = grid.index_copy_(0, self.taken, x)
         return x.unflatten(0, (-1, self.seats)).transpose(1, 2).flatten(2, 3)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Move the grid, (N, H_kv, G·r, d), back to rows, (B, H_kv, r, d)."""
+        """Move the contents of the grid, (N, H_kv, G·r, d), to completions, (B, H_kv, r, d)."""
         x = x.unflatten(2, (self.seats, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.taken is None else x.index_select(0, self.taken)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a·b with fp32 (or fp64) accumulation and result."""
+    """Return the product a·b, accumulated and returned in fp32, or in fp64 for fp64 inputs."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.device.type == "cuda":

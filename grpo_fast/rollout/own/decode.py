@@ -1,6 +1,7 @@
-"""The decoding loop: compute each prompt once, then sample one token of all completions at a time.
+"""Decoding loop of the engine `transformers`.
 
-Completions that have ended leave the batch.
+The loop computes each prompt once. Then every step samples one token of each completion.
+Completions that have ended are removed from the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FULL = 0.8
 
 
 class SupportRecorder:
-    """Collects the support of B completions of at most L tokens on the CPU."""
+    """Record of the support of B completions with at most L tokens, stored on the CPU."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.counts = torch.zeros(rows, length, dtype=torch.int64)
@@ -38,7 +39,7 @@ class SupportRecorder:
         self.rows: list[Tensor] = []  # the completion of each entry of `ids`
 
     def add(self, rows: Tensor, t: int, draw: Draw) -> None:
-        """Record the support of token t of these completions. Costs a GPU sync if it has one."""
+        """Record the support of token t of the given completions, if any. Costs a GPU sync."""
         if draw.candidates is None or draw.in_support is None or draw.mass is None:
             return
         in_support = draw.in_support.cpu()
@@ -50,24 +51,32 @@ class SupportRecorder:
         self.rows.append(rows.repeat_interleave(counts))
 
     def of_completions(self, lengths: Sequence[int]) -> list[tuple[Support | None, Tensor | None]]:
-        """Return each completion's support and its mass, (n,) fp32, for the first n tokens."""
+        """Return the support and the mass of each completion's first tokens.
+
+        Args:
+            lengths: number n of tokens of each completion.
+
+        Returns:
+            The support of n tokens and its mass, (n,) fp32, for each completion. Both are None if
+            the sampler did not truncate.
+        """
         if not self.ids:
             return [(None, None)] * len(lengths)
-        # A stable sort keeps the tokens of one completion in order of time.
+        # The sort must be stable, so that the tokens of a completion stay in order.
         order = torch.cat(self.rows).argsort(stable=True)
         ids = torch.cat(self.ids)[order].split(self.counts.sum(1).tolist())
         found: list[tuple[Support | None, Tensor | None]] = []
         for row, counts, mass, length in zip(ids, self.counts, self.masses, lengths, strict=True):
             offsets = torch.zeros(length + 1, dtype=torch.int64)
             torch.cumsum(counts[:length], 0, out=offsets[1:])
-            # Copy: a view would keep the ids of the whole batch in memory.
+            # Copy the ids, because a view would keep the ids of the full batch in memory.
             support = Support(row[: int(offsets[-1])].clone(), offsets)
             found.append((support, mass[:length].clone()))
         return found
 
 
 class Decoded(NamedTuple):
-    """B sampled rows of L tokens. Tokens after an EOS are still included.
+    """Sampled tokens of B completions with L tokens each, including tokens after an EOS.
 
     Attributes:
         tokens: (B, L) int64.
@@ -80,7 +89,7 @@ class Decoded(NamedTuple):
     support: SupportRecorder
 
 
-@torch.inference_mode()  # for small models a tenth faster than no_grad
+@torch.inference_mode()  # about 10% faster than no_grad for small models
 def decode(
     policy: Any,
     prompts: Sequence[Sequence[int]],
@@ -96,17 +105,17 @@ def decode(
     Args:
         policy: a `Policy` or `SampledModel`.
         prompts: token ids of each prompt.
-        counts: number of completions of each prompt; B in all.
+        counts: number of completions of each prompt. Their sum is B.
         options: the sampling options.
         numbers: (B, L) uniform random numbers in [0, 1), one for each sampled token.
         stop_at_eos: False samples L tokens of every completion.
-        starts: position of each prompt's first token, used by the trial of this loop. Empty
-            means 0.
+        starts: position of each prompt's first token. Empty means 0. Only the comparison of this
+            loop with the model's forward pass sets it.
 
     Raises:
         ValueError: packed attention does not support a layer of the model.
     """
-    # 1. Compute the prompts.
+    # 1. Compute the prompts' keys, values and last hidden states.
     device = policy.device
     length = options.max_new_tokens
     policy.lm.set_attn_implementation(register())
@@ -114,7 +123,7 @@ def decode(
     eos = torch.tensor(sorted(policy.eos_ids), device=device)
     cache = RolloutCache([len(p) for p in prompts], counts, length, device)
     numbers = numbers.to(device)
-    rows = torch.arange(len(numbers), device=device)  # the completions that still sample
+    rows = torch.arange(len(numbers), device=device)  # completions that have not ended
     repeats = torch.tensor(counts, device=device)
     hidden = prefill(policy, prompts, cache, starts).repeat_interleave(repeats, 0)
     ends = [n + start for n, start in zip(cache.lengths, starts or [0] * len(counts), strict=True)]
@@ -124,8 +133,8 @@ def decode(
     decoded = Decoded(tokens, torch.zeros_like(numbers), SupportRecorder(*numbers.shape))
     every = CHECK_EVERY.get(device.type, CHECK_EVERY_ON_GPU)
     trunk = policy.lm.base_model
-    # 2. Choose how a step is computed: by the C++ decoder, or by the model's modules. The decoder
-    #    has its own trial, so the trial of this loop (`starts`) uses the modules.
+    # 2. Choose how a step is computed, by the C++ decoder or by the model's modules. The decoder
+    #    is compared with the modules separately, so comparisons of this loop use the modules.
     decoder = None if starts else decoder_of(trunk, head, cache, forward)
     step = decoder or functools.partial(forward, trunk)
     product = decoder.product if decoder else functools.partial(linear_of, head)
@@ -154,7 +163,11 @@ def decode(
 def prefill(
     policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache, starts: Sequence[int] = ()
 ) -> Tensor:
-    """Fill the cache with the prompts and return the last hidden state of each prompt, (N, H)."""
+    """Fill the cache with the prompts.
+
+    Returns:
+        The last hidden state of each prompt, (N, H).
+    """
     last = []
     for chunk in chunks(prompts):
         cache.layout = TreeLayout.of([len(prompt) for prompt in chunk], policy.device)
@@ -180,7 +193,17 @@ def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 
 
 def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
-    """Return the final hidden states, (T, H), of token ids, (T,), at their positions, (T,)."""
+    """Compute the hidden states of T tokens with the model's modules.
+
+    Args:
+        trunk: the model without its LM head.
+        ids: (T,) int64 token ids.
+        positions: (T,) int64.
+        cache: the keys and values, which receive the new tokens.
+
+    Returns:
+        The final hidden states, (T, H).
+    """
     # Pass a dummy 4-D mask while decoding. Without a mask, transformers inspects position_ids for
     # packed sequences, which costs a GPU sync per token.
     mask = None if cache.layout is not None else ids.new_zeros(1, 1, 1, 1)
@@ -197,7 +220,7 @@ def linear_of(head: Head, hidden: Tensor) -> Tensor:
 
 
 def logits_of(head: Head, product: Tensor) -> Tensor:
-    """Return fp32 logits: the product of `linear_of` with the head's scale and softcap."""
+    """Apply the LM head's scale and softcap to the product of `linear_of`, in fp32."""
     logits = product.float()
     if head.logit_scale != 1.0:
         logits = logits * head.logit_scale

@@ -1,9 +1,10 @@
 """Decoding steps of Llama-like models, with one C++ call per layer.
 
 In a small model, calling a layer's modules takes longer than computing the layer. The decoder
-serves transformers models in fp32 on a CPU whose layers have Llama's parameters, optionally with
-biases or norms of queries and keys, and without hooks. Before its first use it is compared with the
-model's modules on random tokens and weights, before and after every limit in the configuration.
+supports transformers models in fp32 on a CPU whose layers have Llama's parameters and no hooks.
+Biases and norms of queries and keys are optional. Before its first use, the decoder is compared
+with the model's modules on random tokens and weights. The comparison includes positions before and
+after every position limit in the configuration.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_fast.kernels.cpu import gemm, layers, loader
 from grpo_fast.kernels.cpu.modules import SETTINGS, epsilon_of, is_silu, is_untouched, settings_of
 from grpo_fast.rollout.own.cache import RolloutCache
 
-# (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states
+# A function (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states.
 Step = Callable[[Any, Tensor, Tensor, RolloutCache], Tensor]
 
 CLOSE = 1e-4  # tolerance, relative to the largest hidden state: fp32 sums in a different order
@@ -42,19 +43,20 @@ _verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the 
 
 
 class Decoder:
-    """Computes decoding steps with packed weights, which need as much memory as a gradient.
+    """Decoder with a packed copy of the weights, which needs as much memory as a gradient.
 
     Args:
         trunk: the model without its LM head.
         head: weight, bias and logit transform of the LM head.
-        places: (P,) int64, all positions that may occur. Calls take indices into this vector.
+        places: (P,) int64, all positions that may occur. Calls receive indices into this vector.
     """
 
     def __init__(self, trunk: Any, head: Head, places: Tensor) -> None:
         self.trunk = trunk
         self.head = head
         self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
-        # Angles depend on positions only: packed attention refuses other position embeddings.
+        # The angles can be computed in advance, because packed attention accepts only position
+        # embeddings that depend on nothing but the position.
         angles = trunk.rotary_emb(head.weight, places[None])
         self.cos, self.sin = (a[0].contiguous() for a in angles)  # (P, D)
 
@@ -63,12 +65,12 @@ class Decoder:
         return cpp.pack(self.head.weight.detach())
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return hidden·Wᵀ + bias of the LM head, (B, V), for hidden states (B, H)."""
+        """Return the logits before scale and softcap, (B, V), for hidden states (B, H)."""
         logits = cpp.linear(hidden, self.packed_head, len(self.head.weight))
         return logits if self.head.bias is None else logits.add_(self.head.bias)
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
-        """Return the final hidden states, (B, H), of one new token of each completion.
+        """Return the final hidden states, (B, H), for one new token of each completion.
 
         Args:
             ids: (B,) int64 token ids.
@@ -83,7 +85,7 @@ class Decoder:
 
 
 def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> Decoder | None:
-    """Return a decoder for a model that it can compute, else None.
+    """Return a decoder for the model, or None if the decoder does not support it.
 
     Args:
         trunk: the model without its LM head.
@@ -99,13 +101,13 @@ def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> De
             _verdicts[key] = agrees(trunk, head, cache.device, forward)
         places = torch.arange(max(cache.lengths) + cache.max_new_tokens, device=cache.device)
         return Decoder(trunk, head, places) if _verdicts[key] else None
-    except Exception:  # an unusual model may fail in any way: its modules compute the step
+    except Exception:  # an unusual model may raise any error: use its modules instead
         _verdicts[key] = False
     return None
 
 
 def is_supported(trunk: Any, head: Head, cache: RolloutCache) -> bool:
-    """Check that kernels, dtype, modules and hooks allow the decoder."""
+    """Return whether the decoder supports this model, and its kernels are available."""
     if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
         return False
     if (
@@ -124,13 +126,13 @@ def is_supported(trunk: Any, head: Head, cache: RolloutCache) -> bool:
 
 
 def configuration_of(trunk: Any) -> Hashable:
-    """Return the key of a comparison's result: configuration, module settings and shapes."""
+    """Return the key under which a comparison's result is cached."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 
 
 def is_llama_layer(layer: Any) -> bool:
-    """Check that a layer has Llama's parameters, SiLU, and one epsilon in all norms."""
+    """Return whether a layer has Llama's parameters, SiLU, and one epsilon in all norms."""
     names = {name for name, _ in layer.named_parameters()}
     if not REQUIRED <= names <= REQUIRED | OPTIONAL:
         return False
@@ -167,9 +169,10 @@ def weights_of(layer: Any) -> cpp.LayerWeights:
 
 
 def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
-    """Compare the hidden states of decoder and modules on random tokens and weights.
+    """Return whether decoder and modules agree on the hidden states of random tokens.
 
-    The comparison uses the first layers only, as many as are needed to include every setting.
+    Random weights are used. The model is cut to the first layers, as many as are needed to
+    include every combination of layer settings.
     """
     # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to try.
     twin = copy.copy(trunk)
@@ -180,10 +183,10 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
     tokens = torch.tensor([pair for _, pair in groups], device=device)  # (starts, 2, tokens)
     first = torch.tensor(starts, device=device)[:, None]
     places = first + torch.arange(trial.LENGTH, device=device)
-    # 2. Prefill the prompts, then decode the tokens with both.
+    # 2. Prefill the prompts, then decode the tokens with the decoder and with the modules.
     with small_windows(trunk, positions=False), trial.random_weights(twin):
         decoder = Decoder(twin, head, places.flatten())
-        # The first prompt also passes alone: a model may depend on the largest position in a batch.
+        # Also run the first prompt alone: a model may depend on the largest position in a batch.
         for count in (1, len(starts)):
             cache = RolloutCache([trial.PROMPT] * count, [2] * count, tokens.shape[2], device)
             cache.layout = TreeLayout.of(cache.lengths, device)
@@ -196,14 +199,14 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
                 theirs = forward(twin, ids, places.flatten()[at], cache)
                 ours = decoder(ids, at, cache)
                 cache.time += 1
-                # Written so that NaN counts as a difference.
+                # The condition is negated so that NaN counts as a difference.
                 if not (ours - theirs).abs().max() <= CLOSE * theirs.abs().amax(-1).min():
                     return False
     return True
 
 
 def different_layers(trunk: Any) -> int:
-    """Return the smallest n such that every layer has the settings of one of the first n layers."""
+    """Return the smallest n for which the first n layers include the settings of all layers."""
     kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
     needed = 0
     seen: set[Hashable] = set()

@@ -1,4 +1,4 @@
-"""The default engine, `transformers`: samples with the model that is being trained."""
+"""The default engine, `transformers`, which samples with the model that is being trained."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from grpo_fast.rollout.sampler import Sampler, Sampling
 
 log = logging.getLogger(__name__)
 
-# Model -> why it samples by transformers' `generate`, or None if the decoding loop computes it
-# correctly. Each model is compared once.
+# Model -> reason why it needs transformers' `generate`, or None if the decoding loop computes it
+# correctly. Each model is compared only once.
 _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
 class TransformersEngine(Engine):
     """Engine that samples with the policy's own weights.
 
-    It uses the decoding loop of this package. Models that the loop does not compute correctly use
-    transformers' `generate`, which is slower.
+    It uses the decoding loop of this package. Models that the loop does not compute correctly are
+    sampled by transformers' `generate`, which is slower.
 
     Args:
         policy: a `Policy` or `SampledModel`.
@@ -54,12 +54,12 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            # `update` may have replaced the model since `fallback` was determined: check again.
+            # Check again, because `update` may have replaced the model.
             by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
             for start in range(0, len(rows), size):
                 part = slice(start, start + size)
-                # A batch may begin or end within a group.
+                # A batch may begin or end within a group, so count the rows of each prompt in it.
                 runs = [(prompt, len(list(same))) for prompt, same in groupby(rows[part])]
                 chosen, counts = map(list, zip(*runs, strict=True))
                 decoded = run(self.policy, chosen, counts, sampling, numbers[part])
@@ -67,7 +67,7 @@ class TransformersEngine(Engine):
         return completions
 
     def _cut(self, decoded: Decoded) -> list[Completion]:
-        """Cut each row after its first EOS."""
+        """Cut each sampled row after its first EOS and return the rows as completions."""
         eos = torch.tensor(sorted(self.policy.eos_ids), device=decoded.tokens.device)
         ends = torch.isin(decoded.tokens, eos).cpu()
         has_end = ends.any(1).tolist()
@@ -77,7 +77,7 @@ class TransformersEngine(Engine):
             raise NonFiniteLogits("the policy's logits are NaN or infinite")
         supports = decoded.support.of_completions(lengths)
         rows = zip(decoded.tokens.tolist(), logps, lengths, has_end, supports, strict=True)
-        # Copy the rows: they are inference tensors, and views would keep the batch in memory.
+        # Copy the rows, because views would be inference tensors and keep the batch in memory.
         return [
             Completion(ids[:n], row[:n].clone(), EOS if ended else LENGTH, self.version, *support)
             for ids, row, n, ended, support in rows
@@ -91,7 +91,7 @@ def by_transformers(
     options: Sampling,
     numbers: Tensor,
 ) -> Decoded:
-    """Sample with transformers' `generate`. Arguments and result are those of `decode`.
+    """Sample with transformers' `generate`. Has the same arguments and result as `decode`.
 
     Every completion has its own copy of the prompt, padded on the left.
     """
@@ -118,9 +118,10 @@ def by_transformers(
 
 
 def why_unsuited(policy: Any) -> str | None:
-    """Return why the decoding loop does not serve this model, or None if it does.
+    """Return why the decoding loop does not support this model, or None if it does.
 
-    The first call for a model compares the two. Call it inside `with policy.generation():`.
+    The first call for a model compares the loop with one forward pass. Call this inside
+    `with policy.generation():`.
     """
     if policy.lm not in _unsuited:
         try:
@@ -138,8 +139,8 @@ def compare(policy: Any) -> str | None:
     """Compare log-probabilities of the decoding loop with those of one forward pass.
 
     The trial samples greedily from random prompts and ignores EOS. It covers the first positions
-    and those around every limit in the configuration (window, maximum position). A second round
-    replaces fp32 weights by random ones, because trained weights may hide a difference.
+    and the positions around every limit in the configuration (window, maximum position). A second
+    round replaces fp32 weights by random weights, because trained weights may hide a difference.
 
     Returns:
         A sentence that states the difference, or None if the two agree.
@@ -148,7 +149,7 @@ def compare(policy: Any) -> str | None:
         ValueError: packed attention does not support the model.
     """
     check_supported(policy.lm)
-    # The coarsest dtype decides, for example that of a 16-bit trunk with an fp32 head.
+    # Use the tolerance of the coarsest dtype, for example for a 16-bit trunk with an fp32 head.
     dtypes = {torch.float32, policy.autocast, *(p.dtype for p in policy.lm.parameters())} - {None}
     tolerance = max(check_tolerance(dtype) for dtype in dtypes)
     gap, worst = trial.worst_gap(policy, lambda starts: largest_gap(policy, starts))
@@ -158,12 +159,15 @@ def compare(policy: Any) -> str | None:
 
 
 def largest_gap(policy: Any, starts: Sequence[int]) -> float:
-    """Return the largest difference of log-probabilities in nats.
+    """Return the largest difference of log-probabilities between loop and one forward pass.
 
     Args:
         policy: a `Policy` or `SampledModel`.
-        starts: position of each trial prompt's first token. Empty tries short prompts from
-            position 0.
+            starts: position of each trial prompt's first token. If empty, short prompts start at
+                position 0.
+
+        Returns:
+            The difference in nats.
     """
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [prompt for prompt, _ in trial.draw_groups(len(starts) or 2, vocabulary)]
@@ -178,7 +182,7 @@ def largest_gap(policy: Any, starts: Sequence[int]) -> float:
         pairs = zip([prompts[0], *prompts], ours.tokens.tolist(), strict=True)
         rows = [[*prompt, *tokens] for prompt, tokens in pairs]
         policy.lm.set_attn_implementation(policy.generation_attn)
-        # The first prompt's rows pass alone: a model may depend on the largest position in a batch.
+        # Run the first prompt's rows alone: a model may depend on the largest position in a batch.
         theirs = [policy.model_logps(rows[:2], [*starts[:1], *starts[:1]])]
         if len(rows) > 2:
             theirs.append(policy.model_logps(rows[2:], starts[1:]))

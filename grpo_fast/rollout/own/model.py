@@ -1,4 +1,4 @@
-"""A causal LM prepared for sampling, which leaves the model unchanged."""
+"""Wrapper that prepares a causal LM for sampling and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class SampledModel:
 
     Args:
         model: the model.
-        tokenizer: the model's tokenizer. None requires `eos_ids`, accepts prompts of token ids
-            only, and leaves the texts of completions empty.
-        eos_ids: token ids that end a completion. None takes those of tokenizer and model.
-        attn: attention implementation for transformers' `generate`. "auto" takes the model's, or
-            "eager" if the model has an attention softcap.
+        tokenizer: the model's tokenizer. Without a tokenizer, `eos_ids` is required, prompts must
+            be token ids, and the texts of completions are empty.
+        eos_ids: token ids that end a completion. None uses the EOS ids of the tokenizer and the
+            model.
+        attn: attention implementation for transformers' `generate`. "auto" uses the model's
+            implementation, or "eager" if the model has an attention softcap.
         autocast: dtype in which a model with fp32 weights computes, or None.
 
     Raises:
@@ -81,17 +82,17 @@ class SampledModel:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Switch to evaluation mode and the attention for sampling. Restore both at the end.
+        """Switch to evaluation mode and to the attention for sampling. Restore both at the end.
 
-        Do not call this between a forward pass and its backward: gradient checkpointing would
-        recompute with another attention.
+        Do not call this between a forward pass and its backward. Gradient checkpointing would
+        recompute with a different attention implementation.
         """
         lm = self.lm
         attention = lm.config._attn_implementation
         modes = [(m, m.training) for m in lm.modules()]
         saved = lm.generation_config
-        # A model's generation config may contain penalties and warpers, which would change the
-        # distribution.
+        # Use a default generation config. The model's config may contain penalties and warpers,
+        # which would change the distribution.
         lm.generation_config = type(saved)()
         lm.set_attn_implementation(self.generation_attn)
         lm.eval()
@@ -105,7 +106,9 @@ class SampledModel:
                 module.training = training
 
     def model_logps(self, rows: Sequence[Sequence[int]], starts: Sequence[int] = ()) -> Tensor:
-        """Return log-probabilities by one forward pass. Call it inside `with policy.generation():`.
+        """Return log-probabilities of token sequences, computed by one forward pass.
+
+        Call this inside `with policy.generation():`.
 
         Args:
             rows: token ids of N sequences of equal length L.
@@ -128,7 +131,7 @@ class SampledModel:
 
 
 def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
-    """Return a set of token ids, or raise a ValueError that names the argument."""
+    """Return token ids as a set, or raise a ValueError that names the argument if they are bad."""
     listed = [*ids]
     are_ids = all(type(token) is int and token >= 0 for token in listed)
     require(are_ids, name, "token ids", ", ".join(map(repr, listed)))
@@ -136,7 +139,7 @@ def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
 
 
 def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
-    """Return all EOS ids of tokenizer and generation config, and the id for padding."""
+    """Return all EOS ids of the tokenizer and the generation config, and the id for padding."""
     found: set[Any] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
         found |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}

@@ -14,7 +14,7 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import engine
 from grpo_fast.rollout.engine import Completion, Request
 
-CLAMPED = -9999.0  # what a server writes for a log-probability that is NaN or -inf
+CLAMPED = -9999.0  # servers report this value for a log-probability that is NaN or -inf
 BODY = 1 << 23  # most bytes of a response without completions
 TOKEN = 1 << 10  # most bytes of a response for each token
 SUPPORT_ID = 12  # most bytes of a response for each id of a token's support
@@ -22,11 +22,11 @@ ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
 
 
 class BadAnswer(EngineError):
-    """A response of vLLM that does not fit the request."""
+    """A response of vLLM is invalid or does not match the request."""
 
 
 class ServerError(EngineError):
-    """A server is gone, hangs or failed. Another try may succeed."""
+    """A server is unreachable, hangs or failed. A retry may succeed."""
 
 
 class StaleWeights(ServerError):
@@ -58,7 +58,7 @@ class WorldSize(Reply):
 
 
 class Results(Reply):
-    """One result of each worker."""
+    """Response to /collective_rpc, with one result of each worker."""
 
     results: list[str] = Field(min_length=1, fail_fast=True)
 
@@ -74,7 +74,7 @@ class Token(Reply):
 
 
 class Span(Reply):
-    """Tokens start to end of a completion were sampled with one version of the weights."""
+    """Tokens `start` to `end` - 1 of a completion, which were sampled with the same weights."""
 
     version: str
     start: int
@@ -82,7 +82,7 @@ class Span(Reply):
 
 
 class Choice(Reply):
-    """One completion. An aborted completion has no content."""
+    """One completion in a response. If it was aborted, `content` is empty."""
 
     index: int
     finish_reason: str
@@ -102,16 +102,16 @@ R = TypeVar("R", bound=Reply)
 
 
 def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
-    """Return a response as a model with validated fields.
+    """Validate a response and return it as an object of the given class.
 
     Args:
-        kind: the model's class.
+        kind: a pydantic model.
         answer: the JSON text, or the object that it encodes.
         where: the sender, for error messages.
 
     Raises:
         ServerError: the response is not a JSON object. A proxy may have sent it.
-        BadAnswer: a field is missing or has another type.
+        BadAnswer: a field is missing or has the wrong type.
     """
     try:
         if isinstance(answer, dict):
@@ -126,10 +126,10 @@ def parsed(kind: type[R], answer: bytes | dict[str, Any], where: str) -> R:
 
 
 class VLLMRequest(NamedTuple):
-    """A request to vLLM for completions by one version of the weights.
+    """A request to vLLM for completions that are sampled with one version of the weights.
 
     Attributes:
-        policy: the policy whose weights vLLM is to sample with.
+        policy: the policy whose weights vLLM must use.
         request: the engine's request.
         version: version number of the weights.
         label: name of this version at the server.
@@ -142,7 +142,7 @@ class VLLMRequest(NamedTuple):
 
     @property
     def per_prompt(self) -> int:
-        """Number of completions that vLLM samples for a prompt: one if they are greedy."""
+        """Number of completions that vLLM samples for each prompt: one if sampling is greedy."""
         return 1 if self.request.sampling.temperature == 0 else self.request.group_size
 
     @property
@@ -151,13 +151,13 @@ class VLLMRequest(NamedTuple):
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of a response with the completions of one prompt."""
+        """Largest accepted size, in bytes, of a response with the completions of one prompt."""
         sampling = self.request.sampling
         support = sampling.top_k or self.vocab_size if sampling.truncates else 0
         return BODY + self.per_prompt * sampling.max_new_tokens * (TOKEN + SUPPORT_ID * support)
 
     def parameters(self) -> list[dict[str, Any]]:
-        """Return vLLM's SamplingParams for each prompt."""
+        """Return the fields of vLLM's SamplingParams for each prompt."""
         sampling = self.request.sampling
         same = sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         same |= {"n": self.per_prompt, "max_tokens": sampling.max_new_tokens}
@@ -179,7 +179,8 @@ class VLLMRequest(NamedTuple):
             where: the sender, for error messages.
 
         Raises:
-            ServerError: a completion is unfinished, or has other weights (StaleWeights).
+            ServerError: a completion is unfinished, or was sampled with other weights
+                (StaleWeights).
             BadAnswer: tokens, log-probabilities or the finish reason are inconsistent.
             NonFiniteLogits: a log-probability is NaN or -inf.
             ValueError: vLLM's max_model_len cut a completion off.
@@ -203,10 +204,10 @@ class VLLMRequest(NamedTuple):
         require(fits, where, expected, f"{len(ids)}, EOS at {ends}", BadAnswer)
         expected = f"token ids below the embedding's {self.vocab_size} rows"
         require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
-        # 2. Check the weights. This comes before the check of the end, because stale weights allow
-        #    another try, while a wrong end stops the run.
+        # 2. Check the weights. This comes before the check of the end, because a request with stale
+        #    weights can be repeated, while a wrong end stops the run.
         self._check_weights(choice, where)
-        # 3. Check the end, which must be an EOS or the requested length.
+        # 3. Check that the completion ends with an EOS or at the requested length.
         reason = "stop" if ends else "length"
         fits = choice.finish_reason == reason
         came = repr(choice.finish_reason[:40])
@@ -221,7 +222,7 @@ class VLLMRequest(NamedTuple):
         return Completion(ids, logps, finish, self.version, support)
 
     def _check_weights(self, choice: Choice, where: str) -> None:
-        """Check that consecutive spans cover all tokens, and that all have the request's label."""
+        """Check that every token was sampled with the weights of the request."""
         spans = choice.weight_versions or []
         starts = [span.start for span in spans]
         ends = [span.end for span in spans]
@@ -234,7 +235,7 @@ class VLLMRequest(NamedTuple):
             require(span.version == self.label, where, expected, came, StaleWeights)
 
     def _logps(self, choice: Choice, where: str) -> torch.Tensor:
-        """Return the checked log-probabilities, (n,) fp32."""
+        """Check the log-probabilities of a completion and return them, (n,) fp32."""
         ids = [token.token_id for token in choice.content]
         expected = f"a log-probability of each of the {len(choice.token_ids)} tokens"
         came = f"{len(ids)}, or those of other tokens"
@@ -247,7 +248,7 @@ class VLLMRequest(NamedTuple):
         return logps
 
     def _support(self, choice: Choice, where: str) -> Support | None:
-        """Return the checked support of each token. None if not reported, or not needed."""
+        """Check the tokens' support and return it, or None if it is missing or not needed."""
         rows = choice.sampling_mask
         if rows is None or not self.request.sampling.needs_support:
             return None
@@ -261,7 +262,7 @@ class VLLMRequest(NamedTuple):
         return Support(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
-        """Return `group_size` completions for each prompt. Greedy ones are repeated."""
+        """Return `group_size` completions for each prompt. Greedy completions are repeated."""
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]
         if self.request.sampling.needs_support and any(x.support is None for x in completions):

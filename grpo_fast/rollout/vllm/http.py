@@ -1,4 +1,4 @@
-"""Client for the HTTP API of a vLLM server, for vLLM 0.32."""
+"""Client for the HTTP API of a vLLM 0.32 server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Server:
-    """Client for one vLLM server. Every call opens a connection and follows no redirect.
+    """Client for one vLLM server. Every call opens a new connection. Redirects are not followed.
 
     Args:
         url: the server, as `http://host:port`.
@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Ask for no compression: the body is read, counted and parsed as raw bytes.
+        # Request no compression, because the body is read, counted and parsed as raw bytes.
         self.headers = {"Accept-Encoding": "identity"}
         key = os.environ.get("VLLM_API_KEY", "").strip()
         if not (key.isascii() and key.isprintable()):  # httpx would quote the key in its error
@@ -54,7 +54,7 @@ class Server:
         self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
         max_bytes: int = BODY,
     ) -> R:  # fmt: skip
-        """Send a request and return the parsed response. Call again if the server is busy (429).
+        """Send a request and return the parsed response. Retry while the server is busy (429).
 
         Args:
             method: "GET" or "POST".
@@ -98,7 +98,7 @@ class Server:
     def _send(
         self, method: str, path: str, deadline: float, body: Any = None, max_bytes: int = BODY
     ) -> tuple[int, float, bytes]:
-        """Return the status, the seconds to wait if the server is busy, and the body."""
+        """Send one request. Return the status, the wait in seconds if busy, and the body."""
         seconds = deadline - time.monotonic()
         exchange = self._exchange(method, path, seconds, body, max_bytes)
         try:
@@ -113,9 +113,10 @@ class Server:
         self, method: str, path: str, seconds: float, body: Any, max_bytes: int
     ) -> tuple[int, float, bytes]:
         pieces = bytearray()
-        # The timeout of httpx holds for each read, so a server that sends one byte now and then
+        # The timeout of httpx applies to each read, so a server that sends one byte now and then
         # would never time out. asyncio.timeout limits the whole exchange.
-        # trust_env=False: proxies and passwords of the environment are not for these servers.
+        # trust_env=False ignores the environment's proxies and passwords, which these servers must
+        # not receive.
         async with (
             asyncio.timeout(seconds),
             httpx2.AsyncClient(verify=self.tls, timeout=None, trust_env=False) as client,
@@ -132,14 +133,17 @@ class Server:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all requests. It has a thread, since a notebook's loop is busy."""
+    """Return the event loop of all requests.
+
+    The loop runs in a separate thread, because a notebook's thread already runs a loop.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
 def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-    """Return `list(map(function, *arguments))`, computed in threads."""
+    """Return `list(map(function, *arguments))`. The calls run in parallel threads."""
     pool = ThreadPoolExecutor(threads)
     try:
         return list(pool.map(function, *arguments))
@@ -148,7 +152,7 @@ def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any])
 
 
 def remaining(deadline: float) -> float:
-    """Return the seconds until a deadline of the monotonic clock.
+    """Return the number of seconds until a deadline on the monotonic clock.
 
     Raises:
         TimeoutError: the deadline has passed.

@@ -1,4 +1,4 @@
-"""The connection to one vLLM server, and the process group that sends weights to it."""
+"""The connection to one vLLM server, with the process group that sends weights to the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """A server and what the trainer knows about it.
+    """Connection to one server, with the state of the server's weights.
 
     Attributes:
         label: name of the weights that the server has. None if unknown.
@@ -73,7 +73,7 @@ class Link:
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,
         deadline: float,
     ) -> list[Completion]:  # fmt: skip
-        """Return the completions of one prompt."""
+        """Request the completions of one prompt and return them after checks."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         seconds = deadline - time.monotonic()
         kind = answers.Choices
@@ -81,16 +81,16 @@ class Link:
         return request.completions(answer, f"{self.server.url}{GENERATE}")
 
     def begin(self) -> None:
-        """Prepare the server for weights. It samples nothing until `finish`."""
+        """Prepare the server for new weights. It does not sample until `finish`."""
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._join_group()
         seconds = remaining(self.deadline)
         is_open = self.server.call("GET", "/is_paused", seconds, answers.Paused).is_paused
         self._post("/pause?mode=keep")
-        # A paused server may be in the middle of an update by a trainer that was killed. vLLM then
-        # refuses a second update, or adds to half-loaded layers. Only a finish resets them, and it
-        # needs a start first if none is open.
+        # If the server is already paused, a trainer may have been killed during an update. vLLM
+        # then refuses a second update, or adds it to half-loaded layers. Only
+        # /finish_weight_update resets them. It fails if no update is open, so start one first.
         if is_open:
             with suppress(ServerError):
                 self._post("/start_weight_update")
@@ -98,9 +98,9 @@ class Link:
         self._post("/start_weight_update")
 
     def send(self, tensors: Named) -> None:
-        """Send a bucket of named weights."""
+        """Send a bucket of named weights to the server."""
         group = self.group
-        # Broadcast in a thread: the server's response comes only after it has all tensors.
+        # Broadcast in a thread, because the server responds only after it has all tensors.
         sent = started(lambda: [group.broadcast(tensor) for _, tensor in tensors])
         info = {
             "names": [name for name, _ in tensors],
@@ -111,13 +111,13 @@ class Link:
         sent.result(remaining(self.deadline))
 
     def finish(self, label: str) -> None:
-        """Let the server sample with the sent weights, named `label`."""
+        """Finish the transfer, so that the server samples with the new weights named `label`."""
         self._post("/finish_weight_update", {"weight_version": label})
         self._post("/resume")
         self._include(label)
 
     def look(self, label: str) -> None:
-        """Include the server if another rank has sent it the weights named `label`."""
+        """Include the server again if it has received the weights named `label` from rank 0."""
         if self.server.weight_version() == label:
             self._include(label)
 
@@ -154,7 +154,7 @@ class Link:
         port = listener.getsockname()[1]
         info: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1}
         info["world_size"] = size
-        # 2. Join in a thread: the server's response comes only after its workers have joined.
+        # 2. Join in a thread, because the server responds only after its workers have joined.
         if self.by_nccl:
             listener.close()  # vLLM opens the socket itself
             joined: Future[Any] = started(partial(NCCLGroup, address, port, size, self.device))
@@ -166,14 +166,15 @@ class Link:
 
 
 def check_model(lm: Any, served: str, url: str) -> None:
-    """Raise a ValueError if a server's embedding or number of layers differs from `lm`'s.
+    """Raise a ValueError if the server's model differs from `lm` in embedding or layer count.
 
-    vLLM refuses weights of other shapes while it loads them. It does not notice missing layers: a
-    server with more layers than the trainer would sample with its old weights in the rest.
+    vLLM refuses weights of other shapes while it loads them, but does not notice missing layers.
+    If the server's model had more layers than the trainer's, the additional layers would keep
+    their old weights.
 
     Args:
         lm: the trainer's model.
-        served: vLLM's text of its model, with lines such as `(0-11): 12 x LlamaDecoderLayer()(`.
+        served: vLLM's printed model, with lines such as `(0-11): 12 x LlamaDecoderLayer()(`.
         url: the server, for the message.
     """
     checks: list[tuple[str, Any, Any]] = []
@@ -184,7 +185,7 @@ def check_model(lm: Any, served: str, url: str) -> None:
         checks.append(("embedding", f"{size['org_vocab_size']}x{size['embedding_dim']}", ours))
     layers = re.findall(r"^( +)\((?:\d+-)?(\d{1,6})\): ", served, re.M)
     if layers:
-        outer = min(indent for indent, _ in layers)  # lists inside a layer have a larger indent
+        outer = min(indent for indent, _ in layers)  # lists inside a layer are indented further
         count = 1 + max(int(last) for indent, last in layers if indent == outer)
         checks.append(("number of layers", count, lm.config.get_text_config().num_hidden_layers))
     for what, theirs, ours in checks:
@@ -193,12 +194,12 @@ def check_model(lm: Any, served: str, url: str) -> None:
 
 
 def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Run an action on all links in parallel. Return those on which it succeeded."""
+    """Run an action on all links in parallel, and return the links on which it succeeded."""
 
     def succeeds(link: Link) -> bool:
         try:
             action(link)
-        except (RuntimeError, OSError) as error:  # of the server, the process group, or a timeout
+        except (RuntimeError, OSError) as error:  # from the server, the group, or a timeout
             link.leave_out(error)
             return False
         return True

@@ -1,7 +1,7 @@
-"""The engine `vllm`: vLLM in the trainer's process, which sleeps while the policy trains.
+"""The engine `vllm`, which runs vLLM in the trainer's process. It sleeps while the policy trains.
 
-On a GPU vLLM sleeps at level 2, which frees its weights and its cache for the trainer. On a CPU it
-only pauses (level 0).
+On a GPU, vLLM sleeps at level 2, which frees its weights and its cache for the trainer. On a CPU,
+it only pauses (level 0).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VLLMEngine(Engine):
     Args:
         policy: the policy that vLLM samples with.
         llm: the `vllm.LLM`.
-        level: vLLM's sleep level; 2 frees weights and cache, 0 only pauses.
+        level: vLLM's sleep level. Level 2 frees weights and cache, level 0 only pauses.
     """
 
     def __init__(self, policy: Any, llm: Any, level: int) -> None:
@@ -46,7 +46,7 @@ class VLLMEngine(Engine):
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
-        # The prefix cache was computed with the old weights.
+        # Reset the prefix cache, which was computed with the old weights.
         self.llm.reset_prefix_cache()
         self.llm.update_weight_version(str(version))
         self.version = version
@@ -62,8 +62,8 @@ class VLLMEngine(Engine):
 
     def wake(self) -> None:
         if self.asleep:
-            # At level 2 wake the weights only: the cache must not take memory before `update` has
-            # gathered the policy's weights.
+            # At level 2, wake only the weights. The cache must not allocate memory before `update`
+            # has gathered the policy's weights.
             self.llm.wake_up(tags=["weights"] if self.level else ["scheduling"])
             self.asleep = False
 
@@ -89,7 +89,7 @@ class VLLMEngine(Engine):
 
 
 def _as_response(output: Any) -> dict[str, Any]:
-    """Return vLLM's RequestOutput in the form of a server's response, to share its checks."""
+    """Convert vLLM's RequestOutput to a server's response, so that the same checks apply."""
     choices = []
     for one in output.outputs:
         steps = zip(one.token_ids, one.logprobs, strict=True)
@@ -104,7 +104,7 @@ def _as_response(output: Any) -> dict[str, Any]:
 
 
 def build(policy: Any, options: Any) -> VLLMEngine:
-    """Return the engine `vllm`. It has no weights until `update`.
+    """Return the engine `vllm`. It has no weights until `update` is called.
 
     Args:
         policy: a `Policy`.
@@ -117,8 +117,8 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         expected = "expected vllm-server because several processes train"
         raise ValueError(f"rollout.engine: {expected}, got vllm in {dist.get_world_size()}")
-    # 1. Import vLLM. Its worker must run in this process, so that weights need no copy, and must
-    #    not bind threads, which would slow the trainer down.
+    # 1. Import vLLM. Its worker must run in this process, so that weights are not copied. The
+    #    worker must not bind threads, because that would slow the trainer down.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:

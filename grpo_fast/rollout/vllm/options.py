@@ -1,4 +1,4 @@
-"""Options of the engines `vllm` and `vllm-server`, apart from the sampling options."""
+"""Options of the engines `vllm` and `vllm-server`, without the sampling options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VLLMOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain_urls(cls, settings: Any) -> Any:
-        """Check the URLs. A field's validator would quote a bad URL, which may hold a password."""
+        """Check the URLs before pydantic does: its error would quote a URL with a password."""
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
         urls = settings["urls"]
@@ -46,7 +46,7 @@ class VLLMOptions(BaseModel):
 
     @model_validator(mode="after")
     def _reachable(self) -> VLLMOptions:
-        """Check that servers are different, and that each of them can reach `address`."""
+        """Check that no server is listed twice, and that all servers can reach `address`."""
         names = set()
         for url in self.urls:
             host = host_of(url)
@@ -65,10 +65,10 @@ def plain_url(name: str, url: Any, where: str = "") -> str:
     Args:
         name: the setting, for the message.
         url: the value to check.
-        where: words for the message about the value's place, such as ", in a list".
+        where: text for the message that says where the value is, such as ", in a list".
 
     Raises:
-        ValueError: the URL has another form. The message does not quote the URL.
+        ValueError: the URL does not have this form. The message does not quote the URL.
     """
     parts = URL.fullmatch(url) if isinstance(url, str) else None
     if parts is None or not 0 < int(parts[3]) < 1 << 16:
@@ -82,7 +82,7 @@ def host_of(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine's loopback address. Sends no DNS query."""
+    """Return whether a host is this machine's loopback address, without a DNS query."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:  # a name

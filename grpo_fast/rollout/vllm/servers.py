@@ -1,7 +1,7 @@
-"""The engine `vllm-server`: vLLM servers sample with weights that the trainer sends to them.
+"""The engine `vllm-server`, which sends the trainer's weights to vLLM servers that sample.
 
-A server that is gone, hangs or has other weights is excluded, and its prompts go to the other
-servers. It takes part again as soon as it has the current weights.
+A server that is unreachable, hangs or has other weights is excluded, and the other servers sample
+its prompts. The server is included again as soon as it has the current weights.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class VLLMServers(Engine):
     Args:
         policy: the `Policy` whose weights are sent.
         options: the section `rollout.vllm` of a configuration.
-        ahead: True if the policy is trained while `generate` runs. Then only `update` sends
-            weights, because they change during `generate`.
+        ahead: True if the policy is trained while `generate` runs. The weights then change during
+            `generate`, so only `update` sends them.
     """
 
     is_apart = True
@@ -54,7 +54,7 @@ class VLLMServers(Engine):
         self.run = secrets.token_hex(4)
         self.version = 0
         if dist.is_available() and dist.is_initialized():
-            # All ranks must use the same name for the same weights: share rank 0's.
+            # All ranks must use the same name for the same weights, so broadcast rank 0's name.
             number = torch.tensor([int(self.run, 16)], device=policy.device)
             dist.broadcast(number, 0)
             self.run = f"{number.item():x}"
@@ -62,7 +62,7 @@ class VLLMServers(Engine):
 
     @property
     def label(self) -> str:
-        """The name of the current weights at a server. It differs between runs."""
+        """The name under which a server reports the current weights. It differs between runs."""
         return f"{self.run}-{self.version}"
 
     def check(self) -> None:
@@ -86,21 +86,21 @@ class VLLMServers(Engine):
     def update(self, policy: Any, version: int) -> None:
         """Send the weights to all servers that do not have them.
 
-        All ranks must call this; rank 0 sends. A server that returns later receives the weights in
-        `sample`, unless the weights are sharded or `ahead` is set.
+        All ranks must call this, but only rank 0 sends. A server that becomes available later
+        receives the weights in `sample`, unless the weights are sharded or `ahead` is set.
 
         Args:
             policy: the policy.
             version: version number of its weights.
 
         Raises:
-            ServerError: no server has the weights within `rollout.vllm.patience`.
+            ServerError: no server has received the weights within `rollout.vllm.patience`.
         """
         self.policy = policy
         self.version = version
         weights = None
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
-        # Gather sharded weights now. Gathering needs all ranks, which cannot wait for a server.
+        # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         if is_sharded:
             weights = list(buckets(policy))
         self.may_send = not (self.ahead or is_sharded)
@@ -110,7 +110,7 @@ class VLLMServers(Engine):
         """Return the completions of a request. See `Engine.sample`.
 
         Raises:
-            ServerError: some prompts have no completions after three tries.
+            ServerError: some prompts still have no completions after three tries.
         """
         vllm_request = VLLMRequest(self.policy, request, self.version, self.label)
         prompts = dict(enumerate(zip(request.prompts, vllm_request.parameters(), strict=True)))
@@ -126,7 +126,7 @@ class VLLMServers(Engine):
         return vllm_request.in_groups([done[i] for i in prompts])
 
     def _bring_up(self, weights: list[Named] | None = None) -> list[Link]:
-        """Send the weights to all running servers, and return the servers that have them."""
+        """Send the weights to all running servers. Return the servers that have the weights."""
         deadline = time.monotonic() + self.options.patience
         failures = 0
         while True:
@@ -135,7 +135,7 @@ class VLLMServers(Engine):
             if self.rank:
                 each(reached, lambda link: link.look(self.label))
             else:
-                # `buckets` is a generator: no bucket is computed if no server is ready.
+                # `buckets` is a generator, so no bucket is computed if no server is ready.
                 self._send(reached, buckets(self.policy) if weights is None else weights)
                 failures += bool(reached)
             ready = self._ready()
@@ -163,7 +163,11 @@ class VLLMServers(Engine):
     def _sample(
         self, prompts: dict[int, Prompt], request: VLLMRequest
     ) -> dict[int, list[Completion]]:
-        """Distribute prompts over the servers. Return the completions of those that succeed."""
+        """Distribute prompts over the servers.
+
+        Returns:
+            The completions of each prompt whose request succeeded, by index of the prompt.
+        """
         links = self._bring_up() if self.may_send else self._ready()
         if not links:
             raise ServerError(f"no vLLM server has the weights: {self._errors()}")

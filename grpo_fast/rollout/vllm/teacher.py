@@ -26,7 +26,10 @@ class Logp(Reply):
 
 
 class Scores(Reply):
-    """For each token except the first: log-probabilities of this token and of the likeliest ids."""
+    """Log-probabilities of each token and of the likeliest ids at its position.
+
+    The entry of the first token is None.
+    """
 
     prompt_logprobs: Annotated[list[dict[answers.Id, Logp] | None], answers.FAST]
 
@@ -34,19 +37,19 @@ class Scores(Reply):
 class TeacherServer:
     """Client for a teacher's server, started with --enable-scale-out.
 
-    The teacher must have the student's token ids. Every response is checked: log-probabilities that
-    no softmax returns would add exactly 0 to the loss, and the student would learn nothing.
+    The teacher must use the student's token ids. Every response is checked. Log-probabilities that
+    no softmax can return would add exactly 0 to the loss, and the student would learn nothing.
 
     Args:
         url: the server, as `http://host:port`.
         topk: number of likeliest ids to request at every token. 0 requests only the
             log-probability of the completion's token.
         vocab_size: number of rows of the student's LM head.
-        options: `timeout` in seconds for a response, and `patience` in seconds for a server that
-            does not respond.
+        options: uses `timeout`, the limit in seconds for a response, and `patience`, the time in
+            seconds to wait for a server that does not respond.
 
     Raises:
-        ValueError: the server refuses such requests, for example because `topk` is larger than its
+        ValueError: the server refuses the requests, for example because `topk` is larger than its
             --max-logprobs.
         ServerError: the server does not respond, or fails.
         BadAnswer: the response does not contain the requested log-probabilities.
@@ -58,13 +61,14 @@ class TeacherServer:
         self.options = options
         self.topk = min(topk, vocab_size)
         self.where = f"teacher {url}{GENERATE}"
-        self.scores([([0, 0], 1)])  # a refusal must end the run before it starts
+        self.scores([([0, 0], 1)])  # if the server refuses requests, fail before the run starts
 
     def scores(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the teacher's ids and log-probabilities at each completion token.
 
         Args:
-            samples: token ids of prompt and completion, and the prompt's length, of each sample.
+            samples: for each sample, the token ids of prompt and completion, and the prompt's
+                length.
 
         Returns:
             One (n, K + 1, 2) fp64 tensor for each sample with n completion tokens. Entry [t, k]
@@ -75,7 +79,7 @@ class TeacherServer:
         return at_once(CONNECTIONS, self._scores, samples)
 
     def _scores(self, sample: Sample) -> Tensor:
-        """Request the scores of one sample, until the server responds or `patience` is over."""
+        """Request the scores of one sample. Retry for up to `patience` seconds."""
         parameters = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
         body = {"token_ids": sample[0], "sampling_params": parameters}
         max_bytes = answers.BODY + answers.TOKEN * (self.topk + 1) * len(sample[0])
@@ -91,7 +95,7 @@ class TeacherServer:
                 time.sleep(PAUSE_S)
 
     def _rows(self, given: list[dict[int, Logp] | None], ids: list[int], start: int) -> Tensor:
-        """Check a response and return its rows, (n, K + 1, 2)."""
+        """Check a response and return one sample's tensor, (n, K + 1, 2). See `scores`."""
         K = self.topk
         V = self.vocab_size
         rows = []
@@ -124,9 +128,9 @@ class TeacherServer:
     def _check_mass(self, sums: Tensor, largest: Tensor, has_all_ids: Tensor) -> None:
         """Refuse rows whose probabilities are too small for any softmax.
 
-        A row of all ids must sum to 1. In other rows the likeliest of V ids has at least the
-        probability 1/V, less 1 nat for rounding. With topk = 0 a row has only the completion's
-        token, whose log-probability must be above LEAST_LOGP.
+        If a row has all V ids, its probabilities must sum to 1. Otherwise the likeliest id must
+        have at least the probability 1/V, with a tolerance of 1 nat for rounding. With topk = 0 a
+        row has only the completion's token, whose log-probability must be above LEAST_LOGP.
         """
         for total in sums[has_all_ids & ((sums - 1).abs() > ROUNDING)].tolist():
             expected = f"probabilities of all {self.vocab_size} ids, which sum to 1"

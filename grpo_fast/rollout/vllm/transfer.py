@@ -1,4 +1,4 @@
-"""Weights by their checkpoint names, and process groups that broadcast them."""
+"""Iteration over a policy's named weights, and process groups that broadcast weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def buckets(policy: Any) -> Iterator[Named]:
     """Yield all weights of a `Policy` in buckets, with adapters merged.
 
-    Collective call if the weights are sharded: every rank must iterate over all buckets.
+    If the weights are sharded, this is a collective call. Every rank must iterate over all buckets.
     """
     bucket: Named = []
     size = 0
@@ -40,13 +40,13 @@ def buckets(policy: Any) -> Iterator[Named]:
 
 @torch.no_grad()
 def _checkpoint_tensors(lm: Any) -> dict[str, Tensor]:
-    """Return the weights by their names in a checkpoint of this model. Tied ones occur once."""
+    """Return all weights by the names that a checkpoint uses. Tied weights occur once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # keep_vars=True returns the parameters themselves, so tied ones have the same id().
+    # keep_vars=True returns the parameters themselves, so tied parameters have the same id().
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
@@ -77,7 +77,7 @@ class GlooGroup:
         listener: rank 0's listening socket at `address`. None for other ranks.
 
     Raises:
-        RuntimeError: a process is gone, or the timeout has passed.
+        RuntimeError: a process has ended, or the timeout has passed.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class GlooGroup:
             address, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=False,
             **listening,
         )  # fmt: skip
-        # By default gloo uses the address of the host name, which other machines may not reach. A
-        # UDP socket sends nothing when it connects, but then knows which local address leads to
-        # the trainer.
+        # By default gloo uses the address of the host name, which other machines may not reach.
+        # Connecting a UDP socket sends no packet, but it reveals the local address on the route
+        # to the trainer.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             own_address = str(probe.getsockname()[0])
@@ -104,12 +104,12 @@ class GlooGroup:
         self.group = gloo(store, rank, world_size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor from rank 0 to all ranks, and wait until it has arrived."""
+        """Send a tensor from rank 0 to all ranks, and wait until all of them have it."""
         self.group.broadcast([tensor.cpu()], dist.BroadcastOptions()).wait()
 
 
 class NCCLGroup:
-    """Rank 0 of the process group of vLLM's transfer engine `nccl`. Any thread may call it."""
+    """The trainer's side (rank 0) of vLLM's transfer engine `nccl`. Any thread may use it."""
 
     def __init__(self, address: str, port: int, world_size: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -128,7 +128,7 @@ class NCCLGroup:
 def started(work: Callable[[], Result]) -> Future[Result]:
     """Run a function on a daemon thread, and return a future of its result.
 
-    The process could not exit while a thread of a ThreadPoolExecutor waits for a server.
+    A ThreadPoolExecutor would keep the process from exiting while a thread waits for a server.
     """
     future: Future[Result] = Future()
 

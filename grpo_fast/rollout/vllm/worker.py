@@ -1,7 +1,8 @@
-"""vLLM plugin that receives weights by gloo: `--weight-transfer-config '{"backend": "gloo"}'`.
+"""vLLM plugin that receives weights through gloo.
 
-It runs in the server's worker processes. vLLM finds `register` by the entry point
-`vllm.general_plugins` of this package and calls it in each process.
+Start the server with `--weight-transfer-config '{"backend": "gloo"}'`. The plugin runs in the
+server's worker processes. vLLM finds `register` through this package's entry point
+`vllm.general_plugins` and calls it in each process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from grpo_fast.rollout.vllm.transfer import GlooGroup
 
 @dataclass
 class InitInfo(base.WeightTransferInitInfo):
-    """Address and sizes of the trainer's process group."""
+    """Address, size and timeout of the process group that the worker joins."""
 
     master_address: str
     master_port: int
@@ -28,7 +29,7 @@ class InitInfo(base.WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(base.WeightTransferUpdateInfo):
-    """The tensors that the trainer is about to broadcast, in this order."""
+    """Names, dtypes and shapes of the tensors that follow, in the order of their broadcasts."""
 
     names: list[str]
     dtype_names: list[str]
@@ -36,7 +37,7 @@ class UpdateInfo(base.WeightTransferUpdateInfo):
 
 
 class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives weights from the trainer by gloo and loads them into the model."""
+    """Transfer engine that receives weights through gloo and loads them into the model."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -58,7 +59,7 @@ class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.group is None:
             raise RuntimeError("weights were announced before /init_weight_transfer_engine")
         tensors = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
-        # Broadcasts carry no names: receive in the order in which the trainer sends.
+        # Broadcasts carry no names, so receive the tensors in the order in which they are sent.
         for name, dtype, shape in tensors:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)
@@ -74,6 +75,6 @@ class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def register() -> None:
-    """Add the transfer backend `gloo` to vLLM. Further calls change nothing."""
+    """Add the transfer backend `gloo` to vLLM. Repeated calls have no effect."""
     with suppress(ValueError):  # vLLM raises if the name is registered already
         factory.WeightTransferEngineFactory.register_engine("gloo", GlooWorker)

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Layers ("floors") of the package, lowest first. A module may import modules of its own floor and
-# of lower floors.
+# Layers ("floors") of the package, lowest first. A module may import modules on the same floor and
+# on lower floors.
 FLOORS = (
     ("errors",),
     ("objective",),

@@ -105,7 +105,7 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
     Raises:
         ValueError: There are two models, or a setting is invalid.
     """
-    # 1. Sort the words by kind.
+    # 1. Split the words into URLs, settings and models.
     urls = [word for word in words if word.startswith(("http://", "https://"))]
     settings = [word for word in words if "=" in word and word not in urls]
     models = [word for word in words if word not in urls + settings]

@@ -138,8 +138,8 @@ def explain(
         rounding: Difference in nats per token that may remain in any case with the right cause.
 
     Returns:
-        A list with the cause, or an empty list if no cause explains the difference. And a list with
-        the best attempt of each cause, sorted by the remaining difference.
+        Two lists. The first has the cause, or is empty if no cause explains the difference. The
+        second has the best attempt of each cause, sorted by the remaining difference.
     """
     engines = case.samples.logps
     mean = float((engines - trainers).abs().mean())
@@ -178,10 +178,12 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Return a cause for completions of a different weight version, and one for wrong ends.
+    """Count completions with a wrong weight version or a wrong end.
 
-    A completion must stop at its first EOS or have `longest` tokens. Causes without such a
-    completion are left out.
+    A completion must stop at its first EOS or have `longest` tokens.
+
+    Returns:
+        A cause for each of the two counts that is not 0.
     """
     stale = int((samples.weight_version != version).sum())
     wrong = 0

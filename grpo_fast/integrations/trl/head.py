@@ -271,7 +271,7 @@ def fused_head(model: Any) -> FusedHead:
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
-    """Return TRL's closure or None. Find it also if accelerate or `use_fast_head` wrapped it."""
+    """Return TRL's closure, even if accelerate or `use_fast_head` wrapped it, or None."""
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
         function = getattr(function, "trl_fused", function)

@@ -28,7 +28,7 @@ class Replay:
     """Store of the sampled turns of one batch, with the tokens that the sampler kept."""
 
     def __init__(self) -> None:
-        # Prompt ids -> completions, each with the index of its first kept id in `ids`.
+        # Maps prompt ids to completions, each with the index of its first kept id in `ids`.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
@@ -98,8 +98,8 @@ class Replay:
         """Find the stored turns in a sequence whose prompt has `start` tokens.
 
         Returns:
-            For each turn: the index of its first token in the sequence, the completion, and the
-            index of its first kept id in `ids`.
+            A tuple for each turn. It has the index of the turn's first token in the sequence, the
+            completion, and the index of the turn's first kept id in `ids`.
         """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:

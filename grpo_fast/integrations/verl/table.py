@@ -31,12 +31,12 @@ class Batch(NamedTuple):
     rollout_is_weights: Tensor | None
 
     def mean(self, x: Tensor) -> Tensor:  # 0-d
-        """Return the mean over active tokens."""
+        """Return the mean of `x` over the active tokens of the batch, 0-d."""
         # Masked tokens may be NaN, and NaN times 0 is NaN. So select with `where`.
         return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
-        """Return the mean over the active tokens of each completion."""
+        """Return the mean of `x` over the active tokens of each completion, shape (B, 1)."""
         counts = self.mask.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True) / counts
 
@@ -92,7 +92,10 @@ def option(config: Any, name: str, default: Any = None) -> Any:
 
 
 def clip_range(config: Any) -> dict[str, Any]:
-    """Return epsilon_low and epsilon_high from clip_ratio_low, clip_ratio_high or clip_ratio."""
+    """Return epsilon_low and epsilon_high of `LossConfig` for verl's clip range.
+
+    verl's config has clip_ratio_low and clip_ratio_high, or clip_ratio for both.
+    """
     both = option(config, "clip_ratio")
     bounds = {}
     for side in ("low", "high"):
@@ -187,7 +190,7 @@ def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
 
 
 def clipped_twice(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of PPO's dual clip."""
+    """Return verl's metrics for PPO with dual clip."""
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
@@ -196,13 +199,13 @@ def clipped_twice(batch: Batch, config: Any) -> Metrics:
 
 
 def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of GSPO, whose ratio is the geometric mean over a completion."""
+    """Return verl's metrics for GSPO. Its ratio is the geometric mean over a completion."""
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
     return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
 
 def clipped_by_token(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of geo_mean. This loss clips the log ratio of each token."""
+    """Return verl's metrics for geo_mean. This loss clips the log ratio of each token."""
     log_ratio = batch.raw_log_ratio
     low, high = clip_range(config).values()
     a = batch.advantages
@@ -211,7 +214,7 @@ def clipped_by_token(batch: Batch, config: Any) -> Metrics:
 
 
 def clipped_weight(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of CISPO. This loss clips the weight of a token on both sides."""
+    """Return verl's metrics for CISPO. This loss clips the weight of a token on both sides."""
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
     return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
@@ -239,7 +242,7 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
-    """Return the KL divergence between two binary distributions: this token or any other token."""
+    """Return KL(old ‖ new) over two outcomes: the token itself and any other token."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 

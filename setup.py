@@ -1,8 +1,8 @@
-"""Package list only; everything else is in pyproject.toml.
+"""List of packages for setuptools. All other settings are in pyproject.toml.
 
-The C++ sources live in csrc/ at the top of the repository and travel inside the package as
-grpo_fast/csrc, in the wheel as in the sdist. The wheel stays pure Python: the kernels are compiled
-on first use, where a compiler is.
+The C++ sources are in csrc/ at the top of the repository. The wheel and the sdist contain them as
+grpo_fast/csrc. The wheel is pure Python, because the kernels are compiled on first use if the
+machine has a compiler.
 """
 
 from setuptools import find_packages, setup

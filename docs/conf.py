@@ -1,7 +1,7 @@
-"""Build the site: pages of docs/, and the folders' README files without a copy of them.
+"""Sphinx configuration of the documentation site.
 
-A page that says ```{readme} path``` is that file; its links are turned to the site's pages, and to
-plain names where they lead to a file that is no page.
+A page with the line ```{readme} path``` shows the README at that path. Links in the README to other
+pages are rewritten. Links to files that are not on the site become plain text.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ exclude_patterns = ["_build", "*.ipynb"]
 highlight_language = "none"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]
-suppress_warnings = ["myst.header"]  # a README that begins below its title
+suppress_warnings = ["myst.header"]  # a README may begin with a heading of level 2
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["verl", "openrlhf", "lightning", "prime_rl", "tensordict"]
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-# The groups of LossConfig's fields, which its docstring heads by a word.
+# Headings of the groups of fields in the docstring of LossConfig.
 GROUPS = (
     "Objective", "KL to the reference", "Logits", "Filters and corrections", "Entropy",
     "Options of single losses",
@@ -51,7 +51,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def pages() -> dict[str, str]:
-    """README's path from the root → its page."""
+    """Return a dictionary from the path of a README, relative to the root, to its page."""
     found = {}
     for page in sorted(DOCS.glob("*.md")):
         stated = README.search(page.read_text(encoding="utf-8"))
@@ -61,7 +61,10 @@ def pages() -> dict[str, str]:
 
 
 def turned(text: str, folder: str) -> str:
-    """A README's text with its links turned; `folder` is its place from the root."""
+    """Return the text of a README with links that work on the site.
+
+    `folder` is the README's folder relative to the root.
+    """
     known = pages()
 
     def turn(link: re.Match[str]) -> str:
@@ -82,7 +85,7 @@ def turned(text: str, folder: str) -> str:
 
 
 def put_readme(app: object, docname: str, source: list[str]) -> None:
-    """Sphinx's event source-read: the README in place of the line that names it."""
+    """Replace a `{readme}` line by the text of the README (Sphinx event "source-read")."""
 
     def read(stated: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", stated[1]))

@@ -7,10 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or name the package of the extra "train" that is missing."""
+    """Run the command line. If a package of the extra "train" is missing, exit with its name."""
     for stream in (sys.stdout, sys.stderr):
-        # Show ? for characters that the terminal cannot encode, such as → under LC_ALL=C. A caller
-        # may have replaced the stream by an object without an encoding.
+        # Print ? for characters that the terminal cannot encode, such as → under LC_ALL=C. Check
+        # the type, because a caller may have replaced the stream by a different object.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:

@@ -1,7 +1,7 @@
-"""The command line `grpo-fast`, with the commands train, eval, export, doctor, bench, recipes,
-config, plan, plot and data.
+"""The command line `grpo-fast`.
 
-Each command imports its modules when it runs, so that `--help` and errors of usage appear at once.
+Its commands are train, eval, export, doctor, bench, recipes, config, plan, plot and data. Each
+command imports its modules when it runs, so that `--help` and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _print_lines(*lines: str) -> None:
-    # Prompts and completions may contain control characters, which a terminal would obey.
+    # Escape control characters in prompts and completions, because a terminal would execute them.
     from grpo_fast.data import escape_control
 
     for line in lines:
@@ -54,7 +54,7 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_pri
 
 @app.callback()
 def main(version: Version = False, debug: Debug = False) -> None:
-    """Accept the options that come before a command."""
+    """Accept options before the name of a command, for example `grpo-fast --version`."""
 
 
 @app.command(cls=Worded)
@@ -68,7 +68,7 @@ def train(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model as a recipe says, and write metrics, curves and the model to its output_dir.
+    """Train a model with a recipe. Write metrics, curves and the model to the recipe's output_dir.
 
     `grpo-fast config` lists all keys.
     """
@@ -151,7 +151,7 @@ def export(
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
-# Commands of earlier versions, and their replacements.
+# Maps commands of earlier versions to their replacements.
 MOVED = {
     "reward-model": "python -m grpo_fast.examples.reward_model",
     "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)",

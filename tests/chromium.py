@@ -1,5 +1,6 @@
-"""Pages rendered by Chromium, controlled by the DevTools protocol over two pipes, without
-packages.
+"""Client for headless Chromium that renders pages and evaluates JavaScript in them.
+
+It uses the DevTools protocol over two pipes and needs no Python package.
 """
 
 import contextlib
@@ -12,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WAIT = 240  # seconds to wait for an answer; a loaded machine is slow
+WAIT = 240  # seconds to wait for an answer; Chromium may be slow on a loaded machine
 COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """One page of one process. Scripts of the page do not run; `evaluate` does."""
+    """A page in a Chromium process. The page's own scripts are disabled, but `evaluate` works."""
 
     def __init__(self, send: int, receive: int) -> None:
         self.send, self.receive = send, os.fdopen(receive, "rb", buffering=0)
@@ -51,7 +52,7 @@ class Browser:
         return answer["result"]
 
     def open(self, page: Path, width: int, scheme: str) -> None:
-        """Show a file at a width in CSS pixels, with the color scheme `light` or `dark`."""
+        """Load a file at a width in CSS pixels, with the color scheme `light` or `dark`."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
                   deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
         media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -72,10 +73,10 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start Chromium with a profile in `folder`."""
+    """Start Chromium with a profile in `folder`, and end it when the block ends."""
     (theirs, send), (receive, ours) = os.pipe(), os.pipe()
 
-    def wire() -> None:  # in the child, Chromium reads from 3 and writes to 4
+    def wire() -> None:  # in the child process: Chromium reads from fd 3 and writes to fd 4
         one, two = os.dup(theirs), os.dup(ours)
         os.dup2(one, 3), os.dup2(two, 4)
 

@@ -1,5 +1,6 @@
-"""Helpers for command-line tests: a tiny recipe, and calls of commands in this process or in a
-subprocess.
+"""Helpers for command-line tests.
+
+They write a tiny recipe and run commands in this process or in a subprocess.
 """
 
 import os
@@ -27,7 +28,7 @@ rollout: {group_size: 2, prompts_per_step: 2, max_new_tokens: 4}
 
 
 def write_recipe(folder: Path, text: str = RECIPE) -> str:
-    """Write a recipe whose run goes to `folder`/run."""
+    """Write a recipe whose output_dir is `folder`/run, and return the recipe's path."""
     path = folder / "tiny.yaml"
     path.write_text(text.replace("OUT", str(folder / "run")), encoding="utf-8")
     return str(path)
@@ -38,7 +39,7 @@ def invoke(*words: str, typed: str | None = None) -> Any:
 
 
 def refused(result: Any, *parts: str, code: int = 2) -> bool:
-    """Return stderr of a command that must fail with a message and without a traceback."""
+    """Check that a command failed with one message that contains `parts`, without a traceback."""
     assert result.exit_code == code, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("grpo-fast: ")]
     assert len(lines) == 1 and "Traceback" not in result.output, result.stderr
@@ -49,7 +50,7 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
 def in_a_process(
     *words: str, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m grpo_fast …` as a user would."""
+    """Run `python -m grpo_fast` with these words in a subprocess, as a user would."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},

@@ -1,6 +1,4 @@
-"""Fixtures and ordering for all tests: one thread, poisoned memory, no pictures, and a fixed seed
-for each test.
-"""
+"""Fixtures and hooks for all tests. Tests run in one thread, and each test has a fixed seed."""
 
 import hashlib
 import os
@@ -19,15 +17,15 @@ if IS_INTERPRETER:
     from tests.kernels.triton_tools import interpreter  # noqa: F401  (its repairs)
 
 torch.set_num_threads(1)
-os.environ["HF_HUB_OFFLINE"] = "1"  # no network in tests: their results would depend on it
+os.environ["HF_HUB_OFFLINE"] = "1"  # test results must not depend on the network
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill every `empty` tensor of torch, in Python and C++, with NaN or the largest integer.
+    """Fill every new `torch.empty` tensor with NaN or the largest integer, also in C++.
 
-    torch does this under deterministic algorithms. An output element that a kernel forgets to write
-    shows up as NaN.
+    If a kernel forgets to write an element of its output, the element is NaN. torch fills the
+    memory only under deterministic algorithms.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -37,14 +35,15 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the curves of a run, which take longer than a tiny run."""
+    """Do not draw the curves of a run, because drawing takes longer than a tiny run."""
     monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", lambda *_: None)
 
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNamespace]]:
-    """Return `spied(owner, name)`, which records the calls of a function: (args, options,
-    result).
+    """Return `spied(owner, name)`, which replaces a function by one that records its calls.
+
+    `spied` returns the list of calls. Each call has the attributes args, options and result.
     """
 
     def spy(owner: Any, name: str) -> list[SimpleNamespace]:
@@ -65,9 +64,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNa
 def fused_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """For tests whose `backend` is `Fused`: use our matrix products and fused kernels on
-    every CPU.
-    """
+    """Use our matrix products and fused kernels on every CPU in tests with a `Fused` backend."""
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or not isinstance(callspec.params.get("backend"), Fused):
         yield
@@ -79,8 +76,8 @@ def fused_kernels(
     route.gemm_choice.cache_clear()
 
 
-# These take minutes in one process. Started last, they would run alone while the other workers are
-# idle.
+# These files take minutes in one process. Start them first. If they started last, they would run
+# alone while the other workers are idle.
 SLOW_FILES = ("test_triton_compile.py", "test_triton_interpreter.py", "test_trl_parity.py")
 
 
@@ -90,15 +87,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # xdist would start with the files that have the most tests
+    # Otherwise xdist would start with the files that have the most tests, not with SLOW_FILES.
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed the random generators, so that tests without a generator do not depend on
-    earlier tests.
-    """
+    """Seed the global random generators, so that no test depends on earlier tests."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
     random.seed(0)
@@ -112,7 +107,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.option.random_order
-    # order by hash, so that a test keeps its rank when another is added or removed
+    # Order by hash, so that adding or removing a test does not change the order of other tests.
     if seed is not None:
         items.sort(key=lambda item: (_rank(seed, item.path.name), _rank(seed, item.nodeid)))
     items.sort(key=lambda item: item.path.name not in SLOW_FILES)

@@ -1,5 +1,6 @@
-"""GRPO as a tutorial writes it, in plain torch over all logits of a transformers model. Our results
-must equal it.
+"""Reference implementation of GRPO in plain torch, as in a tutorial.
+
+It computes all logits of a transformers model. Tests compare our results with its results.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 def token_logps(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logps, entropy, mask), (B, L-1) each."""
+    """Compute logps, entropy and mask of a batch's labels, each of shape (B, L-1)."""
     targets = batch["labels"][:, 1:]
     logits = (
         model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
@@ -31,8 +32,10 @@ def grpo(
     ref: Tensor | None, *, epsilon: float = 0.2, beta: float = 0.0, by_token: bool = False,
     num_items: float | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return (loss, logps, metrics); the loss is a mean over completions of means over tokens, or
-    over all tokens.
+    """Compute (loss, logps, metrics) of the clipped GRPO objective.
+
+    The loss is the mean over completions of their token means. With `by_token`, it is the mean over
+    all tokens.
     """
     logps, entropy, mask = token_logps(model, batch)
     ratio = torch.exp(logps - (logps.detach() if old is None else old))
@@ -57,7 +60,7 @@ def grpo(
 def rows(
     count: int = 8, length: int = 14, vocabulary: int = 61, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return a right-padded batch of prompts and completions of different lengths, and rewards."""
+    """Return a right-padded batch with rewards. Prompts and completions differ in length."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, vocabulary, (count, length), generator=random)
     real = torch.arange(length) < torch.randint(

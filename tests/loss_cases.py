@@ -1,10 +1,12 @@
-"""Small batches that contain every difficulty, and one way to call the three loss functions in both
-layouts.
+"""Small test batches for the loss functions, and one interface to call all loss functions.
 
-Cases are built padded: completions of different lengths, one of them empty, one with a hole in its
-mask (a tool call), advantages of both signs and one exact zero, and log ratios on both sides of
-every clip bound, far enough from it that fp32 rounding cannot change a decision. Masked slots hold
-ordinary numbers here; `poisoned` in test_contract_poison.py puts NaN, inf and invalid ids there.
+A batch contains everything that is difficult: completions of different lengths, an empty
+completion, a completion with a hole in its mask (a tool call), and advantages of both signs and 0.
+Its log ratios are on both sides of every clip bound. They are so far from the bounds that fp32
+rounding cannot change whether a token is clipped.
+
+Masked tokens have ordinary values here. `poisoned` in test_contract_poison.py replaces them by NaN,
+inf and invalid ids.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ LOSS_LEVELS = (
     *((x, "sequence") for x in SEQUENCE_LOSSES),
     *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
 )
-# Losses with the same function differ only in their aggregation, which no kernel sees. Test the
-# first loss of each function, and every level of two losses that have a ratio per completion.
+# Loss types with the same per-token function differ only in their aggregation, and no kernel
+# computes the aggregation. So test one loss type for each function. At the levels with one ratio
+# per completion, test grpo and gspo.
 OF_A_LEAF = {OBJECTIVES[x].function: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
 LEAVES_AND_LEVELS = tuple(
     (x, level)
@@ -49,16 +52,17 @@ FUNCTIONS = ("logps", "logits", "linear")
 
 
 class Fused(str):
-    """Name of a backend. conftest.py then selects its kernels that start from hidden states, even
-    for small heads.
+    """Name of a backend, for tests of the fused kernels that start from hidden states.
+
+    conftest.py selects these kernels even for small heads.
     """
 
 
 def row_backends() -> list:
-    """Return the backends to test.
+    """Return the backends to test in this process.
 
-    "torch" always. "cpu" (csrc) where it builds, otherwise a visible skip with the reason. "triton"
-    alone, in a process of Triton's interpreter (kernels/test_triton_interpreter.py).
+    These are "torch" and "cpu" (csrc). If csrc cannot be built, the tests of "cpu" are skipped with
+    the reason. Under Triton's interpreter (kernels/test_triton_interpreter.py), return "triton".
     """
     if IS_INTERPRETER:
         return [pytest.param("triton", id="triton")]
@@ -72,14 +76,14 @@ def row_backends() -> list:
 
 
 BACKENDS = row_backends()
-# for functions that do not start from hidden states
+# Backends for tests of functions that do not start from hidden states.
 ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]
 
-# Log ratios far from 0, log(0.8), log(1.28), log(1.5) and log(3); both signs, inside and outside
-# the clip range.
+# Log ratios of both signs, inside and outside the clip range. They keep a distance from 0 and from
+# the bounds log(0.8), log(1.28), log(1.5) and log(3).
 LOG_RATIOS = (-1.1, -0.45, -0.12, 0.07, 0.16, 0.55, 0.85, 1.35)
 REF_DIFFERENCES = (-0.7, -0.3, 0.05, 0.25, 0.6)
-SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # log 3 = 1.0986 is the default bound
+SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # the default bound is log 3 = 1.0986
 
 
 @dataclass
@@ -96,7 +100,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_items: float | None = None
     num_completions: float | None = None
-    # (B, L, V) bool: the sampler's set of each target; a row that keeps all ids has an empty set
+    # (B, L, V) bool: True at the ids that the sampler kept. If it kept all ids, the `Support` has
+    # an empty set.
     kept: Tensor | None = None
 
     def but(self, **changes: Any) -> Case:
@@ -107,15 +112,13 @@ class Case:
 
     @property
     def exact_logits(self) -> Tensor:
-        """Return the logits in fp64, (B, L, V)."""
+        """Return the logits in fp64, shape (B, L, V)."""
         raw = self.hidden.double() @ self.weight.double().T
         return raw if self.bias is None else raw + self.bias.double()
 
     @property
     def logits(self) -> Tensor:
-        """Return the logits in the dtype of hidden, (B, L, V): the input of the logits
-        functions.
-        """
+        """Return the logits in the dtype of hidden, shape (B, L, V), for the logits functions."""
         return self.exact_logits.to(self.hidden.dtype)
 
 
@@ -127,7 +130,8 @@ def options_for(
     if loss_type == "cispo":
         options["epsilon_high"] = 1.5
     if loss_type in ("dppo_tv", "dppo_kl"):
-        small = 0.008 if loss_type == "dppo_tv" else 0.004  # probabilities are about 1/V here
+        # The probabilities in a case are about 1/V, so their distances are small.
+        small = 0.008 if loss_type == "dppo_tv" else 0.004
         options.update(epsilon_low=small, epsilon_high=small * 1.25)
     if loss_type in ("kimi", "dro"):
         options["beta"] = 0.3
@@ -142,7 +146,7 @@ def options_for(
 
 
 def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[int, ...]) -> Tensor:
-    """Return one of the choices per element, moved by at most 0.02."""
+    """Return a random element of `choices` plus at most 0.02, for each element of `shape`."""
     index = torch.randint(len(choices), shape, generator=generator)
     moved = 0.02 * torch.rand(shape, generator=generator)
     return torch.tensor(choices, dtype=torch.float64)[index] + moved
@@ -151,7 +155,7 @@ def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[in
 def default_mask() -> Tensor:
     lengths = torch.tensor([7, 3, 0, 5, 6])
     mask = torch.arange(7)[None, :] < lengths[:, None]
-    mask[3, 1:3] = False  # a hole: tokens that a tool wrote
+    mask[3, 1:3] = False  # a hole in the mask, as for the output of a tool
     mask[4, 0] = False
     return mask
 
@@ -161,9 +165,7 @@ def make_case(
     bias: bool = True, per_token_advantages: bool = False, sampling: bool = False,
     scale: float = 1.0, support: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
-    """Build a padded batch whose old, ref and sampling logps lie around the fp64 logps of the same
-    inputs.
-    """
+    """Build a padded batch. Old, ref and sampling logps are near the current logps in fp64."""
     g = torch.Generator().manual_seed(seed)
     mask = default_mask() if mask is None else mask
     B, L = mask.shape
@@ -189,8 +191,9 @@ def make_case(
 
 
 def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
-    """Return sets of 1 to V ids that contain the target, (B, L, V) bool. Every fifth row keeps all
-    ids.
+    """Return random sets of kept ids, shape (B, L, V), bool.
+
+    Each set contains the target. About every fifth set contains all V ids.
     """
     g = torch.Generator().manual_seed(seed)
     share = torch.rand((*ids.shape, 1), generator=g)
@@ -200,7 +203,10 @@ def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
 
 
 def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
-    """Return the sets of (N, V) in random order; rows outside of the mask (N,) get invalid sets."""
+    """Convert kept ids (N, V) to a `Support` with the ids of each row in random order.
+
+    Rows outside of the mask (N,) get invalid sets.
+    """
     rows = []
     for t, row in enumerate(kept):
         ids = row.nonzero().squeeze(1)
@@ -214,15 +220,16 @@ def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
 # ----------------------------------------------------------
 # layouts
 def spans(mask: Tensor) -> list[int]:
-    """Return the rows of each completion in the packed layout: up to its last active token, holes
-    included.
+    """Return the number of packed rows of each completion.
+
+    The rows of a completion end at its last active token and include the holes of its mask.
     """
     positions = torch.arange(1, mask.shape[1] + 1)
     return [int((positions * m).max()) if m.numel() else 0 for m in mask]
 
 
 def pack(tensor: Tensor | None, lengths: list[int]) -> Tensor | None:
-    """Pack (B, L, …) into (T, …)."""
+    """Convert a tensor from the padded layout (B, L, …) to the packed layout (T, …)."""
     if tensor is None:
         return None
     pieces = [tensor[b, :n] for b, n in enumerate(lengths)]
@@ -230,7 +237,7 @@ def pack(tensor: Tensor | None, lengths: list[int]) -> Tensor | None:
 
 
 def unpack(tensor: Tensor, lengths: list[int], L: int) -> Tensor:
-    """Unpack (T, …) into (B, L, …), with zeros in unused slots."""
+    """Convert a tensor from the packed layout (T, …) to (B, L, …), with zeros as padding."""
     out = tensor.new_zeros((len(lengths), L, *tensor.shape[1:]))
     start = 0
     for b, n in enumerate(lengths):
@@ -249,15 +256,15 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
 class Result:
     loss: Tensor
     metrics: dict[str, Tensor]
-    logps: Tensor  # (B, L), zeros in slots without a packed row
+    logps: Tensor  # (B, L), 0 where the packed layout has no row
     entropy: Tensor | None
-    # "logps" | "logits" | "hidden", "weight", "bias", in the padded layout.
+    # Gradients of "logps", of "logits", or of "hidden", "weight" and "bias", in the padded layout.
     grads: dict[str, Tensor]
     raw: Any  # the LossOutput itself
 
 
-# The tensors that receive gradients, by their public names. `Result.grads` says "weight" for
-# lm_head_weight.
+# Names of the arguments that receive gradients, by function. `Result.grads` uses the name "weight"
+# for lm_head_weight.
 LEAVES = {
     "linear": ("hidden", "lm_head_weight", "bias"), "logits": ("logits",),
     "logps": ("logps", "entropy"),
@@ -266,7 +273,7 @@ LOSSES_OF = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps"
 
 
 def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, Any]:
-    """Return every argument of a public loss function by name, in the given layout."""
+    """Return a dictionary of all arguments for a public loss function, in the given layout."""
     lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     needs_ref = o.beta != 0 and o.loss_type not in ("kimi", "dro")
@@ -292,8 +299,10 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
 
 
 def call(function: str, case: Case, layout: str = "padded", **changes: Any):
-    """Call a public loss function on a case, with some arguments replaced. Return the
-    LossOutput.
+    """Call a public loss function on a case, with `changes` to its arguments.
+
+    Returns:
+        The LossOutput.
     """
     given = {**arguments(function, case, layout), **changes}
     if function == "logps":
@@ -302,7 +311,7 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
 
 
 def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
-    """Return copies of the tensors that receive gradients, by their public names."""
+    """Return copies of the arguments that receive gradients, by name."""
     given = arguments(function, case, layout)
     named = {name: given.get(name) for name in LEAVES[function]}
     return {name: x.detach().clone() for name, x in named.items() if x is not None}
@@ -327,7 +336,7 @@ def run(
 
 
 def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """Return fp64 logps and entropies of the case, (B, L), from the oracle."""
+    """Compute logps and entropies of the case in fp64 with the oracle, each of shape (B, L)."""
     raw = case.exact_logits.flatten(0, 1)
     o = oracles.resolve(case.options)
     t = o.temperature.flatten() if isinstance(o.temperature, Tensor) else o.temperature
@@ -339,13 +348,15 @@ def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """Return the logps and entropies in fp32: the inputs of `grpo_loss`."""
+    """Return logps and entropies in fp32, each of shape (B, L), as inputs of `grpo_loss`."""
     return tuple(x.float() for x in exact_logps(case))
 
 
 def truth(function: str, case: Case):
-    """Return the oracle's answer for the same call: `.loss`, `.<name>_grad`, `.losses` and
-    others.
+    """Compute the expected result of a loss function with the oracle.
+
+    Returns:
+        A namespace with `loss`, `losses` and a gradient `<name>_grad` for each input, in fp64.
     """
     given = dict(
         mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling,
@@ -366,9 +377,9 @@ def truth(function: str, case: Case):
 
 
 # ----------------------------------------------------------
-# judging
+# comparing
 def relative_l2(value: Tensor, true: Tensor) -> float:
-    """Compute ‖value − true‖ / ‖true‖ in fp64, or the absolute norm if the truth is 0."""
+    """Compute ‖value − true‖ / ‖true‖ in fp64, or ‖value‖ if `true` is 0."""
     error = (value.double() - true.double()).norm().item()
     size = true.double().norm().item()
     return error / size if size > 0 else error
@@ -377,8 +388,9 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
 def check(
     function: str, case: Case, *, loss_tol: float = 2e-6, grad_tol: float = 1e-5, **how: Any
 ) -> Result:
-    """Call `run`, and compare loss and gradients with the oracle. Gradients of masked rows must be
-    0.
+    """Call `run`, and compare loss and gradients with the oracle.
+
+    The gradients of masked rows must be 0.
     """
     result, expected = run(function, case, **how), truth(function, case)
     total = sum(x.abs().sum().item() for x in expected.losses)

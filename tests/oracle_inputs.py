@@ -1,5 +1,6 @@
-"""Adapters from the package's inputs (padded logps, logits or hidden states) to the completions of
-`oracles`.
+"""Adapters that call the oracle with the inputs of the package.
+
+They convert padded logps, logits or hidden states to the completions that `oracles` expects.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from tests.oracles import Completion, batch_loss, resolve
 
 
 def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
-    """Apply scale, softcap and temperature to raw logits (n, V); the temperature is a number or
-    (n,).
+    """Apply scale, softcap and temperature to raw logits of shape (n, V).
+
+    The temperature is a number or has shape (n,).
     """
     z = logit_scale * raw
     if softcap is not None:
@@ -27,8 +29,9 @@ def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0
 def logps_and_entropy(
     raw: Tensor, ids: Tensor, *, kept: Tensor | None = None, **rule
 ) -> tuple[Tensor, Tensor]:
-    """Return lp (n,) and H (n,) of raw logits (n, V) in fp64. Columns of −inf, or outside `kept`
-    (n, V), have probability 0.
+    """Compute log-probabilities (n,) and entropies (n,) of raw logits (n, V) in fp64.
+
+    Logits of −inf and columns outside of `kept` (n, V) have probability 0.
     """
     z = scaled_logits(raw, **rule)
     log_p = torch.log_softmax(z if kept is None else z.masked_fill(~kept, -torch.inf), dim=-1)
@@ -38,7 +41,7 @@ def logps_and_entropy(
 
 
 def split(tensor: Tensor | None, mask: Tensor) -> list[Tensor | None]:
-    """Split (B, L, …) into the active rows of each completion."""
+    """Split a tensor of shape (B, L, …) into the active rows of each completion."""
     return [None if tensor is None else tensor[b][mask[b]] for b in range(len(mask))]
 
 
@@ -50,8 +53,9 @@ def completions_of(
     logp: Tensor, advantages: Tensor, mask: Tensor, *, old=None, ref=None, sampling=None,
     entropy=None,
 ) -> list[Completion]:  # fmt: skip
-    """Return the completions of padded (B, L) tensors with mask (B, L); advantages are (B,) or (B,
-    L).
+    """Convert padded tensors to a list of completions.
+
+    All tensors have shape (B, L). The advantages may also have shape (B,).
     """
     A = as_double(advantages)
     A = A.unsqueeze(1).expand(mask.shape) if A.dim() == 1 else A
@@ -63,8 +67,9 @@ def completions_of(
 def oracle_from_logps(
     logps, advantages, options, *, mask, entropy=None, num_items=None, num_completions=None, **given
 ) -> SimpleNamespace:
-    """Return the loss of logps (B, L), with `.logps_grad` (B, L), and `.entropy_grad` if an entropy
-    is given.
+    """Compute the loss from logps of shape (B, L).
+
+    The result also has `logps_grad`, and `entropy_grad` if an entropy is given.
     """
     lp = as_double(logps).requires_grad_()
     H = None if entropy is None else as_double(entropy).requires_grad_()
@@ -76,7 +81,10 @@ def oracle_from_logps(
 
 
 def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> SimpleNamespace:
-    """Return the loss of raw logits (B, L, V), with `.logits_grad`, `.logps` and `.entropy`."""
+    """Compute the loss from raw logits of shape (B, L, V).
+
+    The result also has `logits_grad`, `logps` and `entropy`.
+    """
     raw = as_double(logits).requires_grad_()
     out = _from_rows(raw[mask], ids, advantages, options, mask, **given)
     out.logits_grad = grad_or_zero(out.loss, raw)
@@ -86,8 +94,9 @@ def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> Si
 def oracle_from_hidden(
     hidden, weight, ids, advantages, options, *, mask, bias=None, **given
 ) -> SimpleNamespace:
-    """Return the loss of hidden (B, L, H), weight (V, H), bias (V,), and the gradients of all
-    three.
+    """Compute the loss from hidden (B, L, H), weight (V, H) and bias (V,).
+
+    The result also has `hidden_grad`, `weight_grad` and `bias_grad`.
     """
     h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
     b = None if bias is None else as_double(bias).requires_grad_()

@@ -1,17 +1,16 @@
-"""The reference that tests compare with: fp64, torch autograd, and the papers' notation, one
-completion at a time.
+"""Oracle: a reference implementation of every loss in fp64, in the notation of the papers.
 
-Nothing here is imported from grpo_fast, and nothing here is fast. Every objective is a function of
-ONE completion: a 1-D tensor per quantity, with its active tokens only. Padding, packing, masks,
-broadcasting, chunking and in-place operations, where the package may have bugs, therefore do not
-exist here. Gradients come from autograd, with explicit `.detach()` where a paper writes a
-stop-gradient. `oracle_inputs` makes completions from padded tensors.
+The oracle imports nothing from grpo_fast and is not optimized. An objective is a function of ONE
+completion. Each of its arguments is a 1-D tensor with the active tokens only. There is no padding,
+packing, masking, broadcasting or chunking here, because the package may have bugs in this code.
+Gradients come from autograd, with `.detach()` where a paper writes a stop-gradient. `oracle_inputs`
+converts padded tensors to completions.
 
-Sources: the formulas of OBJECTIVES (DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
+The formulas come from these papers: DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
 INTELLECT-2, PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO
-2507.18071, Kimi k1.5). Where these refer to it, TRL 1.16 `GRPOTrainer` (read, not imported):
-`_compute_loss` (order of the extras, KL times ratio), `get_gamma_weights` (VESPO),
-`get_off_policy_mask`, `get_high_entropy_mask`; and verl `core_algos` for DPPO.
+2507.18071 and Kimi k1.5. Some details follow the source code of TRL 1.16 `GRPOTrainer`:
+`_compute_loss` (order of the terms, KL times ratio), `get_gamma_weights` (VESPO),
+`get_off_policy_mask` and `get_high_entropy_mask`. DPPO follows verl's `core_algos`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Ratios are exp(min(lr, 20)). The slope ignores the clamp, so that the gradient still pulls back.
+# A ratio is exp(min(log ratio, 20)). Its derivative ignores the minimum. Otherwise a token with a
+# larger log ratio would get no gradient and could not return.
 LOG_RATIO_MAX = 20.0
 
 DEFAULTS: dict[str, Any] = {
@@ -49,10 +49,10 @@ DEFAULT_AGGREGATION = {x: name for name, losses in AGGREGATED_BY.items() for x i
 
 
 class Completion(NamedTuple):
-    """The active tokens of one completion; every field has shape (n,)."""
+    """Active tokens of one completion. Every field has shape (n,)."""
 
     logp: Tensor
-    old: Tensor  # logp.detach() if the caller passed none
+    old: Tensor  # logp.detach() if the caller passed no old logps
     ref: Tensor | None
     sampling: Tensor | None
     advantage: Tensor
@@ -60,7 +60,7 @@ class Completion(NamedTuple):
 
 
 def resolve(options: dict[str, Any]) -> SimpleNamespace:
-    """Return all options, with the documented defaults for those that the user left out."""
+    """Return all options. Options that the user omitted have their documented defaults."""
     unknown = set(options) - set(DEFAULTS) - {"compute_entropy"}
     assert not unknown, unknown
     o = SimpleNamespace(**{**DEFAULTS, **options})
@@ -77,20 +77,20 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
 # ----------------------------------------------------------
 # log ratios
 def guarded(log_ratio: Tensor) -> Tensor:
-    """Compute min(lr, 20) in value, with slope 1 everywhere."""
+    """Compute min(log ratio, 20) with a derivative of 1 everywhere."""
     return torch.where(
         log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio
     )
 
 
 def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Return the log ratio of OBJECTIVES at the requested level, repeated to (n,)."""
+    """Compute the log ratio at the requested level, repeated to shape (n,)."""
     lr = c.logp - c.old
     if o.importance_sampling_level == "sequence":
-        # Σ lr·m / max(Σ m, 1), with gradient through the mean
+        # the mean over the tokens, with a gradient through the mean
         lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
     elif o.importance_sampling_level == "sequence_sum":
-        # log of π(completion) / π_old(completion)
+        # the log of π(completion) / π_old(completion)
         lr = lr.sum().expand(len(lr))
     return lr
 
@@ -144,8 +144,9 @@ def sapo(c, o):
 
 
 def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Compute φ as TRL 1.16 get_gamma_weights does: λ at least 1e-4, and clamps in the same
-    order.
+    """Compute the weight φ of VESPO like `get_gamma_weights` of TRL 1.16.
+
+    λ is at least 1e-4, and the clamps are in TRL's order.
     """
     lower = math.log(1e-8)
     w = torch.clamp(c.logp - c.old, -20.0, 20.0).sum()
@@ -198,7 +199,7 @@ def dppo_kl(c, o):
 
 
 def binary_kl(q: Tensor, p: Tensor) -> Tensor:
-    """Compute KL(Bernoulli(q) ‖ Bernoulli(p)): the token against all other tokens."""
+    """Compute KL(Bernoulli(q) ‖ Bernoulli(p)), for the outcomes "this token" and "any other"."""
     return q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
 
 
@@ -218,7 +219,10 @@ ORACLES = {
 # ----------------------------------------------------------
 # KL
 def k3_value(d: Tensor) -> Tensor:
-    """Compute e^d − d − 1, and its tangent above d = 20. `expm1` keeps the digits of small d."""
+    """Compute e^d − d − 1. Above d = 20, compute the tangent at 20.
+
+    For small d, a series avoids cancellation.
+    """
     top = torch.clamp(d, max=20.0)
     series = d**2 / 2 + d**3 / 6 + d**4 / 24 + d**5 / 120 + d**6 / 720
     exact = torch.expm1(top) - top + math.expm1(20.0) * (d - top)
@@ -230,8 +234,9 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 def kl_of(d: Tensor, o: SimpleNamespace) -> Tensor:
-    """Compute the estimator of d with its clamps; straight-through estimators clamp the
-    value only.
+    """Compute the KL estimator of the log ratio `d`, with clamps on its input and its value.
+
+    Straight-through estimators clamp only the value, not the gradient.
     """
     most, reach = (math.inf if x is None else x for x in (o.kl_clamp, o.kl_input_clamp))
 
@@ -253,7 +258,7 @@ KL_ORACLES = {
 }
 
 
-# TRL's names; its threshold is 3 in these cases.
+# Maps TRL's names of sampler corrections to our corrections, for TRL's threshold of 3.
 WORDS: dict[str | None, list[dict[str, Any]]] = {
     None: [],
     "token_truncate": [{"kind": "truncate", "high": 3.0}],
@@ -264,8 +269,9 @@ WORDS: dict[str | None, list[dict[str, Any]]] = {
 
 
 def off_policy(threshold: float) -> dict[str, Any]:
-    """DeepSeek-V3.2's mask (TRL's off_policy_mask_threshold): keep mean(behaviour − lp) ≤
-    threshold, or A ≥ 0.
+    """Return the correction for DeepSeek-V3.2's mask, TRL's off_policy_mask_threshold.
+
+    The mask keeps a completion if its advantage is ≥ 0 or mean(behaviour − lp) is ≤ threshold.
     """
     return {
         "kind": "reject", "low": math.exp(-threshold), "level": "geometric",
@@ -274,8 +280,9 @@ def off_policy(threshold: float) -> dict[str, Any]:
 
 
 def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
-    """Return the ratio that a correction reads: (n,) per token, (1,) per completion, or None if it
-    is not read.
+    """Return the ratio that a correction reads, or None if its sampling logps are missing.
+
+    The shape is (n,) for a ratio per token and (1,) for a ratio per completion.
     """
     read = x.get("ratio", "old/sampling")
     if c.sampling is None and read != "current/behaviour":
@@ -290,7 +297,7 @@ def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
 
 
 def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """Return the importance weight, truncated or masked: (n,), or (1,) per completion."""
+    """Return the truncated or masked importance weight, shape (n,) or (1,)."""
     for x in o.corrections:
         r = correction_ratio(c, x)
         if r is None or x.get("kind", "truncate") == "reject":
@@ -303,7 +310,7 @@ def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
 
 
 def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Return the tokens that no rejection drops, (n,) bool."""
+    """Return True at the tokens that no correction rejects, shape (n,), bool."""
     keep = torch.ones(len(c.logp), dtype=torch.bool)
     for x in o.corrections:
         r = correction_ratio(c, x)
@@ -321,8 +328,10 @@ def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
 def completion_loss(
     c: Completion, o: SimpleNamespace, entropy_floor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the per-token loss (n,) with all extras in the documented order, and the per-token KL
-    (n,) for the metric.
+    """Compute the loss of each token, with corrections, filters and KL in the documented order.
+
+    Returns:
+        The loss (n,), and the KL (n,) for the metric or None.
     """
     loss = ORACLES[o.loss_type](c, o)
     loss = torch.where(correction_keep(c, o), loss, 0.0)
@@ -335,7 +344,7 @@ def completion_loss(
     if o.beta != 0 and o.loss_type not in ("kimi", "dro"):
         kl = kl_of(c.ref - c.logp, o)
         if o.kl_times_ratio:
-            kl = kl * ratio(c, o)  # the ratio before the bound δ, with gradient through both
+            kl = kl * ratio(c, o)  # the ratio without the bound δ; both factors have gradients
         loss = loss + o.beta * kl
     return loss, kl
 
@@ -343,7 +352,7 @@ def completion_loss(
 def token_weights(
     lengths: list[int], o: SimpleNamespace, num_items, num_completions
 ) -> list[float]:
-    """Return w_t of the tokens of each completion."""
+    """Return the weight in the loss that each token of a completion has, for every completion."""
     B = max(len(lengths), 1) if num_completions is None else float(num_completions)
     tokens = float(sum(lengths))
     if o.aggregation == "sequence_mean":
@@ -354,7 +363,7 @@ def token_weights(
         return [1 / (B * o.max_completion_length)] * len(lengths)
     if o.aggregation == "token_mean_global":
         return [1 / (max(tokens, 1.0) if num_items is None else float(num_items))] * len(lengths)
-    if o.aggregation == "prompt_mean":  # tokens of a prompt have equal weights, and so have prompts
+    if o.aggregation == "prompt_mean":  # equal weights of prompts, and of the tokens of a prompt
         G = o.group_size
         of_prompts = [sum(lengths[i : i + G]) for i in range(0, len(lengths), G)]
         return [1 / (B / G * max(of_prompts[i // G], 1)) for i in range(len(lengths))]
@@ -366,7 +375,7 @@ def token_weights(
 def batch_loss(
     completions: list[Completion], options: dict[str, Any], *, num_items=None, num_completions=None
 ) -> SimpleNamespace:
-    """Return the full loss of a list of completions; `.loss` carries the autograd graph."""
+    """Compute the loss of a batch. The `loss` in the result is differentiable."""
     o = resolve(options)
     zero = torch.zeros((), dtype=torch.float64)
     floor = None
@@ -400,6 +409,6 @@ def entropy_bonus(
         kept = c.entropy if floor is None else c.entropy[c.entropy.detach() >= floor]
         total = total + kept.sum() * (1.0 if shares is None else shares[i])
         count += len(kept)
-    if shares is not None:  # the mean of the loss
+    if shares is not None:  # use the token weights of the loss
         return total
     return total / (max(count, 1) if num_items is None else float(num_items))

@@ -1,8 +1,8 @@
-"""Pairwise test parameters: `@pairs(dtype=DTYPES, backend=BACKENDS, ...)` tests every pair of
-values of any two axes.
+"""Decorator for pairwise testing: `@pairs(dtype=DTYPES, backend=BACKENDS, ...)`.
 
-Stacked `parametrize` decorators test every combination of all axes. Pairs find the faults that
-depend on two axes, with about as many tests as the product of the two longest axes.
+Stacked `parametrize` decorators test every combination of all axes. `pairs` tests only every pair
+of values of any two axes. This finds all faults that depend on two axes, and the number of tests is
+about the product of the two longest axes.
 """
 
 import itertools
@@ -14,8 +14,10 @@ import torch
 
 
 def pairs(**axes: Iterable) -> pytest.MarkDecorator:
-    """Return one `parametrize` for all axes. `a__b` is an axis of tuples (a, b); `items()` of a
-    dict are values with ids.
+    """Return one `parametrize` decorator for all axes.
+
+    The name `a__b` is an axis of tuples (a, b). If an axis is `items()` of a dictionary, the keys
+    are the ids of the values.
     """
     values = [_params(names, axis) for names, axis in axes.items()]
     rows = []
@@ -46,10 +48,11 @@ def _word(value: Any, otherwise: str) -> str:
 
 
 def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return rows of indices in which any two axes have every pair of values. Deterministic.
+    """Return rows of indices that contain every pair of values of any two axes.
 
-    The two longest axes give their product. Each further axis takes, row by row, the value that
-    adds most pairs. Pairs that remain get additional rows.
+    The rows start as the product of the two longest axes. Then the axes are added one at a time: in
+    each row, an axis gets the value that adds most new pairs. Additional rows contain the remaining
+    pairs. The result is deterministic.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     rows = [list(row) for row in itertools.product(*(range(sizes[axis]) for axis in order[:2]))]
@@ -69,8 +72,9 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _rows_of(missing: set[tuple[int, int, int]], k: int) -> list[list[int]]:
-    """Return few rows that contain the given pairs (axis a has i, axis k has j); unused entries are
-    0.
+    """Return a small number of rows that contain the given pairs.
+
+    The pair (a, i, j) means index i on axis a and index j on axis k. Unused entries of a row are 0.
     """
     rows: list[dict[int, int]] = []
     for a, i, j in sorted(missing):

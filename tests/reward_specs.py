@@ -7,7 +7,7 @@ from grpo_fast.rewards import RewardSet, WeightedReward
 
 
 def own(function: Any, weight: float = 1.0, **keywords: Any) -> RewardSet:
-    """Return a reward set of this function, called f."""
+    """Return a reward set with one function, whose name is "f"."""
     return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
@@ -22,9 +22,7 @@ def spec(
     convention: str | None = None,
     **options: Any,
 ) -> SimpleNamespace:
-    """Return the configuration that `build_rewards` reads; unknown names are options of the
-    function.
-    """
+    """Return a configuration for `build_rewards`. `options` are passed to the reward function."""
     return SimpleNamespace(
         name=name, weight=weight, label=label, path=path, timeout=timeout, in_process=in_process,
         options=options, convention=convention,

@@ -1,15 +1,15 @@
-"""Hashes of what the public functions return on a fixed set of cases: `python -m tests.same_bits`.
+"""Hashes of the results of the public functions on a fixed set of cases.
 
-Use it for a change that must not change any number. The hashes hold for one kind of CPU and one
-torch version (`fingerprint`), so no file of them is in the repository:
+Run it before and after a change that must not change any number. The hashes depend on the kind of
+CPU and the torch version (`fingerprint`), so the repository contains no file with hashes.
 
     python -m tests.same_bits --store FILE     in a checkout of the commit before the change
-    python -m tests.same_bits --against FILE   after it; lists what differs, status 1
+    python -m tests.same_bits --against FILE   after the change; lists differences, status 1
     --engine host|triton|runs   torch and C++; Triton (needs TRITON_INTERPRET=1); whole runs
 
 Each case is a call of a public function and its backward pass. The hash covers loss, logps,
-entropy, metrics and gradients. The cases of `runs` are short trainings by the recipes, whose hash
-covers every logged metric except timings, and the weights of the trained model.
+entropy, metrics and gradients. The cases of `runs` are short training runs of the recipes. Their
+hash covers the final weights and every logged metric except timings.
 """
 
 import argparse
@@ -57,9 +57,7 @@ Cases = Iterator[tuple[str, Callable[[], dict[str, Tensor | None]]]]
 
 
 def fingerprint() -> str:
-    """Return what the bits depend on besides the code: the torch version, and the CPU features that
-    MKL reads.
-    """
+    """Return the torch version and the CPU features on which the bits of results depend."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     facts = dict(line.replace("\t", "").split(": ", 1) for line in reversed(lines) if ": " in line)
     flags = " ".join(word for word in CPU_WORDS if word in facts.get("flags", "").split())
@@ -68,7 +66,7 @@ def fingerprint() -> str:
 
 
 def outcome(function: str, case: Case, **how: Any) -> dict[str, Tensor | None]:
-    """Return the result of `loss_cases.run` as named tensors."""
+    """Call `loss_cases.run`, and return its results as a dictionary of tensors."""
     result = run(function, case, **how)
     named = {"loss": result.loss, "logps": result.logps, "entropy": result.entropy}
     return {**named, **{f"metrics/{k}": v for k, v in result.metrics.items()}, **result.grads}
@@ -90,7 +88,7 @@ def with_kl(loss_type: str) -> dict[str, float]:
 
 
 def small_cases(backend: str) -> Cases:
-    """Yield every loss and level, in both layouts, through the three functions."""
+    """Yield cases with every loss type and level, in both layouts, for all three functions."""
     for loss_type, level in LOSS_LEVELS:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
         case = make_case(3, sampling=True, **options)
@@ -101,7 +99,7 @@ def small_cases(backend: str) -> Cases:
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
-    """Return about 250 active rows with a vocabulary large enough for the fused kernels."""
+    """Return a case with about 250 active rows and a large vocabulary, to use fused kernels."""
     return make_case(
         5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options
     )
@@ -118,7 +116,7 @@ def large_cases(
 
 
 def option_cases(backend: str) -> Cases:
-    """Yield cases whose options select other code paths."""
+    """Yield cases with options that select further code paths."""
     variants: dict[str, dict[str, Any]] = {
         "entropy bonus": {"entropy_coef": 0.05},
         "softcap": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8},
@@ -157,7 +155,7 @@ def option_cases(backend: str) -> Cases:
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Yield a case with eleven targets that five rows of hidden predict."""
+    """Compute the loss of eleven targets that five rows of hidden states predict."""
     hidden = case.hidden[0, :5].clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     rows = torch.tensor([0, 0, 1, 4, 2, 2, 2, 3, 0, 4, 1])
@@ -170,7 +168,7 @@ def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
 
 
 def logps(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Yield linear_logps with gradients of logps and entropies, and without gradients."""
+    """Call linear_logps with and without gradients, and return its results and gradients."""
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     ids = torch.where(case.mask, case.ids, -100)
     lp, h = grpo_fast.linear_logps(
@@ -212,7 +210,7 @@ def run_cases() -> Cases:
 
 
 def trained(words: list[str]) -> dict[str, Tensor | None]:
-    """Train in subprocesses. Return the metrics of each step, and the weights."""
+    """Train in a subprocess. Return the metrics of each step and the final weights."""
     from safetensors.torch import load_file
 
     from tests.train.tiny_runs import is_timing

@@ -1,9 +1,12 @@
-"""`make soak`: a tiny run that is killed many times ends with the bits of an undisturbed run.
+"""Soak test (`make soak`) that kills a tiny run many times and resumes it.
+
+The final weights and metrics must be bitwise equal to those of an uninterrupted run.
 
     python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0 --ranks 1
 
-Each kill is a SIGKILL to a child process: during a save (at a random file), during a rollout (at a
-random token), or at a random moment. Of several ranks one is killed, and the others end after it.
+Each kill is a SIGKILL to a child process. It arrives while a random file of a checkpoint is saved,
+at a random token of a rollout, or at a random time. With several ranks, one rank is killed, and the
+other ranks must then end too.
 """
 
 import argparse
@@ -35,17 +38,17 @@ OPTIONS = ["log.completions_every=0", "eval.every=100", "checkpoint.every=5", "c
            "reference.sync_every=7", "loss.beta=0.05", "rollout.dynamic={rounds: 1}",
            "rollout.group_size=2", "data.digits=3", "rollout.max_new_tokens=4",
            "tokens_per_microbatch=200"]  # fmt: skip
-LEFT_ALONE = 3  # exit status of a rank after another rank was killed
-EVERY, FILES, PASSES = 5, 10, 5  # steps between saves, flushes of a save, passes of a rollout
+LEFT_ALONE = 3  # exit status of a rank when another rank was killed
+EVERY, FILES, PASSES = 5, 10, 5  # steps between saves, files per save, passes per rollout
 
 
 def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # until the signal arrives
+    time.sleep(60)  # wait until the signal arrives
 
 
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
-    """Die at a random file of one of the saves in the next steps."""
+    """Arrange that this process kills itself at a random file of a save in the next `steps`."""
     left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:
@@ -57,7 +60,7 @@ def arm_save(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """Die at a random forward pass of a rollout in the next steps."""
+    """Arrange that this process kills itself at a random rollout pass in the next `steps`."""
     left = rng.randint(1, round(PASSES * steps))
 
     def counting(self: Stopping, *_: Any) -> None:
@@ -71,7 +74,10 @@ def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
-    """Die after a random time, if a step takes `seconds`."""
+    """Arrange that this process kills itself at a random time of the next `steps`.
+
+    A step takes about `seconds`.
+    """
     timer = threading.Timer(rng.uniform(0.3, 0.3 + seconds * steps), die)
     timer.daemon = True
     timer.start()
@@ -80,7 +86,7 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
 def attempt(
     folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
 ) -> bool:
-    """Resume the run in child processes, and return whether one of them was killed."""
+    """Resume the run in child processes. Return True if the `victim` was killed."""
     port, children = free_port(), []
     for rank in range(ranks):
         children.append(os.fork())
@@ -126,15 +132,15 @@ def main() -> int:
         torch.set_num_threads(1)
         run(
             Path(root) / "imports", *OPTIONS, "steps=1"
-        )  # before forking, so that each child has them
+        )  # import all modules before forking, so that the children need not
         attempt(whole, options, lambda: None, ranks)
         seconds = (time.monotonic() - began) / asked.steps
         print(f"uninterrupted: {time.monotonic() - began:.0f} s", flush=True)
-        most = 1.5 * asked.steps / (len(kills) + 2)  # steps until the next kill
+        most = 1.5 * asked.steps / (len(kills) + 2)  # largest number of steps until the next kill
         unfinished = 0
         for number, arm in enumerate(kills, 1):
             key = rng.random()
-            victim = 0 if arm is arm_save else rng.randrange(ranks)  # rank 0 saves
+            victim = 0 if arm is arm_save else rng.randrange(ranks)  # only rank 0 saves
             if not attempt(
                 killed, options, lambda a=arm, k=key: a(random.Random(k), most, seconds), ranks,
                 victim,

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers for tests, built locally without downloads."""
+"""Tiny models and tokenizers for tests. They are built locally, without downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-# The property that makes each family worth a test.
+# Model families with configuration changes. The comments name the property that a family tests.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},  # plain, with grouped-query attention
+    "llama": {},  # no special property except grouped-query attention
     "qwen2": {"tie_word_embeddings": True},  # biased projections, tied head
     "qwen3": {"head_dim": 16},  # q and k norms, head_dim differs from hidden/heads
     "mistral": {"sliding_window": 6},  # a window shorter than the sequences
@@ -40,7 +40,7 @@ def tiny_model(
     family: str = "qwen2", *, kind: str = "AutoModelForCausalLM", vocab_size: int = 61,
     seed: int = 0, **changes: Any,
 ) -> Any:  # fmt: skip
-    """Return a random transformers causal LM of this family, in evaluation mode."""
+    """Return a transformers causal LM with random weights, in evaluation mode."""
     import transformers
 
     torch.manual_seed(seed)
@@ -48,7 +48,8 @@ def tiny_model(
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     config = transformers.AutoConfig.for_model(family, **fields)
     model = getattr(transformers, kind).from_config(config)
-    # With the small default initialisation, wrong attention would hardly change the output.
+    # Scale the weights up. With the small default initialisation, wrong attention would hardly
+    # change the output.
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -56,7 +57,7 @@ def tiny_model(
 
 
 def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **changes: Any) -> Any:
-    """Return a `Policy` whose model has one token for each of SYMBOLS: "3 1 2 =" is a prompt."""
+    """Return a `Policy` whose tokens are SYMBOLS. "3 1 2 =" is a possible prompt."""
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 

@@ -1,4 +1,4 @@
-"""Check that an engine and the trainer agree on log-probabilities, and self-test this machine."""
+"""Comparison of an engine's log-probabilities with the trainer's, and self-tests of the machine."""
 
 from grpo_fast.doctor.causes import Cause
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose

@@ -1,4 +1,8 @@
-"""Attempts to explain a difference: recompute the same tokens with one thing changed."""
+"""Attempts to explain why an engine and the trainer give different log-probabilities.
+
+Each attempt recomputes the log-probabilities of the same tokens with one change, for example a
+different temperature or prompt.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
 
-# Sampling settings in the order in which samplers apply them, each with transformers' class and
-# the value that changes nothing.
+# Sampling settings in the order in which samplers apply them. Each has the class of transformers
+# that applies it, and its neutral value.
 SAMPLERS: dict[str, tuple[Any, float]] = {
     "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
     "temperature": (library.TemperatureLogitsWarper, 1.0),
@@ -30,15 +34,16 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Fields of the model's configuration: the cause if an engine ignores the field, and the value that
-# switches the field off.
+# Fields of the model's configuration. Each has the cause to report if an engine ignores the field,
+# and the value that switches the field off.
 FIELDS: dict[str, tuple[str, Any]] = {
     "attn_logit_softcapping": (causes.ATTENTION, None),
     "final_logit_softcapping": (causes.SOFTCAP, None),
     "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
     "sliding_window": (causes.ROPE, 1 << 30),
 }  # fmt: skip
-# What an engine may do to a prompt: (tokenizer, chat messages, ids) -> ids.
+# Mistakes that an engine may make with a prompt, as functions (tokenizer, chat messages, ids) ->
+# ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "adds BOS once more": lambda t, _, ids: [t.bos_token_id, *ids],
     "loses the first token (BOS)": lambda t, _, ids: ids[1:],
@@ -48,19 +53,19 @@ PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "uses no chat template": lambda t, c, _: t("\n".join(x["content"] for x in c))["input_ids"],
 }
 
-# The cause, what the engine would do, and arguments of `Case.recompute`.
+# (name of the cause, description of the engine's mistake, arguments of `Case.recompute`)
 Attempt = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A difference to explain: the samples, and how the loss reads them."""
+    """Samples for which engine and trainer differ, and the settings of engine and loss."""
 
     policy: Policy
     samples: Samples  # with the tokens that the sampler kept, if the loss uses them
-    prompts: Sequence[Prompt]  # texts or messages, one for each group of samples
-    sampling: Sampling  # what was requested from the engine
-    temperature: float  # of the loss
+    prompts: Sequence[Prompt]  # texts or chat messages, one for each group of samples
+    sampling: Sampling  # settings that were requested from the engine
+    temperature: float  # temperature of the loss
 
     def recompute(
         self,
@@ -70,16 +75,17 @@ class Case:
         settings: dict[str, float] | None = None,
         change: Callable[[Any, Any, list[int]], list[int]] | None = None,
     ) -> Tensor:
-        """Recompute log-probabilities with the model's own forward pass and one thing changed.
+        """Recompute log-probabilities with the model's own forward pass and with one change.
 
         Args:
-            build: Returns a different policy. None: the trainer's policy.
-            samples: The samples with or without kept tokens. None: as in the loss.
+            build: Function that returns a different policy. None: the trainer's policy.
+            samples: The samples with or without kept tokens. None: the samples of the loss.
             settings: Sampling settings to apply to the logits. None: the temperature of the loss.
-            change: Changes the ids of a prompt. None: the ids that were sent.
+            change: Function that changes the ids of a prompt. None: the ids that were sent.
 
         Returns:
-            Log-probabilities in fp32 on the CPU, shape (R,); -inf for a token that cannot be drawn.
+            Log-probabilities of all R tokens in fp32 on the CPU, shape (R,). A token that the
+            settings exclude has -inf.
         """
         policy = build() if build else self.policy
         samples = samples or self.samples
@@ -87,19 +93,20 @@ class Case:
         found = []
         with policy.generation():
             for i, prompt in enumerate(samples.prompt_ids):
-                # 1. The logits that predict the completion.
+                # 1. Compute the logits that predict the completion.
                 if change is not None:
                     prompt = change(self.policy.tokenizer, self.messages(i), prompt)
                 ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
                 output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
                 logits = output.logits[0, len(prompt) - 1 :].float()
-                # 2. Penalties look at the ids before each token. The first id replaces later ones.
+                # 2. Apply the sampling settings. A repetition penalty must see only the ids before
+                # each token, so replace the later ids by the first id of the prompt.
                 places = torch.arange(len(ids), device=ids.device)
                 context = torch.where(places < places[len(prompt) :, None], ids, ids[0])
                 for name, (sampler, _) in SAMPLERS.items():
                     if name in settings:
                         logits = sampler(settings[name])(context, logits)
-                # 3. Only the tokens that the sampler kept, if the samples name them.
+                # 3. Restrict the distribution to the tokens that the sampler kept, if known.
                 support = select_support(samples.support, torch.arange(*samples.rows[i : i + 2]))
                 if support is not None:
                     support = Support(*(tensor.to(policy.device) for tensor in support))
@@ -107,19 +114,23 @@ class Case:
         return torch.cat(found)
 
     def messages(self, i: int) -> list[dict[str, str]]:
-        """Return the prompt of a sample as chat messages."""
+        """Return the prompt of sample `i` as chat messages."""
         prompt: Any = self.prompts[int(self.samples.group[i])]
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the cause, what the engine would do, and the log-probabilities of every attempt.
+    """Run every attempt to explain a difference.
 
-    Attempts that this model cannot compute, or that change nothing for it, are left out.
+    Attempts that fail for this model, or that change no log-probability, are skipped.
 
     Args:
         case: The difference to explain.
-        kept: The samples with the tokens that the sampler kept, if the engine names them.
+        kept: The samples with the tokens that the sampler kept, if the engine reports them.
+
+    Yields:
+        The name of the cause, a description of the engine's mistake, and the log-probabilities
+        (R,) that the engine would report with this mistake.
     """
     own = case.recompute()
     yield causes.ATTENTION, "the model's own forward pass agrees with the engine", own
@@ -133,18 +144,19 @@ def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
-    """Yield different temperatures, truncations and penalties."""
-    # 1. Temperatures: none ("raw"), the requested one, and the model's default.
+    """Yield attempts with different temperatures, truncations and penalties."""
+    # 1. Try no temperature ("raw"), the requested temperature, and the model's default.
     raw = {"samples": replace(case.samples, support=None), "settings": {}}
     yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
         changes = {"settings": {"temperature": value}}
         yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
-    # 2. Truncation: the tokens that the engine kept, the requested settings, the model's defaults.
+    # 2. Try the tokens that the engine reports as kept, the requested truncation, and the model's
+    # default settings.
     yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
-    # vLLM uses the model's default for every setting that a request does not have.
+    # vLLM uses the model's default for every setting that a request does not contain.
     unsent = {k: v for k, v in shipped.items() if k not in {"temperature", *requested}}
     for chosen in (requested, shipped, unsent):
         settings = {"temperature": case.temperature, **chosen}
@@ -155,14 +167,20 @@ def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
 
 
 def shipped_settings(policy: Policy) -> dict[str, float]:
-    """Return the sampling settings of the model's generation_config.json that change something."""
+    """Return the sampling settings in the model's generation_config.json.
+
+    Settings with a neutral value are left out.
+    """
     config = policy.lm.generation_config
     shipped = {name: getattr(config, name, None) for name in SAMPLERS}
     return {k: v for k, v in shipped.items() if v not in (None, SAMPLERS[k][1])}
 
 
 def other_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield different prompts and models: no adapter, 16 bits, a configuration field ignored."""
+    """Yield attempts with a changed prompt or model.
+
+    The model has no adapter, computes in 16 bits, or ignores a field of its configuration.
+    """
     for name, change in PROMPT_CHANGES.items():
         yield causes.PROMPT, f"the engine {name}", {"change": change}
     policy = case.policy
@@ -187,10 +205,11 @@ def other_attempts(case: Case) -> Iterator[Attempt]:
 
 
 def with_config(policy: Policy, field: str, value: Any) -> Policy:
-    """Return the policy's weights in a model with one configuration field changed."""
+    """Return a policy with the same weights and with one field of the configuration changed."""
     config = copy.deepcopy(policy.lm.config)
     setattr(config.get_text_config(), field, value)
-    # Buffers such as RoPE's frequencies follow from the configuration. The weights are shared.
+    # Buffers such as RoPE's frequencies depend on the configuration, so compute them again. The
+    # weights are shared with the policy.
     with policy.device, init_empty_weights(include_buffers=False):
         model = policy.kind(config).eval()
     model.load_state_dict(policy.lm.state_dict(), assign=True)
@@ -198,7 +217,7 @@ def with_config(policy: Policy, field: str, value: Any) -> Policy:
 
 
 def with_model(policy: Policy, model: Any) -> Policy:
-    """Return a shallow copy of the policy around a different model."""
+    """Return a shallow copy of the policy that contains a different model."""
     twin = copy.copy(policy)
     twin.model = twin.lm = model
     return twin

@@ -31,11 +31,11 @@ class Cause:
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    # Mean difference that is left if the trainer computes as the engine would. NaN if the cause
-    # was found by counting.
+    # Mean difference that remains if the trainer computes with the same mistake as the engine. NaN
+    # if the cause was found by counting completions.
     left: float = float("nan")
 
     @property
     def advice(self) -> str:
-        """The cause in words, and what to do about it."""
+        """Return a text that describes the cause and what to do about it."""
         return f"{self.what}: {ADVICE[self.name]}"

@@ -1,4 +1,7 @@
-"""The command `grpo-fast doctor`: self-test this machine, or compare an engine with the trainer."""
+"""Implementation of `grpo-fast doctor`.
+
+The command tests this machine, or compares an engine with the trainer.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from grpo_fast.train.evaluation.settings import Source
 from grpo_fast.train.files import plain_json
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
-# Keys of a run's `model` section that the doctor uses. Code of the run's model is not trusted.
+# Keys of a run's `model` section that the doctor uses. trust_remote_code is left out, because the
+# doctor must not run code that a model's folder contains.
 LOADING = {"dtype", "autocast", "attn"}
-# A temperature other than 1 shows whether the engine loses the temperature.
+# Use a temperature other than 1. Otherwise an engine that ignores the temperature would pass.
 DEFAULTS: dict[str, Any] = {
     "data": {"task": "open"}, "rewards": [{"name": "exact_match"}], "rollout": {"temperature": 0.8}
 }  # fmt: skip
@@ -35,14 +39,14 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
 
     Args:
         words: Words of the command line. Without a model or a recipe, the self-tests run.
-        as_json: Print one JSON object, in which non-finite numbers are null.
+        as_json: Print one JSON object. Non-finite numbers in it are null.
 
     Returns:
         True if every self-test passed, or if the engine agrees with the trainer.
 
     Raises:
         ValueError: A word, a model, data or an engine cannot be used.
-        RuntimeError: An engine does not answer with completions.
+        RuntimeError: The engine does not return completions.
     """
     model, own, config = read(words)
     console = Console(stderr=True)  # prints no status unless stderr is a terminal
@@ -73,7 +77,7 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
 
 
 def lines_of(found: Diagnosis) -> Iterator[str]:
-    """Yield the lines of a diagnosis."""
+    """Yield the lines of the text report for a diagnosis."""
     verdict = "ok" if found.mean <= found.threshold else "TOO MUCH"
     which = f"mean of {found.tokens} tokens (largest {found.largest:.2e})"
     yield f"{found.mean:.2e}  {which}: {verdict}, allowed {found.threshold:.1e}"
@@ -95,12 +99,13 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
         words: A model, URLs of vLLM servers, and settings `key=value`, in any order.
 
     Returns:
-        The model, the doctor's settings, and the configuration (None without model and recipe).
+        The model or None, the doctor's settings, and the configuration. The configuration is None
+        if there is neither a model nor a recipe.
 
     Raises:
-        ValueError: There are two models, or the configuration does not fit.
+        ValueError: There are two models, or a setting is invalid.
     """
-    # 1. Sort the words by kind.
+    # 1. Split the words into URLs, settings and models.
     urls = [word for word in words if word.startswith(("http://", "https://"))]
     settings = [word for word in words if "=" in word and word not in urls]
     models = [word for word in words if word not in urls + settings]
@@ -110,7 +115,8 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
         if words:
             raise conflict("model=none", words[0], "it needs a folder, a hub id or recipe=NAME")
         return None, own, None
-    # 2. Prompts and sampling come from the recipe, else from the run, else from the defaults.
+    # 2. Read prompts and sampling settings from the recipe. Without a recipe, use the run's
+    # settings if the model is a run, or the defaults.
     fields = copy.deepcopy(DEFAULTS) if own.recipe is None else read_recipe(own.recipe)
     if models:
         source = Source.of(models[0])

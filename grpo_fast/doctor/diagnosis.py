@@ -18,30 +18,31 @@ from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
 
-# Mean difference in nats per token between two correct forward passes, by dtype.
+# Mean difference in nats per token that two correct forward passes may have, by dtype.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-# A difference up to this factor times the trainer's distance from the model's own forward is noise.
+# A difference counts as noise up to this factor times the mean difference between the trainer and
+# the model's own forward pass.
 MARGIN = 1.5
-UNEXPLAINED = 0.1  # share of the difference that the right cause may leave
-KNOWN = 0.95  # share of the tokens that an attempt must give a probability above 0
-SIMILAR = 0.5  # cosine similarity of the difference with the rounding of a different dtype
-SCALE = 1.5  # factor of the LM head's weight in an update that an engine must notice
+UNEXPLAINED = 0.1  # share of the difference that may remain with the right cause
+KNOWN = 0.95  # least share of tokens to which an attempt must give a probability above 0
+SIMILAR = 0.5  # least cosine similarity between the difference and the rounding of another dtype
+SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The difference between engine and trainer in nats per token, and its cause."""
+    """Difference between engine and trainer in nats per token, and its cause."""
 
     tokens: int  # number of compared tokens
     mean: float  # mean absolute difference
     largest: float  # largest absolute difference
     own: float  # mean difference between the trainer and the model's own forward pass
-    noise: float  # largest mean that rounding explains
-    threshold: float  # largest mean that is allowed
+    noise: float  # largest mean difference that rounding explains
+    threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
-    tried: list[Cause]  # the best attempt of each cause; the attempt that leaves least is first
-    own_noise: list[Noise]  # the trainer compared with itself
-    ok: bool  # the mean is allowed, and all weight versions and ends are right
+    tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
+    own_noise: list[Noise]  # differences between packed rows and single rows of the trainer
+    ok: bool  # True if the mean is allowed and all weight versions and ends are right
 
 
 def diagnose(
@@ -57,22 +58,23 @@ def diagnose(
     uses_kept: bool = False,
     threshold: float | None = None,
 ) -> Diagnosis:
-    """Let an engine sample, recompute its log-probabilities, and explain the difference.
+    """Sample with an engine, recompute its log-probabilities, and explain the difference.
 
     Args:
-        policy: The trainer's policy. The engine gets its weights under the number `version`.
+        policy: The trainer's policy. Its weights are sent to the engine with the number `version`.
         engine: Any `grpo_fast.rollout.Engine`.
         prompts: Texts or chat messages.
         sampling: The sampling settings to request from the engine.
-        group_size: Completions of each prompt.
+        group_size: Number of completions of each prompt.
         seed: Seed of the rollout.
         version: Weight version of the policy.
         temperature: Temperature of the loss. None: the temperature of `sampling`.
-        uses_kept: Compute the loss over the tokens that the sampler kept, if the engine names them.
+        uses_kept: True if the loss is computed over the tokens that the sampler kept. This requires
+            an engine that reports them.
         threshold: Allowed mean difference in nats per token. None: the noise of the policy's dtype.
 
     Returns:
-        The measured difference and, if it is more than rounding, the cause.
+        The measured difference and, if rounding does not explain it, the cause.
 
     Raises:
         ValueError: The tokenizer or the model does not accept the prompts, or sampling is greedy.
@@ -90,7 +92,8 @@ def diagnose(
         require(fits, "engine", expected, samples.logps[:4].tolist(), RuntimeError)
         return samples
 
-    # 1. Sample. Recompute the same tokens as training does, and with the model's own forward pass.
+    # 1. Sample completions. Recompute their log-probabilities once as training does, and once with
+    # the model's own forward pass.
     samples = sample(version)
     temperature = sampling.temperature if temperature is None else temperature
     table = samples if uses_kept else dataclasses.replace(samples, support=None)
@@ -99,12 +102,12 @@ def diagnose(
     own = float((case.recompute() - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
-    # 2. A model with large logits rounds more, so the trainer's distance from the model's own
-    # forward raises the noise, but at most to twice the usual noise: the distance is also large if
-    # the trainer is wrong.
+    # 2. Choose the allowed noise. A model with large logits rounds more, so a difference between
+    # trainer and own forward pass raises the noise. A wrong trainer also has a large difference, so
+    # the noise is at most doubled.
     noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
     threshold = noise if threshold is None else threshold
-    # 3. Try the causes one at a time. Count wrong versions and ends.
+    # 3. Try the causes one at a time. Count wrong weight versions and wrong ends of completions.
     found: list[Cause] = []
     tried: list[Cause] = []
     if mean > noise:
@@ -119,24 +122,28 @@ def diagnose(
 
 
 def noise_of(policy: Policy) -> float:
-    """Return the mean difference that rounding explains in the policy's dtype."""
+    """Return the mean difference in nats per token that rounding explains in the policy's dtype."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
 def explain(
     case: Case, kept: Samples, trainers: Tensor, rounding: float
 ) -> tuple[list[Cause], list[Cause]]:
-    """Return the cause if one explains the difference, and the best attempt of each cause.
+    """Find the cause of a difference between engine and trainer.
 
     Args:
         case: The difference to explain.
-        kept: The samples with the tokens that the sampler kept, if the engine names them.
+        kept: The samples with the tokens that the sampler kept, if the engine reports them.
         trainers: The trainer's log-probabilities, shape (R,).
-        rounding: Nats per token that the right cause may always leave.
+        rounding: Difference in nats per token that may remain in any case with the right cause.
+
+    Returns:
+        Two lists. The first has the cause, or is empty if no cause explains the difference. The
+        second has the best attempt of each cause, sorted by the remaining difference.
     """
     engines = case.samples.logps
     mean = float((engines - trainers).abs().mean())
-    # 1. Keep the attempt of each cause that leaves least.
+    # 1. For each cause, find the attempt with the smallest remaining difference.
     best: dict[str, Cause] = {}
     similarity = SIMILAR
     similar: list[Cause] = []
@@ -153,13 +160,16 @@ def explain(
     # 2. Name the best cause if it explains the difference.
     if tried[0].left <= min(max(UNEXPLAINED * mean, rounding), mean / 2):
         return tried[:1], tried
-    # 3. Two kernels round differently in 16 bits, so the right dtype leaves about as much as it
-    # explains. A correlated difference is enough for this cause.
+    # 3. Two kernels round differently in 16 bits. Even with the right dtype, about half of the
+    # difference remains, so a correlated difference is enough for this cause.
     return similar, tried
 
 
 def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
-    """Return the mean absolute difference; inf if many of the tokens have probability 0."""
+    """Return the mean absolute difference of the tokens with a probability above 0.
+
+    Return inf if more than 5% of the tokens have probability 0.
+    """
     gap = (engine_logps - logps).abs()
     known = gap[gap.isfinite()]
     return float(known.mean()) if len(known) >= KNOWN * len(gap) else float("inf")
@@ -168,7 +178,13 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Count completions with a different weight version or a wrong end."""
+    """Count completions with a wrong weight version or a wrong end.
+
+    A completion must stop at its first EOS or have `longest` tokens.
+
+    Returns:
+        A cause for each of the two counts that is not 0.
+    """
     stale = int((samples.weight_version != version).sum())
     wrong = 0
     for ids in samples.completion_ids:
@@ -184,14 +200,19 @@ def wrong_versions_and_ends(
 def ignores_update(
     sample: Callable[[int], Samples], first: Samples, policy: Policy, version: int, noise: float
 ) -> bool:
-    """Send weights with a scaled LM head, and return whether most answers stay the same."""
+    """Send weights with a scaled LM head, and sample again.
+
+    Returns:
+        True if most completions and their log-probabilities do not change.
+    """
     weight = policy.lm.get_output_embeddings().weight.data
     saved = weight.clone()
     try:
         weight.mul_(SCALE)
         second = sample(version + 1)
     finally:
-        # Dividing by SCALE would round. The last update gives the engine the right weights again.
+        # Copy the saved weight, because a division by SCALE would round. Then sample once more, so
+        # that the engine gets the original weights again.
         weight.copy_(saved)
         sample(version + 2)
     same = 0

@@ -1,4 +1,4 @@
-"""One comparison of an engine with the trainer, from a configuration."""
+"""Comparison of the engine of a run's configuration with the trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DoctorSettings(Section):
 
 
 def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
-    """Compare the engine of a configuration with the trainer."""
+    """Build policy and engine from a configuration, and compare their log-probabilities."""
     torch.manual_seed(config.seed)
     splits = Splits(config.data, config.seed)
     policy = load_policy(config.model, build_tokenizer(config.model, splits))
@@ -42,7 +42,7 @@ def examine_engine(own: DoctorSettings, config: RunConfig) -> Diagnosis:
             policy, engine, [example.prompt for example in examples],
             config.rollout.model_copy(update={"max_new_tokens": length}),
             group_size=own.samples, seed=config.seed,
-            version=int(time.time()),  # a server has not seen this version before
+            version=int(time.time()),  # a running server must not have this version already
             temperature=float(config.loss_config().temperature),
             uses_kept=config.rollout.needs_support, threshold=own.threshold,
         )  # fmt: skip

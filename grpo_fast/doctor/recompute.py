@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, recomputed as training does, and their noise."""
+"""Log-probabilities of sampled tokens, recomputed as in training, and their rounding noise."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BUDGET = 8192  # tokens in a packed row
 
 @dataclass(frozen=True)
 class Noise:
-    """Difference between the trainer's packed rows and rows with a single completion."""
+    """Mean difference between the trainer's packed rows and rows with a single completion."""
 
-    dtype: str
+    dtype: str  # for example "float32"
     mean: float  # mean absolute difference in nats per token
 
 
@@ -27,13 +27,13 @@ class Noise:
 def trainer_logps(
     policy: Policy, samples: Samples, temperature: float, budget: int = BUDGET
 ) -> Tensor:
-    """Recompute the log-probabilities of all sampled tokens as training does.
+    """Recompute the log-probabilities of all sampled tokens with the code that training uses.
 
     Args:
         policy: The trainer's policy.
         samples: The completions. If they have a support, log-probabilities are over the support.
         temperature: Temperature of the loss.
-        budget: Most tokens in a packed row. With 1, each completion is alone in its row.
+        budget: Largest number of tokens in a packed row. With 1, each row has one completion.
 
     Returns:
         Log-probabilities in fp32 on the CPU, shape (R,).
@@ -50,7 +50,11 @@ def trainer_logps(
 
 
 def measure_noise(policy: Policy, samples: Samples, temperature: float) -> list[Noise]:
-    """Measure the trainer's noise in the policy's dtype, in fp32 and in bf16."""
+    """Compare packed rows with single rows in the policy's dtype, in fp32 and in bf16.
+
+    Returns:
+        The mean difference for each of these dtypes.
+    """
     unmasked = dataclasses.replace(samples, support=None)
     own = policy.autocast or policy.head.weight.dtype
     noises = []
@@ -64,7 +68,7 @@ def measure_noise(policy: Policy, samples: Samples, temperature: float) -> list[
 
 
 def cast(policy: Policy, dtype: torch.dtype) -> Policy:
-    """Return a copy of the policy in a different dtype."""
+    """Return a copy of the policy that computes in `dtype` without autocast."""
     twin = policy.frozen_copy()
     twin.autocast = None
     twin.lm.to(dtype)

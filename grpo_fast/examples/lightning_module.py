@@ -5,8 +5,8 @@
     # max_steps counts optimizer updates: 100 updates are 50 batches with inner_iterations=2.
     lightning.Trainer(max_steps=100).fit(module, prompts)
 
-Under DDP, the loss is divided by the tokens or completions of all ranks. All completions of a
-prompt must be on one rank.
+Under DDP, the loss is divided by the number of tokens or completions on all ranks. All completions
+of a prompt must be on one rank.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ Batch = dict[str, Tensor]
 
 
 class GRPOModule(LightningModule):
-    """GRPO with Lightning's manual optimization.
+    """LightningModule for GRPO with manual optimization.
 
     Args:
         model: A transformers causal LM.
-        config: The loss. If its beta is not 0, pass `reference`.
-        group_size: Completions of each prompt. They are neighbours in a batch.
-        inner_iterations: Updates on one batch of completions.
-        rollout: Function from a batch of the data loader to a dictionary with input_ids,
+        config: Settings of the loss. If beta is not 0, pass `reference`.
+        group_size: Number of completions of each prompt. They must be neighbours in a batch.
+        inner_iterations: Number of updates on one batch of completions.
+        rollout: Function that turns a batch of the data loader into a dictionary with input_ids,
             attention_mask and labels of shape (B, L), and rewards of shape (B,). Labels are -100
             outside completions. None: the data loader already returns such dictionaries.
-        reference: Reference model of the KL term. It is frozen.
+        reference: Reference model of the KL term. Its parameters are frozen.
         learning_rate: Learning rate of AdamW.
-        max_grad_norm: Largest norm of the gradient; a larger gradient is scaled down.
+        max_grad_norm: Largest norm of the gradient. A larger gradient is scaled down.
 
     Raises:
-        ValueError: The LM head is not linear, or `reference` and `beta` do not fit.
+        ValueError: The LM head is not linear. Or `reference` is missing although beta is not 0, or
+            given although beta is 0.
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class GRPOModule(LightningModule):
         self.max_grad_norm = max_grad_norm
 
     def on_fit_start(self) -> None:
-        """Refuse strategies that shard the LM head, and refuse fp16 with its scaled gradients."""
+        """Raise an error for strategies that shard the LM head, and for fp16.
+
+        fp16 is not supported, because its loss scaling would change the norm of the gradient.
+        """
         strategy = type(self.trainer.strategy).__name__
         is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
         require(not is_sharded, "strategy", "one that does not shard the head (ddp)", strategy)
@@ -81,13 +85,13 @@ class GRPOModule(LightningModule):
         require(not precision.startswith("16"), "precision", expected, precision)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW for the trainable parameters."""
+        """Return an AdamW optimizer for the trainable parameters."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Update several times on one batch, and log the mean metrics."""
-        # 1. Sample completions; compute advantages and reference log-probabilities.
+        # 1. Sample completions. Compute advantages and reference log-probabilities.
         if self.rollout is not None:
             with torch.no_grad():
                 batch = self.rollout(batch)
@@ -95,8 +99,8 @@ class GRPOModule(LightningModule):
         ref_logps = None
         if self.reference is not None:
             ref_logps = policy_logps(self.reference, batch, self.config.temperature)
-        # 2. Count tokens and completions, which divide the loss. The mean over ranks is right,
-        # because DDP averages the gradients.
+        # 2. Count the tokens and completions that divide the loss. Take the mean over ranks, not
+        # the sum, because DDP averages the gradients.
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
@@ -104,7 +108,8 @@ class GRPOModule(LightningModule):
             "num_items_in_batch": tokens.clamp(min=1),
             "num_completions_in_batch": completions,
         }
-        # 3. Update. The log-probabilities of the first update are the old ones for later updates.
+        # 3. Update the model. Later updates use the log-probabilities of the first update as old
+        # log-probabilities.
         optimizer = self.optimizers()
         old_logps = None
         seen = []
@@ -120,6 +125,6 @@ class GRPOModule(LightningModule):
             if old_logps is None:
                 old_logps = output.logps
             seen.append({**output.metrics, "loss": output.loss.detach(), "grad_norm": norm})
-        # 4. Log means over updates and ranks.
+        # 4. Log metrics, averaged over updates and ranks.
         metrics = {name: torch.stack([update[name] for update in seen]).mean() for name in seen[0]}
         self.log_dict({**metrics, "reward": batch["rewards"].float().mean()}, sync_dist=True)

@@ -1,4 +1,6 @@
-"""OpenRLHF's `PolicyLoss` (openrlhf 0.11) on our kernels, with the same call and the same results.
+"""Replacement for OpenRLHF's `PolicyLoss` (openrlhf 0.11) that uses our kernels.
+
+It accepts the same arguments and returns the same results.
 
     trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
 
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.errors import require
 
-LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token to this bound
-LEVELS = {"ppo": "token", "gspo": "sequence"}  # where the importance ratio is computed
+LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token to [-20, 20]
+LEVELS = {"ppo": "token", "gspo": "sequence"}  # policy_loss_type -> level of the importance ratio
 # (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -83,18 +85,19 @@ class PolicyLoss(nn.Module):
             rollout_log_probs: Log-probabilities of the sampler, shape (B, L), for the correction.
             dp_size: Number of data-parallel ranks.
             batch_num_tokens: Tokens in the batch of all ranks. None: count this call's tokens.
-            global_batch_size: Completions in the batch of all ranks. None: count this call's.
+            global_batch_size: Completions in the batch of all ranks. None: count the completions of
+                this call.
 
         Returns:
-            loss, clip_ratio, ppo_kl, vllm_kl and the filtered share, 0-d each. The last two are
-            None without a correction.
+            loss, clip_ratio, ppo_kl, vllm_kl and the filtered share, each 0-d. vllm_kl and the
+            filtered share are None without a correction.
         """
         keep = torch.ones_like(log_probs).bool() if action_mask is None else action_mask.bool()
         behaviour = old_log_probs
         weighted = advantages
         vllm_kl = None
         filtered = None
-        # 1. The correction for the mismatch between sampler and trainer.
+        # 1. Apply the correction for the mismatch between sampler and trainer.
         if self.is_correction_level != "off" and self.by_sequence:
             behaviour = rollout_log_probs  # OpenRLHF's gspo ratio is relative to the sampler
         elif self.is_correction_level != "off":
@@ -102,7 +105,8 @@ class PolicyLoss(nn.Module):
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
-        # 2. The loss. OpenRLHF clamps the log ratio of a token, so clamped tokens get no gradient.
+        # 2. Compute the loss. OpenRLHF clamps the log ratio of a token, so clamped tokens get no
+        # gradient.
         if not self.by_sequence:
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
             log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
@@ -117,14 +121,14 @@ class PolicyLoss(nn.Module):
             num_items_in_batch=tokens if self.token_level_loss else None,
             num_completions_in_batch=None if self.token_level_loss else completions,
         ).loss  # fmt: skip
-        # 3. OpenRLHF's metrics.
+        # 3. Compute OpenRLHF's metrics.
         with torch.no_grad():
             clip_ratio = _mean(self._clipped(log_probs - behaviour, advantages, keep), keep)
             ppo_kl = _mean(old_log_probs - log_probs, keep)
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
-        """Return the tokens whose loss is clipped, shape (B, L), bool."""
+        """Return a bool mask of the tokens whose loss is clipped, shape (B, L)."""
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -156,7 +160,7 @@ class PolicyLoss(nn.Module):
         if self.is_correction_gating == "ratio":
             statistic = statistic.exp()
         inside = (statistic >= low) & (statistic <= high)
-        if per_sequence:  # OpenRLHF's statistic of an empty completion is NaN, which is outside
+        if per_sequence:  # in OpenRLHF, the statistic of an empty completion is NaN: not inside
             inside = inside & keep.any(-1, keepdim=True)
         if self.is_correction_mode == "clip":
             coefficient = statistic.clamp(low, high)
@@ -166,11 +170,14 @@ class PolicyLoss(nn.Module):
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean over the kept tokens, or their share for a bool tensor."""
+    """Return the mean of `x` over the tokens in `keep`, 0-d. A bool `x` gives a share."""
     terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
     return terms.sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean over each completion's tokens, shape (B, 1); 0 for an empty completion."""
+    """Return the mean of `x` over the tokens in `keep` of each completion, shape (B, 1).
+
+    The mean of an empty completion is 0.
+    """
     return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)

@@ -2,8 +2,8 @@
 
     python -m grpo_fast.examples.plain_loop
 
-The script trains a tiny model with random weights to prefer even token ids. It prints loss and
-reward of each update and takes ten seconds of CPU time.
+The script starts from a tiny model with random weights and trains it to sample even token ids. It
+prints loss and reward of each update. It takes ten seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ def train(
     learning_rate: float = 1e-6,
     report: Callable[[int, Metrics], None] = lambda update, metrics: None,
 ) -> list[Metrics]:
-    """Train a transformers model in place.
+    """Train a transformers model with GRPO. The model is changed in place.
 
     Args:
         model: A transformers causal LM.
         prompts: Token ids of N prompts of the same length, shape (N, P).
-        reward: Function from completions (N*G, K) to rewards (N*G,). Completions are -100 after
-            their end.
-        config: The loss.
+        reward: Function that returns rewards (N*G,) for the token ids of completions (N*G, K). Ids
+            are -100 after the end of a completion.
+        config: Settings of the loss.
         steps: Number of batches of completions.
         group_size: Number of completions G of each prompt.
-        inner_iterations: Updates on each batch.
+        inner_iterations: Number of updates on each batch.
         max_new_tokens: Largest length of a completion.
         learning_rate: Learning rate of AdamW.
-        report: Called with the number and the metrics of each update.
+        report: Function that is called after each update with its number and its metrics.
 
     Returns:
-        The metrics of all updates.
+        One dictionary of metrics for each update.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     end = model.config.eos_token_id
     length = prompts.shape[1]
     history = []
     for _ in range(steps):
-        # 1. Sample G completions of each prompt. Labels are -100 in prompts and after the end.
+        # 1. Sample G completions of each prompt. Labels are -100 in the prompt and after the end of
+        # the completion, so that these tokens do not count.
         model.eval()
         repeated = prompts.repeat_interleave(group_size, 0)
         input_ids = model.generate(repeated, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
@@ -64,10 +65,11 @@ def train(
         after_end = is_end.cumsum(1) - is_end.int() > 0
         completions = input_ids[:, length:].masked_fill(after_end, -100)
         labels = torch.cat([torch.full_like(repeated, -100), completions], 1)
-        # 2. Score the completions, and compare each score with its group.
+        # 2. Compute rewards, and compare each reward with the rewards of its group.
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
-        # 3. Update. The log-probabilities of the first update are the old ones for later updates.
+        # 3. Update the model. Later updates use the log-probabilities of the first update as old
+        # log-probabilities.
         model.train()
         old_logps = None
         for _ in range(inner_iterations):
@@ -85,7 +87,7 @@ def train(
 
 
 def even_ids(completions: Tensor) -> Tensor:
-    """Return the share of even token ids in each completion."""
+    """Return the share of even token ids in each completion, shape (N*G,)."""
     real = completions >= 0
     return ((completions % 2 == 0) & real).sum(1) / real.sum(1).clamp(min=1)
 

@@ -1,12 +1,12 @@
-"""A custom loss function for prime-rl, which calls it once for each sequence.
+"""Custom loss function for prime-rl.
 
     [trainer.loss]
     type = "custom"
     import_path = "grpo_fast.examples.prime_rl_loss.policy_loss"
     kwargs = { loss_type = "grpo", epsilon_low = 0.2, epsilon_high = 0.28 }
 
-The function returns the sum over the tokens of a sequence. prime-rl divides the sum by the number
-of tokens in the batch.
+prime-rl calls the function once for each sequence. The function returns the sum of the token
+losses, and prime-rl divides the sum by the number of tokens in the batch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     """Compute the loss of one sequence for prime-rl.
 
     Args:
-        inputs: prime-rl's `LossInputs` with tensors of shape (T,). `inference_logprobs` are the old
-            log-probabilities. `teacher_logprobs` are the reference log-probabilities of the KL
-            term. They are required if beta is not 0, and refused otherwise.
-        **options: Fields of `LossConfig`. prime-rl passes log-probabilities only, so options that
-            need logits or entropies are not possible.
+        inputs: prime-rl's `LossInputs` with tensors of shape (T,). `inference_logprobs` are used as
+            old log-probabilities. `teacher_logprobs` are used as reference log-probabilities of the
+            KL term. They must be given if and only if beta is not 0.
+        **options: Fields of `LossConfig`. prime-rl passes only log-probabilities, so options that
+            need logits or entropies are not supported.
 
     Returns:
         prime-rl's `LossOutputs` with the loss and our metrics.
 
     Raises:
-        ValueError: `teacher_logprobs` and beta do not fit, or `LossConfig` refuses an option.
+        ValueError: `teacher_logprobs` is missing although beta is not 0, or given although beta is
+            0. Or `LossConfig` raises the error for an option.
     """
     config = LossConfig(**options, aggregation="token_mean_global")
     teacher = inputs.teacher_logprobs
@@ -51,7 +52,7 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
         ref_logps=row(teacher), num_items_in_batch=1.0,
     )  # fmt: skip
-    # prime-rl is not on a package index, so it cannot be imported here. Its LossOutputs is defined
-    # in the same module as the class of the inputs.
+    # prime-rl is not on a package index, so avoid an import of its name. LossOutputs is defined in
+    # the same module as the class of the inputs.
     home: Any = sys.modules[type(inputs).__module__]
     return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

@@ -1,11 +1,12 @@
-"""Train a reward model on pairs of a better and a worse answer, with transformers' Trainer.
+"""Training of a reward model on pairs of a better and a worse answer, with transformers' Trainer.
 
     python -m grpo_fast.examples.reward_model [--pairs pairs.jsonl --model PATH] [--out FOLDER]
     grpo-fast train sort steps=300 'rewards=[
       {name: reward_model, path: runs/reward-model/model}, {name: sort_positions, weight: 0}]'
 
-Without `--pairs`, a model of 0.2 M parameters learns which of two answers to a prompt of the recipe
-`sort` has more symbols in the right places. This takes half a minute on 2 CPU cores.
+Without `--pairs`, a model with 0.2 M parameters is trained for prompts of the recipe `sort`. It
+learns which of two answers has more symbols in the right places. This takes half a minute on 2 CPU
+cores.
 
 Each line of a file of pairs is a JSON object with the texts `prompt`, `chosen` and `rejected`, and
 optionally a number `margin`. Every tenth pair is held out.
@@ -28,11 +29,15 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Tr
 from transformers import TrainingArguments as Arguments
 
 DIGITS, SYMBOLS = 4, 10
-CENTER = 0.01  # weight of mean((chosen + rejected)²), which centers scores at 0 (arXiv 2312.09244)
+# Weight of the term mean((chosen + rejected)²), which centers the scores at 0 (arXiv 2312.09244).
+CENTER = 0.01
 
 
 def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return pairs of answers to prompts of `sort`. The chosen answer has fewer wrong symbols."""
+    """Return pairs of answers to prompts of the recipe `sort`.
+
+    The chosen answer of a pair has fewer wrong symbols than the rejected answer.
+    """
     rng = random.Random(seed)
     pairs = []
     for _ in range(count):
@@ -45,7 +50,10 @@ def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
-    """Return the answer with `wrong` symbols replaced, or, in a quarter of the cases, cut off."""
+    """Return the answer with `wrong` symbols replaced.
+
+    In a quarter of the cases, the last `wrong` symbols are cut off instead.
+    """
     if rng.random() < 0.25:
         return " ".join(answer[: len(answer) - wrong])
     places = rng.sample(range(len(answer)), wrong)
@@ -54,7 +62,7 @@ def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
 
 
 def tiny_model() -> tuple[Any, Any]:
-    """Return a Llama with random weights and a single output, and a tokenizer of the symbols."""
+    """Return a small Llama scorer with random weights, and a tokenizer for the symbols."""
     words = ["<|pad|>", "<|eos|>", *map(str, range(SYMBOLS)), "="]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -69,7 +77,7 @@ def tiny_model() -> tuple[Any, Any]:
 
 
 class PairTrainer(Trainer):
-    """Trainer for pairs: a batch holds the chosen texts, followed by the rejected texts."""
+    """Trainer for pairs of texts. A batch has all chosen texts, followed by all rejected texts."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
         """Return the Bradley-Terry loss, −log σ(chosen − rejected − margin), plus centering."""
@@ -80,7 +88,7 @@ class PairTrainer(Trainer):
 
 
 def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Tokenize pairs in the same format as the reward `reward_model`: prompt, answer, EOS."""
+    """Tokenize pairs in the format of the reward `reward_model`: prompt, answer, EOS."""
     rows = []
     for name in ("chosen", "rejected"):
         for pair in pairs:
@@ -131,7 +139,8 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # The model reads its score at the last token that is not padding.
+        # The model computes its score at the last token that is not padding, so it must know the
+        # pad token.
         model.config.pad_token_id = tokenizer.pad_token_id
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,

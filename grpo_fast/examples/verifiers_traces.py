@@ -1,4 +1,4 @@
-"""Train on traces of verifiers (0.4, schema version 1) in one packed row.
+"""Packing of traces of verifiers (0.4, schema version 1) into one row for training.
 
     from grpo_fast.attention import head_of, register
 
@@ -10,9 +10,9 @@
     out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **inputs)
     out.loss.backward()
 
-Every branch of a trace is a sample, and a message that several branches share is computed once. A
-sampled message is trained only in the first branch that contains it. Branches share a prefix if its
-token ids and its recorded expert routes are equal.
+Every branch of a trace is a sample. A message that several branches share is computed once, and a
+sampled message counts in the loss only in the first branch that contains it. Branches share a
+prefix if its token ids and its recorded expert routes are equal.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def pack_traces(
     """Pack traces into one row for `linear_grpo_loss`.
 
     Args:
-        traces: `Trace` objects, or their records as dictionaries. Records on disk have no sampling
-            masks and no expert routes; objects and records from the network do.
+        traces: `Trace` objects, or their records as dictionaries. Objects and records from the
+            network may have sampling masks and expert routes. Records on disk have neither.
         advantages: One advantage for each trace.
         device: Device of the returned tensors.
 

@@ -1,11 +1,11 @@
-"""GRPO loss of a transformers causal LM on batches as in supervised fine-tuning.
+"""GRPO loss of a transformers causal LM for batches in the format of supervised fine-tuning.
 
-A batch has input_ids, attention_mask and labels of the same shape (B, L). Labels are -100 where no
-token counts, and they are not shifted.
+A batch has input_ids, attention_mask and labels of the same shape (B, L). Labels are not shifted,
+and a label of -100 excludes its token from the loss.
 
 The functions call the model's own forward, so the hooks of DDP and FSDP fire. The forward computes
-a single row of logits; the loss comes from the last hidden states. An LM head in a separate FSDP2
-group is refused, because FSDP2's hooks would see that single row only.
+the logits of the last row only; the loss is computed from the last hidden states. An LM head in a
+separate FSDP2 group raises an error, because FSDP2's hooks would see only that last row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def unwrapped(model: Any) -> Any:
 def last_hidden(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
 ) -> Any:
-    """Run the model's forward with hidden states, and compute logits for the last rows only."""
+    """Run the model's forward, and return its output with hidden states.
+
+    Logits are computed only for the last `logits_to_keep` rows; 0 means all rows.
+    """
     return model(
         input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
         logits_to_keep=logits_to_keep, use_cache=False,
@@ -48,10 +51,12 @@ def last_hidden(
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """Check that a model's logits follow from its last hidden states and its linear LM head.
+    """Check that the fused loss would compute the same logits as the model's own forward.
+
+    The fused loss applies the weight of the linear LM head to the last hidden states.
 
     Raises:
-        ValueError: The logits differ from the logits that the fused loss would compute.
+        ValueError: The logits differ by more than rounding.
     """
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
@@ -66,7 +71,7 @@ def _check_rule(
     hidden: Tensor,  # (B, L, H)
     theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
-    """Raise an error unless the head's logit transform gives the model's logits."""
+    """Raise an error unless the head and its logit transform reproduce the model's logits."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
@@ -94,8 +99,8 @@ def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Hea
     head = head_of(lm)
     layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
-    # Hooks and a replaced forward change logits, but the fused loss reads the weight. Compare the
-    # row of logits that the model computed.
+    # Hooks or a replaced forward of the head may change the logits, but the fused loss reads only
+    # the weight. Compare with the row of logits that the model computed.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
     hidden = out.hidden_states[-1][:, :-1]
@@ -118,16 +123,16 @@ def policy_loss(
     Args:
         model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.
         batch: Dictionary with input_ids, attention_mask and labels, each of shape (B, L). Labels
-            are -100 where no token counts.
+            of -100 exclude their tokens from the loss.
         advantages: Advantage of each completion, shape (B,).
-        config: Loss settings. The head's softcap and logit scale are added.
+        config: Loss settings. The softcap and the logit scale come from the model's head.
         old_logps: Log-probabilities before the update, shape (B, L-1), fp32. Column t belongs to
             labels[:, t + 1], as in the result of `policy_logps`.
         ref_logps: Log-probabilities of the reference model, shape (B, L-1), fp32.
         **counts: num_items_in_batch or num_completions_in_batch, as in `linear_grpo_loss`.
 
     Returns:
-        The loss with a gradient to the model, its metrics, and the log-probabilities (B, L-1).
+        The differentiable loss, its metrics, and the log-probabilities (B, L-1).
 
     Raises:
         ValueError: The batch has no input_ids or labels of shape (B, L), the model is not a causal
@@ -148,7 +153,7 @@ def policy_loss(
 
 @torch.no_grad()
 def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
-    """Compute the log-probabilities of a batch's labels without a gradient.
+    """Compute the log-probabilities of the labels in a batch, without gradients.
 
     Args:
         model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.

@@ -1,4 +1,4 @@
-"""Shared parts of the fused LM heads for other trainers."""
+"""Helpers that the fused LM heads for TRL and verl share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class FastHead(ExitStack):
-    """Handle that `use_fast_head` returns. Call `undo()` or leave its `with` block to undo it."""
+    """Handle that `use_fast_head` returns.
+
+    Calling `undo()` or leaving the `with` block restores the original LM head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +30,7 @@ class FastHead(ExitStack):
 
 
 def is_partitioned(model: Any) -> bool:
-    """Return whether ZeRO-3 or tensor parallelism shards the LM head, and log it once."""
+    """Return True if ZeRO-3 or tensor parallelism shards the LM head. Log a warning once."""
     by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
     by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
     if by is not None:
@@ -49,9 +52,9 @@ def compute_dtype(hidden: Tensor) -> torch.dtype:
 def run_inside(module: nn.Module) -> None:
     """Add a keyword `run` to this module's forward: `module(x, run=f)` returns `f(module, x)`.
 
-    The module's hooks fire around `f`. With FSDP2, they gather the weights before `f` and reduce
-    the gradients after the backward. The hooks also cast every float argument of the call, so bind
-    tensors whose dtype must not change to `f`.
+    The module's hooks fire around `f`. With FSDP2, the hooks gather the weights before `f` and
+    reduce the gradients after the backward. They also cast every float argument of the call. To
+    keep the dtype of a tensor, bind it to `f` with `functools.partial`.
 
     Args:
         module: The module to change. Other modules of the same class are not changed.
@@ -60,11 +63,12 @@ def run_inside(module: nn.Module) -> None:
     if getattr(before, "runs_inside", False):
         return
 
-    @functools.wraps(type(module).forward)  # `generate` reads the signature
+    @functools.wraps(type(module).forward)  # transformers' `generate` reads the signature
     def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if run is not None:
             return run(self, *args)
-        # Look up the forward on `self`: a copy of the module must not run the original's forward.
+        # A deep copy of the module has this function too, and must not run the forward of the
+        # original module. So look up the forward on `self`.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 
@@ -73,10 +77,10 @@ def run_inside(module: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard the parameters of an FSDP2 model again after a forward without a backward.
+    """Shard the parameters of an FSDP2 model again after a forward pass without a backward pass.
 
-    An optimizer that is built on the unsharded parameters would update tensors that FSDP2 drops at
-    the next step.
+    Otherwise, an optimizer might be built on the unsharded parameters. FSDP2 frees these tensors
+    at the next step, so the optimizer's updates would be lost.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

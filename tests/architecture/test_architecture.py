@@ -1,4 +1,7 @@
-"""The house rules, read from the source: imports flow one way, files stay small."""
+"""Tests of the architecture rules, which read the source code.
+
+Modules import only from lower layers, and files and functions stay small.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,37 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Floors, lowest first: a module may import its own floor and those below.
+# Layers ("floors") of the package, lowest first. A module may import modules on the same floor and
+# on lower floors.
 FLOORS = (
     ("errors",),
     ("objective",),
     ("kernels",),
     ("loss",),
-    ("",),  # grpo_fast/__init__.py: the public names
+    ("",),  # grpo_fast/__init__.py, which exports the public names
     ("attention", "rollout", "rewards", "data"),
     ("train",),
     ("doctor",),
     ("cli", "__main__"),
 )
-# Above all floors; they import public names only.
+# Folders above all floors. They may import only public names of the floors.
 OUTSIDE = ("integrations", "examples")
 FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
-# The same for the rooms of train/, which are folders or single files.
+# Floors of the rooms of train/. A room is a folder or a single file.
 TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
     ("update", "report"), ("runs",), ("loop",),
 )  # fmt: skip
-MOST_ARROWS = 55  # from room to room of train/
+MOST_ARROWS = 55  # largest number of pairs (room, imported room) in train/
 MAX_LINES = 300
 LONG = ("kernels", "recipes")  # folders whose files may be longer
 
 
 def floor_of(module: str) -> int | None:
-    """'grpo_fast.kernels.head.loop' → the number of its floor; None for integrations, examples."""
+    """Return the index of a module's floor, or None for modules without a floor.
+
+    For example, 'grpo_fast.kernels.head.loop' is on the floor of "kernels".
+    """
     top = (module.split(".") + [""])[1]
     for number, names in enumerate(FLOORS):
         if top in names:
@@ -60,8 +67,9 @@ def is_module(name: str) -> bool:
 
 
 def imports_of(path: Path) -> list[tuple[str, int]]:
-    """(imported module, line) for every import, wherever it stands, for types too; relative ones
-    resolved.
+    """Return (imported module, line) for every import in a file.
+
+    Imports inside functions and imports for type checking count too. Relative imports are resolved.
     """
     found = []
     package = path.relative_to(ROOT).parts[:-1]
@@ -82,7 +90,7 @@ def test_every_module_has_a_floor():
 
 
 def test_every_module_that_is_imported_exists():
-    """Also inside of functions: a command imports what it needs when it runs."""
+    """Check the imports inside functions too, because commands import modules when they run."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grpo_fast."):
@@ -108,12 +116,12 @@ def test_imports_flow_one_way():
             other = floor_of(imported)
             assert other is not None, where
             if imported == "grpo_fast":
-                assert own > FLOORS.index(("",)), f"{where}: the public names stand above it"
+                assert own > FLOORS.index(("",)), f"{where}: the public names are on a higher floor"
             assert other <= own, f"{where}: from floor {own} up to floor {other}"
 
 
 def train_arrows() -> set[tuple[str, str]]:
-    """(room, room that it imports) for the rooms of train/, files and types alike."""
+    """Return the pairs (room, imported room) for all imports between rooms of train/."""
     start, arrows = "grpo_fast.train.", set()
     for path in SOURCES:
         module = module_of(path)
@@ -129,17 +137,17 @@ def test_the_rooms_of_the_trainer_have_floors():
     rooms = {x.stem for x in folder.iterdir() if x.suffix == ".py" or (x / "__init__.py").exists()}
     assert rooms - {"__init__"} == set(floors)
     arrows = train_arrows()
-    assert not [f"{a} → {b}" for a, b in arrows if floors[b] > floors[a]], "an arrow goes up"
-    assert not [f"{a} ↔ {b}" for a, b in arrows if (b, a) in arrows], "a circle"
+    assert not [f"{a} → {b}" for a, b in arrows if floors[b] > floors[a]], "a higher floor"
+    assert not [f"{a} ↔ {b}" for a, b in arrows if (b, a) in arrows], "a cycle of imports"
     assert len(arrows) <= MOST_ARROWS
 
 
 def test_imports_make_no_cycle():
-    """No file imports one that imports it: not later inside a function, not for types."""
+    """Check that no two files import each other, not even inside functions or for types."""
     graph = {module_of(path): {m for m, _ in imports_of(path)} for path in SOURCES}
-    graph["grpo_fast"] = set()  # the public names load when they are first used
+    graph["grpo_fast"] = set()  # its imports are lazy, so they cannot form a cycle
     others = {module: imported - {module} for module, imported in graph.items()}
-    graphlib.TopologicalSorter(others).prepare()  # or CycleError, which names the modules
+    graphlib.TopologicalSorter(others).prepare()  # raises a CycleError with the modules
 
 
 def test_tests_share_no_code_with_the_oracle():
@@ -179,12 +187,14 @@ modules = sorted({m.split(".")[0] for m in sys.modules})
 print(json.dumps({"seconds": seconds, "processes": processes, "modules": modules}))
 """
 HEAVY = {"transformers", "triton", "datasets", "peft", "accelerate", "httpx2", "numpy", "pydantic"}
-OPTIONAL = HEAVY - {"numpy"} | {"matplotlib", "trl", "typer", "rich"}  # torch may bring numpy
+OPTIONAL = HEAVY - {"numpy"} | {"matplotlib", "trl", "typer", "rich"}  # torch may import numpy
 
 
 def test_import_is_light_and_quick():
-    """Beyond torch's own import, which alone can take longer on a cold or loaded disk, in one of
-    three processes: less than 2 s, no process, no optional package, and none for one call either.
+    """Import the package and call a loss without optional packages and without new processes.
+
+    The import after `import torch` must take less than 2 s in one of three processes. Only one of
+    them must be fast, because the machine may be busy.
     """
     seconds = [math.inf]
     while min(seconds) >= 2.0 and len(seconds) <= 3:
@@ -197,7 +207,7 @@ def test_import_is_light_and_quick():
 
 
 # ----------------------------------------------------------
-# house
+# house rules
 def code_lines(path, first=1, last=None):
     """Return the number of lines without blank lines, docstrings and own-line comments."""
     text = path.read_text()
@@ -219,7 +229,7 @@ def test_files_stay_small():
 
 
 def test_functions_stay_small():
-    """About 40 lines of code; kernels may be longer."""
+    """Check that functions have at most 50 lines of code, except in kernels."""
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and "kernels" not in path.parts:
@@ -234,9 +244,7 @@ def test_nothing_is_left_to_do():
 
 
 def test_adding_a_loss_touches_one_place():
-    """Names of losses are compared nowhere: outside of the table and the recipes no code branches
-    on loss_type.
-    """
+    """Check that no code branches on a loss type, except the table of losses."""
     table = PACKAGE / "objective" / "losses.py"
     assert {"grpo", "dapo", "gspo"} <= {*re.findall(r'^    "(\w+)":', table.read_text(), re.M)}
     for path in SOURCES:

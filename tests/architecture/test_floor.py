@@ -1,4 +1,4 @@
-"""The oldest versions that are declared are the oldest that are tested."""
+"""Tests that the oldest versions declared in pyproject.toml are the oldest versions tested."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"mypy", "ruff"}  # which check the tree in the environment of today only
+TOOLS = {"mypy", "ruff"}  # they run only with current versions, so they have no oldest version
 REQUIREMENT = re.compile(r"([\w-]+)>=([\d.]+)")
 PIN = re.compile(r"^([\w-]+)==([\d.]+)$", re.MULTILINE)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """5.17 and 5.17.0 are one."""
+    """Return the numbers of a version without trailing zeros, so that 5.17 equals 5.17.0."""
     numbers = [int(part) for part in version.split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -43,7 +43,8 @@ def test_what_ci_runs_on_older_versions_is_the_floor():
         assert f"$(VENV)/{name}-{pins[name].removesuffix('.0')}" in makefile
 
 
-# Modules that import transformers, and why their tests are left to `make test-floor`.
+# Modules that import transformers but have no test in `make test-transformers`, with the reason.
+# `make test-floor` runs their tests.
 LEFT_TO_TEST_FLOOR = {
     "grpo_fast.examples.hf_trainer": "two processes",
     "grpo_fast.examples.plain_loop": "a process of its own",
@@ -55,7 +56,7 @@ LEFT_TO_TEST_FLOOR = {
 
 
 def test_what_calls_transformers_is_tested_on_the_oldest():
-    """`make test-transformers` holds a test file for every module that imports transformers."""
+    """Check that `make test-transformers` tests every module that imports transformers."""
     words = ["make", "--no-print-directory", "-s", "-n", "test-transformers"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
     chosen = {ROOT / name for name in re.findall(r"\btests/\w+/test_\w+\.py", said)}

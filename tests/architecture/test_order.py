@@ -1,4 +1,4 @@
-"""No test feels which ones came before it; what `tests.pairs` leaves of a grid."""
+"""Tests that the result of a test does not depend on earlier tests, and tests of `tests.pairs`."""
 
 from __future__ import annotations
 

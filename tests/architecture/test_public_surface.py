@@ -1,4 +1,4 @@
-"""The pinned names and signatures: other code is written against them."""
+"""Tests that pin the public names, signatures and defaults, because other code relies on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIGNATURES = {
         "logits target_ids advantages config", TOKENS | LOSS | dict(inplace=False)
     ),
 }  # fmt: skip
-# Keywords that came after the pinned ones: optional, so that no pinned call changes.
+# Keywords that were added later. They are optional, so that existing calls give the same result.
 ADDED = {
     "linear_logps": dict(entropy_over="support", hidden_rows=None, support=None, group=None),
     "logits_logps": dict(entropy_over="support", support=None),
@@ -84,4 +84,4 @@ def test_output_fields():
 
 
 def test_the_package_says_that_it_is_typed():
-    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # pyproject.toml ships it
+    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # marks the package as typed

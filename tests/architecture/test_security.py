@@ -1,6 +1,6 @@
-"""What data may never do: run as code, be unpickled, or keep a regular expression busy.
+"""Tests that untrusted data is not executed or unpickled, and cannot stall a regular expression.
 
-Names of runs and control characters are in tests/train/test_report.py and test_hostile_input.py.
+tests/train/test_report.py and test_hostile_input.py test names of runs and control characters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "sympy", "jsonp
 CALLS = {
     *("eval", "exec", "__import__"),
     *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
-    *("torch.save", "torch.jit.load", "torch.package.PackageImporter"),  # pickles
+    *("torch.save", "torch.jit.load", "torch.package.PackageImporter"),  # these use pickle
     *(f"yaml.{name}" for name in ("load", "load_all", "unsafe_load", "full_load", "dump")),
     *(f"torch.distributed.{name}_object" for name in ("all_gather", "gather", "send", "recv")),
     *(f"torch.distributed.{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")),
@@ -31,7 +31,7 @@ ARGUMENTS = {
     ("shell", True), ("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True),
     ("safe_serialization", False), ("use_safetensors", False),
 }  # fmt: skip
-# (file, what): why it may stand there
+# Allowed uses as (file, function), with the reason.
 RANKS = "grpo_fast/train/ranks/distributed.py"
 ALLOWED = {
     (RANKS, "torch.distributed.all_gather_object"): "between the processes of one launch",
@@ -49,7 +49,7 @@ class Hit(NamedTuple):
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:
-    """What every imported name of a file stands for."""
+    """Return a dictionary from every imported name of a file to its full name."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def is_weights_only(call: ast.Call) -> bool:
 
 
 def hits(source: str) -> Iterator[Hit]:
-    """Calls, arguments and imports that are forbidden."""
+    """Yield every forbidden call, argument and import in a source text."""
     tree = ast.parse(source)
     names = names_of(tree)
     for module in {x.split(".")[0] for x in names.values()} & MODULES:
@@ -93,7 +93,7 @@ def hits(source: str) -> Iterator[Hit]:
 def test_nothing_forbidden_is_called_but_what_is_allowed():
     found = [(str(p.relative_to(ROOT)), hit) for p in SOURCES for hit in hits(p.read_text())]
     assert not [(file, hit) for file, hit in found if (file, hit.what) not in ALLOWED]
-    assert {(file, hit.what) for file, hit in found} == ALLOWED.keys(), "no longer there"
+    assert {(file, hit.what) for file, hit in found} == ALLOWED.keys(), "an allowed use is gone"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_scan_passes(source):
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.05
-# Patterns that are not the package's own: why they may stand there.
+# Modules that compile patterns from a configuration, with the reason why this is safe.
 GIVEN = {"grpo_fast.rewards.workers.pattern": "a recipe's, in a process that a timeout ends"}
 UNITS = (
     *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
@@ -145,7 +145,10 @@ UNITS = (
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Every regular expression of the package: those of modules, and constants given to `re`."""
+    """Yield the place and the pattern of every regular expression in the package.
+
+    These are patterns of module globals and constant patterns in calls of `re`.
+    """
     for path in sorted((ROOT / "grpo_fast").rglob("*.py")):
         tree = ast.parse(path.read_text())
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -158,7 +161,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
             if id(node) in top:
                 yield where, getattr(importlib.import_module(module), top[id(node)])
             elif node.func.attr != "escape" and module not in GIVEN:
-                text = ast.literal_eval(node.args[0])  # or it has to be a module's
+                text = ast.literal_eval(node.args[0])  # fails unless the pattern is a constant
                 flags = re.MULTILINE if "MULTILINE" in ast.unparse(node) else 0
                 yield where, re.compile(text, flags)
 
@@ -174,7 +177,7 @@ def test_the_patterns_are_found():
 
 
 def seconds(pattern: re.Pattern[str], text: str) -> float:
-    """Of this thread, whatever else the machine does."""
+    """Return the CPU time of this thread for a search, which other load does not change."""
     start = time.thread_time()
     pattern.match(text), pattern.fullmatch(text), pattern.findall(text)
     return time.thread_time() - start

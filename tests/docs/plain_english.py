@@ -46,7 +46,7 @@ def words(node: ast.AST) -> Iterator[ast.Constant]:
 
 
 def texts(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, kind, text) of docstrings, comments and messages."""
+    """Yield (line, kind, text) for every docstring, comment and message in a file."""
     source = path.read_text()
     if path.suffix != ".py":
         pattern = r"//\s?(.*)" if path.suffix in (".h", ".cpp") else r"^\s*#\s?(.*)"

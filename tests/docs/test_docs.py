@@ -1,5 +1,7 @@
-"""The documents: code runs, commands exist, links lead somewhere, tables say what code and results
-say, and the reference leaves nobody out.
+"""Tests of the documentation.
+
+Code blocks run, commands and links exist, tables match the code and the results, and the API
+reference is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
 README = ROOT / "README.md"
 READMES = sorted([README, *(ROOT / "grpo_fast").rglob("README.md")])
 OTHERS = [ROOT / x for x in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-# The doors of the package: all that their __all__ names is public.
+# Public modules of the package. All names in their __all__ are public.
 DOORS = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 NOT_RUN = "# not run: needs "
@@ -45,7 +47,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     blocks = BLOCK.findall(page.read_text())
     assert blocks
     known: dict = {}
-    if page.stem == "index":  # names of the reader's own stand there
+    if page.stem == "index":  # its code uses variables that the reader must define
         blocks = [f"{NOT_RUN}them\n{block}" for block in blocks]
     for block in blocks:
         code = compile(block, page.name, "exec")
@@ -54,7 +56,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """With two steps; `make notebook` runs it as it stands."""
+    """Run the notebook with two steps. `make notebook` runs all steps."""
     IPython = pytest.importorskip("IPython", reason="the extra docs brings ipykernel")
     monkeypatch.setattr(IPython.display, "Image", lambda filename: Path(filename).read_bytes()[:4])
     cells = json.loads((DOCS / "quickstart.ipynb").read_text())["cells"]
@@ -64,7 +66,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 
 def documented() -> list[str]:
-    """The full names that the reference lists."""
+    """Return the full names that the API reference lists."""
     text = (DOCS / "api.md").read_text()
     listed = re.findall(r"\.\. auto(?:function|class|exception|data):: (\S+)", text)
     for module, options in re.findall(r"\.\. automodule:: (\S+)\n((?:   :.*\n)*)", text):
@@ -93,7 +95,7 @@ def test_the_reference_has_every_public_name(door):
 
 
 def test_the_reference_has_every_name_that_a_page_imports():
-    """What a document shows is public, wherever it lies."""
+    """Check that the reference lists every name that a code block imports from grpo_fast."""
     listed = documented()
     shown = set()
     for page in [*WRITTEN, *READMES]:
@@ -134,7 +136,7 @@ def test_every_command_that_is_shown_exists():
             seen.add(command)
             if command == "train" and words and words[0] in recipe_names() and "'" not in line:
                 local = [w for w in words[1:] if "=" in w and not w.startswith(("data=", "model="))]
-                load_recipe(words[0], local)  # every key and value fits
+                load_recipe(words[0], local)  # fails if a key or a value is invalid
     assert {"train", "eval", "plan", "plot", "doctor"} <= seen
 
 
@@ -142,14 +144,14 @@ KEY = re.compile(r"[`'\s]([a-z_]+\.[a-z_0-9.]*(?:\{[a-z_, ]+\}|[a-z_0-9]))(?=[`=
 
 
 def has_key(model: object, key: list[str]) -> bool:
-    """Whether `key` leads somewhere below a type of the configuration."""
+    """Return True if the path `key` exists in a type of the configuration."""
     if not key:
         return True
     fields = getattr(model, "model_fields", None)
     if fields is not None:
         return key[0] in fields and has_key(fields[key[0]].annotation, key[1:])
     inner = [kind for kind in get_args(model) if kind is not type(None)]
-    # an element's number in a list; free names in a dict
+    # A list has indices as keys, and a dictionary has arbitrary keys.
     key = key[1:] if get_origin(model) is list and key[0].isdigit() else key
     return get_origin(model) is dict or any(has_key(kind, key) for kind in inner)
 
@@ -189,7 +191,7 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
 
 
 def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Of the site as `make docs` built it, before this."""
+    """Check the site that `make docs` has built: no horizontal scrolling, light and dark colors."""
     built = DOCS / "_build" / "html"
     if not chromium.COMMAND or not built.is_dir():
         pytest.skip("needs Chromium, and the site built by `make docs`")
@@ -207,9 +209,9 @@ def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
 
 
 # ----------------------------------------------------------
-# the READMEs
+# READMEs
 def rows_of(text: str, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading."""
+    """Return the cells of the first table below a heading, without its header row."""
     lines = text.partition(heading)[2].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("|---"))
     table = []

@@ -1,6 +1,6 @@
-"""An engine with faults for tests of the doctor.
+"""Engine with faults, for tests of the doctor.
 
-The engine shares no code with the doctor: it makes one forward pass for each token.
+The engine shares no code with the doctor. It runs one forward pass of the model for each token.
 """
 
 from collections.abc import Callable
@@ -30,26 +30,27 @@ def found_by(
     policy: Policy, engine: Engine, sampling: Any = SAMPLING, prompts: Any = MESSAGES,
     **options: Any,
 ) -> tuple[Diagnosis, list[str]]:  # fmt: skip
-    """Return the diagnosis, and the names of its causes."""
+    """Run `diagnose`, and return the diagnosis with the names of its causes."""
     found = diagnose(policy, engine, prompts, sampling, **options)
     return found, [cause.name for cause in found.causes]
 
 
 @dataclass
 class FaultyEngine(Engine):
-    """An engine that samples correctly, except for the faults that its fields switch on."""
+    """Engine that samples correctly, except for the faults that its fields switch on."""
 
     temperature: float | None = None  # replaces the requested temperature
     top_k: int = 0  # replaces the requested top_k
     penalty: float = 1.0  # repetition penalty
     raw: bool = False  # report log-probabilities from before temperature and truncation
     names_kept: bool = False  # report the tokens that truncation kept
-    read: Callable[[list[int]], list[int]] = list  # changes the ids of a prompt
-    keeps: Policy | None = None  # sample with these weights, and ignore updates
+    read: Callable[[list[int]], list[int]] = list  # function that changes the ids of a prompt
+    keeps: Policy | None = None  # sample with this policy, and ignore weight updates
     model_dtype: torch.dtype | None = None  # compute in this dtype
     answers: int | None = None  # report this weight version
     stops: int | None = None  # cut completions off at this length
-    report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone  # changes reported logps
+    # Function that changes the reported log-probabilities.
+    report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
     def update(self, policy: Policy, version: int) -> None:
         self.policy = self.keeps or policy
@@ -104,7 +105,7 @@ class FaultyEngine(Engine):
 
 
 def tokenizer_with_bos() -> Any:
-    """Return a BPE tokenizer that starts a text with BOS, with a chat template that does so too."""
+    """Return a BPE tokenizer that adds BOS to a text, with a chat template that adds it too."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = build_bpe_tokenizer(TEXTS, 280)

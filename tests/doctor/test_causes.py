@@ -1,4 +1,4 @@
-"""Each of the ten causes is planted in an engine, and the doctor names the cause."""
+"""Tests that plant each of the ten causes in an engine. The doctor must name the cause."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         full, half = found.own_noise
         assert (full.dtype, half.dtype) == ("float32", "bfloat16")
         assert full.mean < 1e-5 and half.mean < 0.1
-        assert half.mean > 1e-3 or sampling.max_new_tokens == 1  # one token may round alike
+        # With one token per completion, packed and single rows may round in the same way.
+        assert half.mean > 1e-3 or sampling.max_new_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_our_own_engine_has_no_cause(family, dtype):
     assert found.ok and names == []
 
 
-# The planted fault, the cause, and words of the advice.
+# Fields of the faulty engine, the expected cause, and a part of the expected advice.
 PLANTS = {
     "raw": (dict(raw=True), causes.TEMPERATURE, "raw log-probabilities: request processed"),
     "temperature lost": (dict(temperature=1.0), causes.TEMPERATURE, "processed"),
@@ -80,7 +81,7 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# The family, the trainer's configuration, the server's changes, and the cause.
+# The model family, the trainer's configuration, the changes on the server, and the expected cause.
 SERVED = {
     "theta": ("llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}}, {"rope_parameters": ROPE},
               causes.ROPE),
@@ -120,7 +121,7 @@ def test_an_adapter_that_is_not_loaded():
 
 
 def test_weights_that_no_update_changes(policy):
-    """The doctor restores the policy's weights after its test for stale weights."""
+    """Check that the doctor restores the policy's weights after its test for stale weights."""
     before = policy.frozen_copy()
     found, names = found_by(policy, FaultyEngine(keeps=policy_of(seed=1)))
     assert names == [causes.STALE] and "do not change with the weights" in found.causes[0].advice
@@ -185,7 +186,7 @@ def test_an_unknown_fault_has_no_name(policy, fault):
 
 
 def test_attempts_without_effect_are_left_out():
-    """Leave out a window that no sequence exceeds, and a RoPE that already has the default."""
+    """Check that the doctor skips a window that no sequence exceeds, and RoPE with its default."""
     policy = policy_of("mistral", sliding_window=400)
     found, names = found_by(policy, FaultyEngine(report_as=lambda logps: logps - 0.2))
     assert names == [] and causes.ROPE not in [cause.name for cause in found.tried]

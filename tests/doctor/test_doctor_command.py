@@ -1,4 +1,4 @@
-"""`grpo-fast doctor`: its words, its text, its JSON and its exit status."""
+"""Tests of `grpo-fast doctor`: command-line words, text report, JSON report and exit status."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The self-tests pass on this machine, and each self-test finds the fault that it is for."""
+"""Tests that the self-tests pass on this machine, and that each one finds a planted fault."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def no_kernel(out, call, weight):
     raise RuntimeError("no such kernel\nsecond line")
 
 
-# A fault in the results of one call, and the errors that must be found.
+# Functions that plant a fault in the result of a call, and the errors that must be found.
 FAULTS = {
     "logps": (lambda out, call, weight: replace(out, logps=out.logps + 1e-4), [VALUES]),
     "NaN": (lambda out, call, weight: replace(out, logps=out.logps * torch.nan), [VALUES, BITS]),
@@ -63,7 +63,7 @@ def test_a_kernel_that_is_wrong(monkeypatch, kind):
 
     def loss(**arguments):
         out = correct(**arguments)
-        if arguments["hidden"].dtype == torch.float64:  # the reference
+        if arguments["hidden"].dtype == torch.float64:  # the reference gets no fault
             return out
         calls.append(kind)
         return fault(out, len(calls), arguments["lm_head_weight"])

@@ -1,4 +1,4 @@
-"""Faults planted in a real vLLM server, and what the doctor names: `make test-vllm`."""
+"""Tests that plant faults in a real vLLM server (`make test-vllm`). The doctor must name them."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
-# What is requested of the server in addition, or done to the prompt, and the right cause.
+# Additional fields of the request, or a function that changes the prompt, and the right causes.
 REQUESTED: dict[str, tuple[Any, list[str]]] = {
     "nothing": ({}, []),
     "temperature lost": ({"temperature": 1.0}, [causes.TEMPERATURE]),

@@ -1,4 +1,4 @@
-"""The script of the recipe `capitals`: its data and its rewards."""
+"""Tests of the data and the rewards of `examples.capitals`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lecture script has the lecture's model and rewards, and learns to sort."""
+"""Tests that `examples.lecture` has the model and rewards of the lecture, and learns to sort."""
 
 from __future__ import annotations
 

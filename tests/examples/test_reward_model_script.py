@@ -1,4 +1,4 @@
-"""The reward model script trains a model that works as a reward and scores pairs alike."""
+"""Tests that `examples.reward_model` trains a model that the reward `reward_model` can use."""
 
 from __future__ import annotations
 

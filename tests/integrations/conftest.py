@@ -1,4 +1,4 @@
-"""Fixtures: a process group of one process, and a tiny model on disk for TRL's trainers."""
+"""Fixtures for a process group with one process, and for a tiny model on disk for TRL."""
 
 from collections.abc import Iterator
 from pathlib import Path

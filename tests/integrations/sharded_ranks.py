@@ -1,4 +1,4 @@
-"""Losses of tiny models with sharded heads on several ranks, for `test_sharded_heads.py`."""
+"""Job of `test_sharded_heads.py` that computes losses of sharded tiny models on several ranks."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
-ROWS, PROMPT, COMPLETION = 4, 5, 6  # sizes of a rank's micro-batch
+ROWS, PROMPT, COMPLETION = 4, 5, 6  # rows and tokens in the micro-batch of a rank
 PACKED = {"forward": "packed", "loss": "single pass"}
 Gradients = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -29,7 +29,11 @@ Work = tuple[Any, Any, Tensor]  # model, wrapped model, loss
 
 
 def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options: Any) -> Any:
-    """Apply FSDP2 to each layer, to each of `groups` (a module or a list), and to the rest."""
+    """Apply FSDP2 to each layer, to each group, and to the rest of the model.
+
+    A group is a module or a list of modules. With `kept`, the weights of the groups stay gathered
+    after the forward pass.
+    """
     root = options.pop("root", None)
     for layer in lm.model.layers:
         fully_shard(layer, mesh=mesh, **options)
@@ -39,7 +43,7 @@ def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options
 
 
 def replicated(lm: Any, mesh: DeviceMesh) -> Any:
-    """Shard over two ranks, with copies on the other two (HSDP)."""
+    """Shard the model over two ranks, and replicate it on two further ranks (HSDP)."""
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return shard(lm, two, lm.lm_head)
 
@@ -69,8 +73,8 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# The wraps for each computation. "dapo" is the single pass, "vespo" is TRL's objective on our
-# logps, and "empty" is a single pass in which the last rank has no scored token.
+# The wrappers to test for each computation. "dapo" is the single pass. "vespo" is TRL's objective
+# on our logps. "empty" is a single pass in which the last rank has no scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -82,13 +86,13 @@ COMPUTED = {
 
 
 def names(world: int) -> list[str]:
-    """Return the names of the cases for a number of ranks."""
+    """Return the names of the test cases for `world` ranks."""
     cases = [f"{what}-{wrap}" for what, wraps in COMPUTED.items() for wrap in wraps]
     return [case for case in cases if world == 4 or "replicated" not in case]
 
 
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
-    """Return the micro-batch of a rank; without a rank, the batch of all ranks."""
+    """Return the micro-batch of a rank. Without a rank, return the batch of all ranks."""
     random = torch.Generator().manual_seed(5)
     count = ROWS * world
     mask = torch.ones(count, COMPLETION, dtype=torch.int64)
@@ -122,7 +126,7 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 
 
 def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Compute the loss of TRL's DistillationTrainer, with student and teacher wrapped."""
+    """Compute the loss of TRL's DistillationTrainer with a wrapped student and teacher."""
     trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
     for parameter in trainer.teacher_model.parameters():
         parameter.data *= 1.5
@@ -136,7 +140,7 @@ def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> 
 
 
 def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Compute the loss of TRL's fused head without a trainer, or of `policy_loss`."""
+    """Compute the loss of `policy_loss`, or of TRL's fused head without a trainer."""
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     counts = torch.cat([torch.zeros_like(batch["prompt_ids"]), batch["completion_mask"]], 1)
@@ -156,7 +160,10 @@ def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 def compute(
     case: str, world: int, folder: Path, rank: int | None = None, mesh: DeviceMesh | None = None
 ) -> tuple[float, Gradients]:
-    """Return this rank's loss and the reduced gradients; without a rank, those of one process."""
+    """Compute the loss of this rank and the reduced gradients.
+
+    Without a rank, compute the loss and the gradients of all rows in one process.
+    """
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
     work = model_loss if what in ("fused", "policy_loss") else trainer_loss
@@ -164,7 +171,7 @@ def compute(
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
-    del wrapped  # keep DDP alive until here: it reduces gradients during the backward
+    del wrapped  # keep DDP alive until here, because it reduces gradients in the backward pass
     found = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     return loss.item(), {name: whole(gradient) for name, gradient in found.items()}
 
@@ -175,7 +182,8 @@ def whole(x: Tensor) -> Tensor:
 
 # transformers' Trainer accepts sharded models since this version.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
-VOCABULARY, WIDTH, TOKENS = 61, 12, 7  # shards of rows are uneven, shards of columns are even
+# The vocabulary is odd, so shards of rows have different sizes. Shards of columns are equal.
+VOCABULARY, WIDTH, TOKENS = 61, 12, 7
 PLACEMENTS = {
     "rows": (Shard(0), Shard(0)),
     "columns": (Shard(1), Replicate()),
@@ -187,7 +195,12 @@ Result = dict[str, Any]
 
 
 def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) -> Result:
-    """Return the mean loss of all ranks, the expected loss, and each gradient's relative error."""
+    """Compare this rank's loss and gradients with the expected ones.
+
+    Returns:
+        Dictionary with the mean loss of all ranks, the expected loss, the relative error of each
+        gradient, and the names of missing gradients.
+    """
     total = torch.tensor(loss, dtype=torch.float64)
     distributed.all_reduce(total)
     pairs = {name: (found[name], x) for name, x in wanted.items() if name in found}
@@ -200,7 +213,7 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
 
 
 def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """Compare the public functions on DTensors with plain torch on the rows of all ranks."""
+    """Call the public functions on DTensors, and compare with plain torch on all ranks' rows."""
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random)
@@ -232,7 +245,7 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
         else:
             loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
         loss.backward()
-        if PLACEMENTS[kind][1] is None:  # the caller reduces the gradient of a plain tensor
+        if PLACEMENTS[kind][1] is None:  # the caller must reduce the gradient of a plain tensor
             distributed.all_reduce(b.grad)
             b.grad /= world
         found = {"hidden": h.grad / world, "weight": whole(w.grad), "bias": whole(b.grad)}
@@ -250,7 +263,7 @@ def head_loss(name: str, h: Tensor, w: Tensor, b: Tensor, ids: Tensor, advantage
 
 
 def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
-    """Compare `trainer.train()` on a model sharded by transformers with a run under DDP."""
+    """Train a model that transformers shards, and compare the run with a run under DDP."""
     from transformers.distributed import DistributedConfig
 
     for name in ("untied", "tied"):
@@ -269,7 +282,7 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
 
 
 def references(worlds: list[int], folder: str) -> None:
-    """Save the models, and what one process computes for the rows of all ranks."""
+    """Save the models, and the loss and gradients that one process computes for all rows."""
     for name, tied in (("tied", True), ("untied", False)):
         trl_cases.folder(Path(folder, name), tie_word_embeddings=tied)
     cases = [(case, world) for world in worlds for case in names(world)]
@@ -278,7 +291,7 @@ def references(worlds: list[int], folder: str) -> None:
 
 
 def results_of(folder: str) -> dict[str, Result]:
-    """Run every case of this number of ranks, on each rank."""
+    """Run every case for this number of ranks, and return the results of this rank."""
     world, rank, place = distributed.get_world_size(), distributed.get_rank(), Path(folder)
     os.environ["LOCAL_RANK"] = str(rank)  # torchrun would set this variable for accelerate
     mesh = init_device_mesh("cpu", (world,))

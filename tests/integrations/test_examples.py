@@ -1,4 +1,4 @@
-"""Scripts of grpo_fast/examples compared with plain torch or with the trainer's own code.
+"""Tests that compare grpo_fast/examples with plain torch or with the code of the other trainer.
 
 test_two_processes.py tests the Lightning example, and test_recorded_trees.py the verifiers example.
 """
@@ -70,7 +70,8 @@ def test_plain_loop_equals_the_tutorial():
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert max(h["clip_ratio/region_mean"] for h in history) > 0
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        # AdamW turns a gradient near 0 into a step of its sign, so rounding may flip a step.
+        # AdamW makes a full step even if a gradient is near 0, so rounding may flip the direction
+        # of a few steps.
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
@@ -113,7 +114,7 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def tutorial_step(model, rows) -> torch.Tensor:
-    """Make a step of SGD on these rows, keep the gradients, and return the loss."""
+    """Make a step of SGD on these rows, and return the loss. The gradients remain in `grad`."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given = batch["advantages"], batch["old_logps"], None
     loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
@@ -126,7 +127,7 @@ def tutorial_step(model, rows) -> torch.Tensor:
 
 
 def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
-    """Two micro-batches give the weights of a single pass over the step's tokens."""
+    """Check that two micro-batches give the same weights as one pass over all tokens of a step."""
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
     # Some models set this flag. It must not change the division of our loss.
@@ -151,7 +152,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
 
 
-# Every correction of OpenRLHF, with bounds that keep some tokens or sequences and drop others.
+# Options for every correction of OpenRLHF. The bounds drop some tokens or sequences, but not all.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
@@ -222,7 +223,7 @@ class LossOutputs:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_prime_rls_documented_loss(beta):
-    """Compare with prime-rl's documented PPO loss in plain torch, plus a KL to the teacher."""
+    """Compare with the PPO loss in prime-rl's documentation, plus a KL to the teacher."""
     random = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(11, generator=random)
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()

@@ -1,4 +1,7 @@
-"""Recorded samples of TRL and verifiers as one packed row: the loss of the flattened samples."""
+"""Tests that pack recorded samples of TRL and verifiers into one row.
+
+The loss must equal the loss of the same samples in separate rows.
+"""
 
 import copy
 import json
@@ -25,16 +28,16 @@ NAMES = {"register": register, "head_of": head_of, "LossConfig": LossConfig,
 
 
 def records():
-    """Return two traces of each of two tasks, recorded by verifiers 0.4.0.
+    """Return two traces for each of two tasks, recorded by verifiers 0.4.0.
 
-    Each trace has two branches: a turn, a tool's result and a second turn; and the same first turn
-    with a different result and two more turns.
+    Each trace has two branches, which share the first turn. Then one branch has a tool's result and
+    a second turn. The other branch has a different result and two more turns.
     """
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
 
 
 def run_example(module, names):
-    """Run the example in a module's docstring, at most ten lines."""
+    """Run the example in a module's docstring. It may have at most ten lines."""
     lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
     assert len(lines) <= 10
     exec(compile("\n".join(lines), module.__name__, "exec"), names)
@@ -42,7 +45,7 @@ def run_example(module, names):
 
 
 def flattened(model, samples, advantages, old, support=None):
-    """Return the loss of samples in separate rows, and the model's gradients."""
+    """Compute the loss of samples in separate rows. Return the loss and the model's gradients."""
     model.set_attn_implementation("eager")
     hidden, targets = [], []
     for ids, trained in samples:
@@ -76,10 +79,12 @@ def test_traces_of_verifiers():
     names["found"] = [p.grad.clone() for p in model.parameters()]
     pack = names["pack"]
     nodes = [node for record in records() for node in record["nodes"]]
-    # Equal prefixes are packed once, and last tokens are left out because they predict nothing.
+    # Equal prefixes are packed once. The last token of a branch is not packed, because it predicts
+    # nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # The flattened samples: each branch with its history. A shared turn is trained once.
+    # Build the flattened samples, one for each branch with its history. A shared turn is trained
+    # only once.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -102,7 +107,10 @@ def wire(values, dtype):
 
 
 def test_sampling_masks_and_routes_come_over_the_wire():
-    """A sampling mask restricts the loss. Equal ids with different experts are not shared."""
+    """Check that a sampling mask restricts the loss to its ids.
+
+    Equal ids with different expert routes must not share rows.
+    """
     traces, model = records()[:2], tiny_model("llama")
     plain, inputs = pack_traces(traces, [1, -1])
     assert inputs["support"] is None
@@ -132,7 +140,7 @@ def test_sampling_masks_and_routes_come_over_the_wire():
 
 
 def broken(*changes):
-    """Return two traces; in the second one, the values at paths such as "nodes.3.mask" change."""
+    """Return two traces. In the second trace, set the value at each path, as "nodes.3.mask"."""
     traces = copy.deepcopy(records()[:2])
     for path, value in changes:
         *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
@@ -156,7 +164,7 @@ MASKS = [
 ]  # fmt: skip
 BINARY = [{"dtype": "int32", "data": b"abc"}, {"dtype": "int32", "data": b""},
           {"dtype": "float", "data": b"abcd"}]  # fmt: skip
-# The path of a value in the second trace, the bad values, and the message.
+# Paths in the second trace, bad values for each path, and the expected message.
 BAD = [
     ("nodes.0.parent", [2], ".nodes[0].parent: expected a path to a root, got a"),
     ("nodes.3.parent", [9, -1, 8, 1 << 63, 1.0, True, "0", []],
@@ -210,7 +218,7 @@ def test_a_sampled_first_token_is_refused():
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
-    """Return a trace of `count` nodes with two tokens each; the second token was sampled."""
+    """Return a trace of `count` nodes with two tokens each. The second token is sampled."""
     above = parents or [None, *range(count - 1)]
     nodes = [
         {"parent": parent, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-0.5]}
@@ -220,14 +228,14 @@ def chain(count: int, parents: list[int | None] | None = None) -> dict:
 
 
 def test_a_long_chain_is_read_in_one_pass():
-    """Reading takes linear time. It was quadratic when each node walked up to the root."""
+    """Check that reading takes linear time. A walk from each node to the root is quadratic."""
     seconds = []
     for count in (2000, 16000):
-        start = time.process_time()  # CPU time: other processes may use the core
+        start = time.process_time()  # measure CPU time, because other processes use the core too
         (trace,) = read_traces([chain(count)])
         seconds.append(time.process_time() - start)
         assert [len(b.ids) for b in trace.branches] == [2 * count]
-    assert seconds[1] < 32 * seconds[0]  # 64 times if it were quadratic
+    assert seconds[1] < 32 * seconds[0]  # quadratic time would give a factor of 64
     backwards = read_traces([chain(3000, [*range(1, 3000), None])])[0].branches
     assert [len(b.ids) for b in backwards] == [6000]
     (comb,) = read_traces([chain(60, [None, *(i // 2 * 2 for i in range(59))])])
@@ -248,7 +256,8 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Advantages in the nodes, an agent that is not trained, and an abandoned compaction.
+    # Read advantages from the nodes. Then skip an agent that is not trained, and an abandoned
+    # compaction.
     nodes = enumerate(records()[1]["nodes"])
     credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
               for i, node in nodes]  # fmt: skip
@@ -269,7 +278,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Tensors equal those of TRL's own tree, and the loss equals that of the flattened samples."""
+    """Compare the tensors with TRL's own tree, and the loss with samples in separate rows."""
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
     prompt = torch.randint(2, 61, (9,), generator=generator)
@@ -291,7 +300,8 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # TRL's tree forks a token earlier and includes last tokens, which predict nothing.
+    # TRL's tree has more tokens: it forks one token earlier and includes last tokens, which predict
+    # nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

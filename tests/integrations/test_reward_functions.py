@@ -1,4 +1,4 @@
-"""A file of reward functions gives the same rewards in TRL's trainer and in ours."""
+"""Tests that reward functions give the same rewards in TRL's trainer and in ours."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ FUNCTIONS = {
 def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
-    # `answer` is a column in both conventions; `answers` is a name that only ours uses.
+    # `answer` is a data column in both conventions. `answers` is a special name only in ours.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 
 
 class Recorded(GRPOTrainer):
-    """TRL's trainer, with a record of all calls of its reward functions."""
+    """TRL's trainer that records all calls of its reward functions in `seen`."""
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

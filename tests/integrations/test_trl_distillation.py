@@ -1,4 +1,4 @@
-"""`use_fast_head` on TRL's `DistillationTrainer`: equal losses, equal runs, refusals."""
+"""Tests of `use_fast_head` on TRL's `DistillationTrainer`: losses, whole runs, refusals."""
 
 import importlib
 from typing import Any
@@ -40,13 +40,17 @@ def both(
     beta: float, mask: torch.Tensor, items: Any = None, *, bias: bool = True, dtype: Any = None,
     **rule: Any,
 ) -> list[tuple]:  # fmt: skip
-    """Return (loss, entropy sum, tokens, gradients) of TRL's function, then of ours."""
+    """Call TRL's function and ours.
+
+    Returns:
+        (loss, sum of entropies, number of tokens, gradients) of TRL's function, then of ours.
+    """
     random = torch.Generator().manual_seed(4)
     width, other, vocabulary = 12, 7, 61
     h, t = (torch.randn(3, 5, n, generator=random) for n in (width, other))
     w, u = (torch.randn(vocabulary, n, generator=random) for n in (width, other))
     a, b = (torch.randn(vocabulary, generator=random) for _ in range(2))
-    h[2] = t[2] = torch.nan if mask.any() else 0.0  # no token of the third completion counts
+    h[2] = t[2] = torch.nan if mask.any() else 0.0  # the third completion is masked
     found = []
     for function in (theirs._chunked_divergence_loss, ours.divergence_loss):
         layer = nn.Linear(width, vocabulary, bias=bias)
@@ -61,7 +65,7 @@ def both(
         if dtype is not None:
             inputs = [x.to(dtype) for x in inputs]
             layer.to(dtype)
-        if not first:  # TRL also computes masked rows, so NaN would reach its loss
+        if not first:  # TRL computes masked rows too, so NaN would reach its loss
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
         loss, entropy, count = function(
             *first, *inputs, mask, beta, num_items_in_batch=items,
@@ -125,7 +129,7 @@ def test_runs(folders, tmp_path, options, spied):
     head.use_fast_head(other)
     for each in (one, other):
         assert not calls
-        torch.manual_seed(0)  # TRL shuffles the completions over micro-batches
+        torch.manual_seed(0)  # TRL must distribute the completions over micro-batches alike
         each.train()
     assert len(calls) >= 6
     assert any(not torch.equal(x, start[n]) for n, x in other.model.state_dict().items())
@@ -154,7 +158,7 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
 @pytest.mark.parametrize("has_tail", [True, False])
 @pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward_kl"), (0.3, "jsd"), (1.0, "reverse_kl")])
 def test_the_asynchronous_trainers_numbers_are_those_of_a_top_k(has_tail, beta, kind):
-    """Some rows have one candidate less, as in TRL's asynchronous trainer."""
+    """Compare TRL's asynchronous loss with a `TeacherTopK`. Some rows have one candidate less."""
     name = "trl.experimental.async_distillation.async_distillation_trainer"
     theirs = pytest.importorskip(name)._chunked_jsd_loss
     g = torch.Generator().manual_seed(0)

@@ -1,4 +1,7 @@
-"""TRL samples if any part of transformers' `generate` was replaced, and the reason is named."""
+"""Tests that TRL samples if a part of transformers' `generate` was replaced.
+
+`fast_path` must name the replaced part.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Llama, BASE = transformers.LlamaForCausalLM, transformers.PreTrainedModel
 
 
 def wrapped(function: Any) -> Callable[..., Any]:
-    """Return a function that calls this one and has the same name and module."""
+    """Return a wrapper of `function` that has the same name and module."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -36,14 +39,14 @@ def wrapped(function: Any) -> Callable[..., Any]:
 
 
 def copied_source(name: str) -> Any:
-    """Compile a method again from its source, with the globals of its module."""
+    """Return a copy of a method of GenerationMixin that is compiled again from its source."""
     method = inspect.unwrap(vars(Mixin)[name])
     scope: dict[str, Any] = {}
     exec(textwrap.dedent(inspect.getsource(method)), vars(utils), scope)  # noqa: S102
     return scope[name]
 
 
-# The class, its method, and the name of the part in the reason.
+# Classes, the method to replace, and the name of the part in the expected reason.
 CLASSES: dict[str, tuple[Any, str, str]] = {
     "mixin": (Mixin, "generate", "model.generate"),
     "pretrained_model": (BASE, "generate", "model.generate"),
@@ -63,7 +66,7 @@ CLASSES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.fixture(scope="module")
 def trainers(model_path, tmp_path_factory):
-    """Return trainers of a plain model, and of LoRA in both of PEFT's classes."""
+    """Return trainers of a model without LoRA, and with LoRA in two classes of PEFT models."""
     out = tmp_path_factory.mktemp("originals")
     options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
     return {
@@ -84,7 +87,10 @@ def test_a_replaced_method_of_a_class(trainers, monkeypatch, case):
 
 @pytest.mark.parametrize("name", ["generate", "_sample", "forward"])
 def test_what_was_replaced_before_the_trainer_was_built(model_path, tmp_path, monkeypatch, name):
-    """TRL stores `forward` when it builds the trainer, so it ignores later replacements too."""
+    """Check that a method is found that was replaced before the trainer was built.
+
+    A later replacement of `forward` has no effect, because TRL has then stored the original.
+    """
     monkeypatch.setattr(Llama, name, wrapped(getattr(Llama, name)), raising=False)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path)
     assert trainer._sampling() == f"model.{name} is not transformers' own"
@@ -144,7 +150,7 @@ def test_a_hook_of_somebody_else(trainers, name, reason, pre):
 
 
 def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
-    """TRL's fused head stores the model's previous forward in a closure."""
+    """Check that a replaced forward is found in the closure in which TRL's fused head stores it."""
     model = Llama.from_pretrained(model_path)
     model.forward = wrapped(model.forward)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, more={"model": model})
@@ -156,7 +162,7 @@ def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
     {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "lora": {}},
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_what_libraries_wrap_is_the_original(model_path, tmp_path, options):
-    """Known wrappers count as original before, during and after a run, as do bound methods."""
+    """Check that bound methods and wrappers by known libraries count as original code."""
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
     trainer._lm.generate = trainer._lm.generate
     del trainer._generate_single_turn

@@ -1,7 +1,7 @@
-"""Runs of FastGRPOTrainer have the logs and the final weights of the installed GRPOTrainer.
+"""Tests that runs of FastGRPOTrainer and of TRL's GRPOTrainer have equal logs and final weights.
 
-Prompts, completions and rewards are the same in both. A high learning rate and two iterations move
-the ratios across every bound.
+Both trainers get the same prompts, completions and rewards. With a high learning rate and two
+iterations, the ratios cross every bound.
 """
 
 import importlib
@@ -18,13 +18,12 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
 
 SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
-# With two micro-batches per step and two iterations, TRL computes old logps in a scoring pass, and
-# ratios differ from 1.
+# With these settings, TRL computes old logps in a separate pass, and ratios differ from 1.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
 class ToolMask:
-    """Mixin with tokens of a tool in every completion."""
+    """Mixin for trainers that marks some tokens of every completion as tool output."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -35,7 +34,7 @@ class ToolMask:
 
 
 class PerTokenAdvantages:
-    """Mixin with advantages per token."""
+    """Mixin for trainers that replaces the advantages by advantages per token."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -44,7 +43,10 @@ class PerTokenAdvantages:
 
 
 class Sampler:
-    """Mixin with the sampler's logps (one is NaN) and their correction, as with vLLM."""
+    """Mixin for trainers that adds sampler logps and their correction, as with vLLM.
+
+    One of the sampler logps is NaN.
+    """
 
     def _generate_and_score_completions(self, inputs):
         self.use_vllm = True
@@ -70,13 +72,14 @@ def compare_runs(
     model_path, tmp_path, *, mixins=(), loss=SINGLE, forward="packed", reaches=None, tolerance=1e-4,
     near_zero=1e-6, weights=1e-5, **options,
 ):  # fmt: skip
-    """Train with both trainers, and compare logs and weights.
+    """Train with TRL's trainer and with ours, and compare logs and weights.
 
     Args:
-        mixins: First bases of both trainers.
+        mixins: Mixins to add as first bases of both trainers.
         loss: Start of the expected `fast_path["loss"]`.
         forward: Start of the expected `fast_path["forward"]`.
-        reaches: A metric that must differ from 0 in TRL's logs, so that the run compares something.
+        reaches: A metric that must differ from 0 in TRL's logs. Otherwise the run would not test
+            the option.
         tolerance: Relative tolerance of the logs.
         near_zero: Absolute tolerance of the logs.
         weights: Absolute tolerance of the weights.
@@ -105,7 +108,7 @@ def compare_runs(
 
 
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
-# The metric that shows that a run leaves the clip range, by loss type.
+# The metric, by loss type, that differs from 0 if ratios leave the clip range.
 REACHED = {"cispo": "cispo_clip_ratio", "sapo": "kl"}
 SEQUENCE = {"importance_sampling_level": "sequence", "beta": 0.05, "loss": ON_LOGPS}
 BONUS = {"entropy_coef": 0.05}
@@ -127,14 +130,14 @@ RUNS: dict[str, dict[str, Any]] = {
             "loss_type": name, **SEQUENCE,
             **({"epsilon_high": 1.05} if name == "cispo" else {"epsilon": 0.05}),
         }
-        for name in ("grpo", "cispo")  # TRL's objective runs for every type at sequence level
+        for name in ("grpo", "cispo")  # at sequence level, TRL's objective computes every type
     },
     "vespo": {"loss_type": "vespo", "loss": ON_LOGPS, "reaches": "vespo/phi_seq_mean"},
     "no_kl": {"loss_type": "grpo", "beta": 0.0},
     "kl_without_ratio": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
     "two_sided": {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.28},
     "temperature": {"loss_type": "dapo", "temperature": 0.7, "beta": 0.02},
-    # Logps are over the full vocabulary even if the sampler truncates.
+    # The sampler truncates. Logps must still be over the full vocabulary.
     **{
         f"truncated_to_{name}": {"loss_type": "dapo", "beta": 0.05, name: value}
         for name, value in (("top_k", 5), ("top_p", 0.6), ("min_p", 0.2))
@@ -165,7 +168,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "several_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 8, "num_generations": 2, "beta": 0.02,
     },
-    # Options whose gradient needs complete completions.
+    # With these options, the gradient of a token depends on its whole completion.
     "high_entropy_tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "loss": ON_LOGPS},
     "off_policy_mask": {
         "loss_type": "grpo", "off_policy_mask_threshold": 0.01, "loss": ON_LOGPS,
@@ -213,7 +216,7 @@ WINDOW_IN_THE_MASK = {
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere", "qwen2_moe"])
 def test_families(tmp_path, family):
-    """The families have softcaps, sliding windows, tied heads and scaled heads."""
+    """Compare runs of model families with softcaps, sliding windows, tied and scaled heads."""
     changes = {"gemma2": {"head_dim": 16}, "qwen2_moe": WINDOW_IN_THE_MASK}.get(family, {})
     path = cases.folder(tmp_path / family, family, **changes)
     # transformers 5.17 uses sdpa for Gemma 2 by default, which ignores the softcap.

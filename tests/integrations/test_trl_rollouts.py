@@ -1,4 +1,4 @@
-"""Rollouts of FastGRPOTrainer: greedy tokens equal TRL's, fallbacks, seeds, tools, replay."""
+"""Tests of the rollouts of FastGRPOTrainer: greedy tokens, fallbacks, seeds, tools, replay."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
-ENDS = list(range(1, 130))  # half of the vocabulary ends a completion, so lengths differ
-HALF = "choose half of the vocabulary so that lengths differ"  # see `spreading_ends`
+ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
+HALF = "choose half of the vocabulary so that lengths differ"  # call `spreading_ends`
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def caller(tmp_path_factory):
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
-    """Return a trainer with real sampling; its `drawn` collects prompts and completions."""
+    """Build a trainer with real sampling. Its `drawn` collects prompts and completions."""
     ends = options.pop("ends", None)
     made = cases.trainer(cls, path, output, **options)
     del made._generate_single_turn
@@ -60,15 +60,15 @@ def run(cls: type, path: str, output: Any, **options: Any) -> Any:
 
 
 def both(path: str, output: Any, **options: Any) -> list[Any]:
-    """Run TRL's trainer and ours."""
+    """Run TRL's trainer and ours, and return both trainers."""
     return [run(cls, path, output, **options) for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]
 
 
 def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
-    """Return end tokens, half of the vocabulary, that cut TRL's completions to different lengths.
+    """Choose end tokens, half of the vocabulary, so that TRL's completions differ in length.
 
     All greedy completions of a group are equal, so their advantages are 0 and the model does not
-    change. The lengths are therefore the same in a second run.
+    change. A second run therefore has the same lengths.
     """
     drawn = run(trl.GRPOTrainer, path, output, **options).drawn
     rows = [ids for _, found in drawn for ids in found]
@@ -81,7 +81,7 @@ def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
 
 
 class ChatTemplate:
-    """Mixin that sends prompts as chat messages."""
+    """Mixin for trainers that tokenizes prompts as chat messages."""
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         return super()._tokenize_prompts([[{"role": "user", "content": p}] for p in prompts])
@@ -187,7 +187,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """The model's config supplies settings that the trainer's config lacks, as in `generate`."""
+    """Check that settings which the trainer's config lacks come from the model's config."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -233,7 +233,10 @@ REPLAY = {"more": {"replay_support": True}}
 
 
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
-    """Our loop supports absolute positions. TRL samples for unknown heads and RoPE types."""
+    """Check that TRL samples for models with unknown heads or RoPE types.
+
+    Our loop supports absolute positions.
+    """
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
     theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
@@ -288,7 +291,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
 
 
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Return logps (B, K) from the model's logits and transformers' warpers."""
+    """Compute logps of shape (B, K) from all logits of the model and transformers' warpers."""
     from transformers import generation as hf
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -353,13 +356,13 @@ def test_replay_through_turns(caller, tmp_path):
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
 
 
-# Truncation to a single token, so that sampling does not depend on random numbers.
+# Settings that keep a single token, so that sampling does not depend on random numbers.
 ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
 
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Log-probabilities are over the full vocabulary although the sampler kept one token."""
+    """Compare runs in which the sampler keeps one token and logps are over the full vocabulary."""
     more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
     with caplog.at_level(logging.WARNING):
         theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)

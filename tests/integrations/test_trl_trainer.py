@@ -1,4 +1,4 @@
-"""Single micro-batches of FastGRPOTrainer: packing, fallbacks, wrapped models, generation."""
+"""Tests of FastGRPOTrainer on single micro-batches: packing, fallbacks, wrapped models."""
 
 import importlib
 import logging
@@ -19,7 +19,7 @@ PACKED = {"forward": "packed", "loss": "single pass"}
 
 
 def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: Any) -> Any:
-    """Return a trainer that is ready for `_compute_loss`."""
+    """Build a trainer on which `_compute_loss` can be called directly."""
     made = cases.trainer(cls, path, output, **options)
     made.current_gradient_accumulation_steps = 1
     made.model.train()
@@ -27,7 +27,7 @@ def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: A
 
 
 def micro_batch(**changes: Any) -> dict[str, Any]:
-    """Return four completions of two prompts, one of them padded; one completion is empty."""
+    """Return four completions of two prompts. One prompt is padded, and one completion is empty."""
     random = torch.Generator().manual_seed(5)
     short, long = [0, 0, 11, 12, 13], [21, 22, 23, 24, 25]
     prompt_ids = torch.tensor([short, long, short, long])
@@ -46,7 +46,7 @@ def micro_batch(**changes: Any) -> dict[str, Any]:
 
 
 def gradients(trainer: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss of a micro-batch, and its gradients by parameter name."""
+    """Return the loss of a micro-batch and a dictionary of its gradients."""
     trainer.model.zero_grad(set_to_none=True)
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
@@ -65,9 +65,12 @@ def compared(
     path: str, output: Any, batch: Any = None, *, change: Any = None, mixin: type = object,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Check that TRL's trainer and ours give the same loss and gradients, and return ours.
+    """Check that TRL's trainer and ours compute the same loss and gradients.
 
-    Both trainers get the class `mixin` as their first base, and are passed to `change`.
+    The class `mixin` is the first base of both trainers. `change` is called on both trainers.
+
+    Returns:
+        Our trainer.
     """
     found = []
     for base in (trl.GRPOTrainer, fast.FastGRPOTrainer):
@@ -120,7 +123,10 @@ def test_fast_path_with_empty_prompts_or_completions(model_path, tmp_path, spied
 
 
 def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
-    """With as many tokens as completions, the shape does not tell what an advantage belongs to."""
+    """Test a batch with as many scored tokens as completions, and advantages per token.
+
+    The shape of the advantages would not show whether they belong to tokens or to completions.
+    """
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]])
     batch = micro_batch(completion_ids=torch.arange(12).view(4, 3) + 40, completion_mask=mask)
     batch |= {"advantages": torch.linspace(-1, 1, 12).view(4, 3), "num_items_in_batch": mask.sum()}
@@ -132,7 +138,10 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
 
 
 def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
-    """transformers shards like this with `distributed_config`; FSDP2 changes the head's class."""
+    """Test a model that is sharded before the trainer is built, as with `distributed_config`.
+
+    FSDP2 changes the class of the LM head.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -150,14 +159,17 @@ def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monk
     trainer = build(model_path, tmp_path)
     assert trainer.fast_path.items() >= PACKED.items()
     assert trainer.fast_path["rollouts"] == "TRL's: fsdp: the model is sharded"
-    # The self-check must not leave unsharded parameters, from which the optimizer would be built.
+    # The optimizer is built after the self-check, so the parameters must be sharded again.
     assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     loss, found = gradients(trainer, micro_batch())
     same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
 
 
 def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied):
-    """FSDP2 casts all float arguments of a forward. Old logps in bf16 would be wrong by 1%."""
+    """Check that old logps stay in fp32 although FSDP2 casts all float arguments of a forward.
+
+    In bf16, old logps would be wrong by 1%.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -190,12 +202,15 @@ def test_refusals_name_their_option(model_path, tmp_path):
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     reason = options_module.forward_reason(trainer, trainer.model)
     assert reason == "lm_head: Linear4bit is no plain linear layer"
-    trainer.model._tp_size = 2  # transformers' mark
+    trainer.model._tp_size = 2  # transformers sets this attribute for tensor parallelism
     assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
 
 
 def test_attention_dropout_names_what_switches_it_off(tmp_path):
-    """TRL's `disable_dropout` changes modules, but not a dropout rate in the model's config."""
+    """Check that the reason names the option that switches attention dropout off.
+
+    TRL's `disable_dropout` changes modules, but not a dropout rate in the model's config.
+    """
     llama = cases.folder(tmp_path / "llama", attention_dropout=0.1)
     gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
 
@@ -229,7 +244,7 @@ def test_models_that_packing_would_change(tmp_path, family, changes, reason):
 
 
 class RightPositions:
-    """Mixin that passes positions to TRL's padded forward, so that padding does not shift them."""
+    """Mixin for trainers that passes position ids to TRL's forward, which do not count padding."""
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *rest, **more):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -247,7 +262,10 @@ class RightPositions:
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type):
-    """TRL's numbers for left-padded GPT-2 rows are wrong. Ours equal TRL's with right positions."""
+    """Compare our results for left-padded GPT-2 rows with TRL's after a fix of its positions.
+
+    Without the fix, TRL's results are wrong, and a warning must say so.
+    """
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1.0)
     with caplog.at_level(logging.WARNING):
         ours = build(path, tmp_path, loss_type=loss_type)
@@ -264,7 +282,7 @@ def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type
 
 
 def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
-    """With weights near 0, only the trial with random weights finds the difference."""
+    """Check that the trial with random weights finds a difference that weights near 0 hide."""
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1e-5)
     with caplog.at_level(logging.WARNING):
         build(path, tmp_path)
@@ -272,7 +290,10 @@ def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
 
 
 def test_without_padding_absolute_positions_are_trls(tmp_path, caplog):
-    """Without padding, TRL is right. If its forward is used, the log warns about padded rows."""
+    """Check that our results equal TRL's for rows without padding, where TRL is right.
+
+    If TRL's forward is used, a warning must say that its padded rows are wrong.
+    """
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, initializer_range=1.0)
     batch = micro_batch()
     batch["prompt_mask"][:] = 1
@@ -290,7 +311,7 @@ def test_rope_is_not_blamed(model_path, tmp_path, caplog):
 
 
 def test_options_that_save_memory_change_no_result(model_path, tmp_path, monkeypatch):
-    """Offloaded checkpoints and tiled MLPs give the same logs and weights, and store less."""
+    """Check that offloaded checkpoints and tiled MLPs save memory and change no log or weight."""
     runs, offloads, stored = [], [], []
     save_on_cpu = torch.autograd.graph.save_on_cpu
 
@@ -312,7 +333,7 @@ def test_options_that_save_memory_change_no_result(model_path, tmp_path, monkeyp
     for more in ({}, {"tiled_mlp": 4}):
         trainer = build(model_path, tmp_path, more=more)
         sizes: list[int] = []
-        # Count in the forward pass only: the backward pass stores the recomputed tensors.
+        # Count stored tensors in the forward pass only, because the backward pass recomputes.
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x
         ):
@@ -357,7 +378,10 @@ def lora(path: str, **options: Any) -> Any:
 
 
 def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path):
-    """With gradient checkpointing the loss requires grad, and TRL would train nothing silently."""
+    """Check that training fails if the trainable adapter is not the active adapter.
+
+    With gradient checkpointing the loss requires grad, so TRL would silently train nothing.
+    """
     peft = importlib.import_module("peft")
     model = lora(model_path)
     model.add_adapter("b", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
@@ -369,7 +393,10 @@ def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path)
 
 
 def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
-    """aLoRA starts at a token of the prompt, and a packed row contains several prompts."""
+    """Check that TRL computes models with aLoRA.
+
+    aLoRA starts at a token of the prompt, and a packed row may contain several prompts.
+    """
 
     class Adapted:
         def __init__(self, **options: Any) -> None:
@@ -383,7 +410,10 @@ def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
 
 @pytest.mark.parametrize("last", [False, True], ids=["every_token", "last_token"])
 def test_a_hook_that_came_later_is_tried(model_path, tmp_path, last):
-    """Packed rows are right for a hook on every token, but not for a hook on a row's last token."""
+    """Check that the self-check runs again after a hook was added.
+
+    Packed rows are right if the hook changes every token, but not if it changes a row's last token.
+    """
 
     def steer(module: Any, args: Any, output: Any) -> Any:
         states = (output[0] if isinstance(output, tuple) else output).clone()
@@ -419,7 +449,7 @@ def test_a_compiled_model_is_trls(model_path, tmp_path, how):
 
 
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
-    """The probe finds a release or subclass that computes a different loss, before step 1."""
+    """Check that the probe finds a changed objective of TRL before the first step."""
     original = trl.GRPOTrainer._compute_loss
     louder = lambda self, *given: 1.01 * original(self, *given)  # noqa: E731
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", louder)
@@ -457,7 +487,7 @@ def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
 
 
 def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
-    """Callbacks, evaluation and a saved checkpoint call the model with ordinary batches."""
+    """Check that the model still accepts padded batches, which callbacks and evaluation use."""
     trainer = build(model_path, tmp_path)
     assert trainer.fast_path["forward"] == "packed"
     plain = build(model_path, tmp_path, trl.GRPOTrainer)
@@ -467,7 +497,7 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     }
     real = batch["attention_mask"].bool()
     ours, theirs = (t.model(**batch).logits[real] for t in (trainer, plain))
-    # Our CPU kernels round differently.
+    # The results are not bitwise equal, because our CPU kernels round differently.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     greedy = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(*(t.model.generate(**batch, **greedy) for t in (trainer, plain)))
@@ -478,7 +508,7 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
 
 
 def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
-    """transformers 5.17 runs Gemma 2 on sdpa without its softcap, and so does TRL."""
+    """Check that TRL computes Gemma 2 where transformers 5.17 ignores its softcap (sdpa)."""
     gemma2 = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     if not gemma2.Gemma2PreTrainedModel._supports_sdpa:
         pytest.skip("needs a transformers whose Gemma 2 takes sdpa (5.17)")
@@ -489,4 +519,4 @@ def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
     assert trainer.model.config._attn_implementation == "sdpa"
     ids = torch.arange(2, 22)[None]
     ours, theirs = (one.model(input_ids=ids).logits for one in (trainer, plain))
-    assert (ours - theirs).abs().max() < 1e-5  # the softcap would change the logits by more
+    assert (ours - theirs).abs().max() < 1e-5  # with the softcap, the difference would be larger

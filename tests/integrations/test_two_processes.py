@@ -1,7 +1,7 @@
-"""Other trainers over two gloo processes: equal logs and weights with their loss and with ours.
+"""Tests of other trainers on two gloo processes, with their loss and with ours.
 
-The two processes have different numbers of tokens. A loss that divides by one rank's count instead
-of the count of both ranks would therefore differ. `two_ranks` runs all cases once.
+Logs and weights must be equal. The two processes have different numbers of tokens, so a loss that
+divides by the count of one rank instead of both ranks would differ. `two_ranks` runs all cases.
 """
 
 import importlib
@@ -33,8 +33,8 @@ PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
-# Errors of TRL's own resumed run with the oldest versions, before our run starts. transformers 5.17
-# loads tensors from "cpu:0", but torch 2.11 only knows "cpu". peft needs a newer transformers.
+# Errors with the oldest versions when TRL's own trainer resumes. transformers 5.17 loads tensors to
+# "cpu:0", but torch 2.11 accepts only "cpu". peft needs a newer transformers.
 NOT_RESUMED = (
     "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
     "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
@@ -63,7 +63,7 @@ def ranks(tmp_path_factory) -> Ranks:
 
 
 def both(ranks: Ranks, case: str) -> Ranks:
-    """Return a case's results on both ranks, after comparing ranks and weights."""
+    """Return the results of a case on both ranks. Check first that the weights are equal."""
     for found in ranks:
         if case not in found and "missing" in found:
             pytest.skip("; ".join(found["missing"]))
@@ -118,7 +118,7 @@ def test_the_runs_under_trl_reach_what_they_compare(ranks):
 
 @pytest.mark.parametrize("name", two_trl.RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(ranks, name):
-    """Both trainers, resumed from a checkpoint in the middle, end in the same bits."""
+    """Check that a resumed run of each trainer ends with the bits of an uninterrupted run."""
     for result in both(ranks, f"trl-{name}"):
         assert result["from_start"] == [0, 0]
         assert result["path"] == SINGLE

@@ -1,4 +1,4 @@
-"""verl's policy losses and fused head compared with ours: losses, gradients and metrics."""
+"""Tests that compare losses, gradients and metrics of verl's losses and fused head with ours."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
          "seq-mean-token-mean")  # fmt: skip
 CLIPPED = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
-# Clip ranges of dppo, so small that some tokens exceed them.
+# Small clip ranges for dppo, so that some tokens exceed them.
 CONFIGS = {
     "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.05},
     "dppo_kl": {"clip_ratio_low": 1e-3},
@@ -44,7 +44,10 @@ def actor(loss_mode: str = "vanilla", info: dict | None = None, **changes):
 def batch(
     rows: int = 6, length: int = 9, *, step: float = 0.4, weights: bool = False, seed: int = 0
 ) -> dict:
-    """Return a batch that reaches every branch; its mask has gaps, and one row has no token."""
+    """Return a batch that reaches every branch of a loss.
+
+    Its mask has gaps, and one row has no active token.
+    """
     random = torch.Generator().manual_seed(seed)
     old = -2.5 * torch.rand(rows, length, generator=random) - 0.01
     new = (old + step * torch.randn(rows, length, generator=random)).clamp(max=-1e-3)
@@ -81,7 +84,7 @@ def compare(name: str, data: dict, mode: str, config) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_loss_gradient_and_metrics(name, mode):
-    """With and without the whole step's counts and the rollout's weights."""
+    """Compare with and without the counts of the whole step and the rollout weights."""
     whole_step = {"dp_size": 4, "batch_num_tokens": 230, "global_batch_size": 24}
     whole_step["loss_scale_factor"] = 128
     for info in ({}, whole_step, {**whole_step, "dp_size": 1, "loss_scale_factor": None}):
@@ -92,9 +95,9 @@ def test_loss_gradient_and_metrics(name, mode):
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 @pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
 def test_on_policy_and_far_off_policy(name, step):
-    """Compare at a ratio of exactly 1, and at log ratios beyond verl's clamp of 20."""
+    """Compare at a ratio of exactly 1, and at log ratios above 20, where verl clamps them."""
     if step == 40.0 and name == "geo_mean":
-        # With a larger step the ratio underflows to 0 in both, and there is no gradient.
+        # With a larger step, the ratio would underflow to 0, and both gradients would be 0.
         step = 10.0
     data = batch(step=step, seed=3)
     if name == "dro":
@@ -104,7 +107,7 @@ def test_on_policy_and_far_off_policy(name, step):
 
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_advantages_per_token(name):
-    """Advantages of GAE have both signs within a completion."""
+    """Compare with advantages of both signs within a completion, as GAE gives."""
     data = batch(weights=name != "dro", seed=5)
     generator = torch.Generator().manual_seed(1)
     data["advantages"] = torch.randn(data["advantages"].shape, generator=generator)
@@ -112,7 +115,7 @@ def test_advantages_per_token(name):
 
 
 def test_the_data_reaches_every_branch():
-    """Check that the batches clip tokens; otherwise the other tests would compare little."""
+    """Check that the losses clip some tokens. Otherwise the other tests would prove little."""
 
     def share(name, data, metric):
         metrics = run(core.get_policy_loss_fn(name), data, "token-mean", actor(name))[2]
@@ -195,7 +198,7 @@ def test_register_and_undo():
 
 
 def worker_data(prompts: list[int], responses: list[int]):
-    """Return the arguments of verl's worker loss: nested tensors, and counts of all ranks."""
+    """Return the arguments of verl's worker loss, as nested tensors with counts of all ranks."""
     random = torch.Generator().manual_seed(0)
 
     def nested(lengths, make):
@@ -222,7 +225,7 @@ def worker_data(prompts: list[int], responses: list[int]):
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_in_verls_worker_loss(name):
-    """verl's `ppo_loss` accepts loss_mode=fast_…, and adds entropy and KL terms to our loss."""
+    """Check that verl's `ppo_loss` accepts our losses and adds its entropy and KL terms."""
     ppo_loss = trainer_packages.load_verl("verl.workers.utils.losses").ppo_loss
     data, log_probs = worker_data([2, 3, 1, 2], [4, 6, 3, 5])
     results = []
@@ -254,7 +257,7 @@ print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearFor
 
 
 def test_plugin_in_a_worker_process():
-    """verl imports the plugin during its own import, as in a Ray worker."""
+    """Check that the plugin works if verl imports it during its own import, as in a Ray worker."""
     plugin = {"VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl.plugin"}
     result = subprocess.run(
         [sys.executable, "-c", WORKER], env={**os.environ, **plugin, "GRPO_FAST_VERL_HEAD": "1"},
@@ -279,7 +282,7 @@ def test_the_head_of_the_process_is_given_back():
      ((9,), 1.0, True)],
 )  # fmt: skip
 def test_head_equals_verls(shape, temperature, autocast):
-    """Compare outputs and gradients; under autocast, both heads multiply in bf16."""
+    """Compare outputs and gradients of the heads. Under autocast, both heads multiply in bf16."""
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     random = torch.Generator().manual_seed(0)
     results = []
@@ -305,7 +308,7 @@ def test_head_equals_verls(shape, temperature, autocast):
 
 @pytest.fixture
 def patched_model():
-    """Return a tiny model whose class verl has patched; undo the patch afterwards."""
+    """Return a tiny model whose class verl has patched. Undo the patch after the test."""
     verl = importlib.import_module("verl.models.transformers.monkey_patch")
     model = tiny_model("qwen2", num_hidden_layers=1)
     before = type(model).forward
@@ -315,7 +318,7 @@ def patched_model():
 
 
 def test_fast_head_in_verls_forward(patched_model, spied):
-    """verl's patched forward gives the same results with our head, until it is undone."""
+    """Check that verl's patched forward gives the same results with our head."""
     model = patched_model
     ids = torch.arange(3, 27).view(2, 12)
 
@@ -354,7 +357,10 @@ def test_fast_head_refusals(patched_model):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_forward_kl_topk_leaves_the_tail_out(chunked):
-    """verl's loss plus the tail's term, from verl's masses, is the loss of a `TeacherTopK`."""
+    """Check that verl's top-k loss plus the term of the tail equals the loss of a `TeacherTopK`.
+
+    verl omits the tail, which has all tokens outside of the top k.
+    """
     module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 8, generator=g).requires_grad_() for n in (11, 40))

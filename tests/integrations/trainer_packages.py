@@ -1,4 +1,4 @@
-"""Imports of other trainers for tests. A test module is skipped if its trainer is missing."""
+"""Imports of other trainers for tests. If a trainer is missing, its test module is skipped."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

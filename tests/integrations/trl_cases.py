@@ -1,4 +1,4 @@
-"""TRL trainers for parity tests, with a tiny model, fixed completions and fixed rewards."""
+"""Builders of TRL trainers for parity tests, with a tiny model and fixed completions."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
 PROMPT_CHARACTERS = 40
 COMPLETION = 6
-# Settings of all TRL trainers in these tests.
+# Settings that all TRL trainers in these tests share.
 SETTINGS = {
     "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "report_to": [],
     "use_cpu": True, "bf16": False, "logging_steps": 1, "optim": "sgd", "save_strategy": "no",
@@ -50,7 +50,7 @@ def prompts(count: int) -> list[str]:
 
 
 def folder(path: Path, family: str = "llama", **changes: Any) -> str:
-    """Save a tiny model with a BPE tokenizer, and return its path."""
+    """Save a tiny model with a BPE tokenizer in `path`, and return the path as a string."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     if not (path / "config.json").exists():
@@ -81,7 +81,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Injected:
-    """Replacement for `_generate_single_turn` with the same random completions in every trainer."""
+    """Replacement for `_generate_single_turn` that gives every trainer the same completions."""
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self.random, self.vocabulary = torch.Generator().manual_seed(seed), vocabulary
@@ -96,7 +96,10 @@ class Injected:
 
 
 def adapter(options: dict[str, Any]) -> Any:
-    """Remove `peft_config` or `lora` (changes to a LoraConfig) from options; return the config."""
+    """Remove `peft_config` or `lora` from `options`, and return a PEFT config or None.
+
+    `lora` is a dictionary with changes to a default LoraConfig.
+    """
     from peft import LoraConfig
 
     lora, given = options.pop("lora", None), options.pop("peft_config", None)
@@ -105,16 +108,16 @@ def adapter(options: dict[str, Any]) -> Any:
 
 
 def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **options: Any) -> Any:
-    """Return a trainer of this class on the model in `path`.
+    """Build a trainer for the model in `path`.
 
     Args:
         cls: GRPOTrainer or a subclass.
         path: Folder of the model.
         output: Folder of the run.
-        completions: Replaces `_generate_single_turn`. None: `Injected`.
-        **options: Fields of GRPOConfig; `lora` or `peft_config`; `loading` for `from_pretrained`;
-            `dtype` of the weights; `data`, the rows of the data set; `evaluation`, True for an
-            evaluation set; and `more`, which replaces arguments of `cls`.
+        completions: Replacement for `_generate_single_turn`. None: `Injected`.
+        **options: Fields of GRPOConfig. Further keys are `lora` or `peft_config`, `loading`
+            (arguments of `from_pretrained`), `dtype` (of the weights), `data` (rows of the data
+            set), `evaluation` (True adds an evaluation set) and `more` (arguments of `cls`).
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +145,7 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
 
 
 def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
-    """Return a DistillationTrainer (or `cls`) on the models of a student and a teacher."""
+    """Build a DistillationTrainer (or `cls`) for a student and a teacher model."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DistillationConfig, DistillationTrainer

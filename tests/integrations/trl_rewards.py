@@ -46,7 +46,7 @@ async def asynchronous(completions, **kwargs):
 
 
 class Scaled:
-    """A reward with state."""
+    """Reward object with state. Its instance is passed to the trainers."""
 
     def __init__(self, scale=3.0):
         self.scale = scale
@@ -106,7 +106,7 @@ def metrics(completions, log_metric=None, log_extra=None, **kwargs):
 
 
 class FromTheTrainer:
-    """A reward class. TRL gets an instance; our trainer builds the instance itself."""
+    """Reward class. TRL gets an instance of it, and our trainer gets the class."""
 
     __name__ = "FromTheTrainer"
 

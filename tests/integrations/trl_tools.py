@@ -1,4 +1,4 @@
-"""A tiny model that calls a calculator, and a TRL environment with a calculator."""
+"""Tiny model that calls a calculator tool, and a TRL environment that provides the tool."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def multiply(a: int, b: int) -> int:
 
 
 class Calculator:
-    """A TRL environment with the tool `multiply`."""
+    """TRL environment with the tool `multiply`."""
 
     def reset(self, **_: Any) -> None:
         return None
@@ -37,7 +37,7 @@ Calculator.multiply.__doc__ = multiply.__doc__  # TRL passes this docstring to t
 
 
 def folder(path: Path) -> str:
-    """Train a tiny model on one conversation, save it, and return its path."""
+    """Train a tiny model on one conversation with a tool call, save it, and return its path."""
     import trl
 
     from grpo_fast.data.tokenizer import build_bpe_tokenizer

@@ -1,4 +1,7 @@
-"""Lightning and transformers' `Trainer` on two ranks, compared with plain torch on all rows."""
+"""Cases that train with Lightning and with transformers' `Trainer` on two ranks.
+
+The results are compared with plain torch in one process on the rows of both ranks.
+"""
 
 import copy
 import importlib
@@ -17,11 +20,11 @@ from tests.integrations import test_examples as examples
 from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model
 
-SIZES = (8, 4)  # completions of each rank's batches
+SIZES = (8, 4)  # number of completions in a batch, by rank
 STEPS = 2
 
 
-# Our loss options, and the matching options of the reference in plain torch.
+# Options of our loss, and the same options for the reference in plain torch.
 LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo", "beta": 0.05}, {}),
     "dapo": ({"loss_type": "dapo"}, {"by_token": True}),
@@ -30,12 +33,12 @@ LOGGED = "loss", "grad_norm"
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    # SGD is linear in the gradient, so rounding stays small in the weights.
+    # Use SGD, because its step is linear in the gradient. AdamW would amplify rounding.
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
 def tutorial_step(model, reference, batch, optimizer, **loss_options: Any) -> dict[str, float]:
-    """Compute old and reference logps, update twice, and return the mean metrics."""
+    """Compute old and reference logps, update the model twice, and return the mean metrics."""
     advantages = grpo_reference.group_advantages(batch["rewards"], 4)
     with torch.no_grad():
         old, _, _ = grpo_reference.token_logps(model, batch)

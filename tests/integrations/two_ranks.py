@@ -1,6 +1,6 @@
-"""Job of `test_two_processes.py`, which starts it with torchrun: other trainers on two ranks.
+"""Job of `test_two_processes.py` that runs other trainers on two ranks, started by torchrun.
 
-Each rank writes FOLDER/rank<r>.json, a dictionary from a case to its result or its error.
+Each rank writes FOLDER/rank<r>.json, a dictionary from the name of a case to its result or error.
 """
 
 import datetime
@@ -16,7 +16,7 @@ from torch import distributed
 
 from tests.integrations import two_plain, two_trl, two_verl
 
-# Lightning must be last: once it is imported, verl treats every module as an abstract class.
+# Lightning must be last. After its import, verl treats every module as an abstract class.
 SECTIONS = (two_trl, two_verl, two_plain)
 
 
@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
 
 
 def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any]) -> None:
-    """Run a section's cases and add their results to `found`, or the traceback of an error."""
+    """Run all cases of a section. Add the result or the traceback of each case to `found`."""
     try:
         for name, work in cases:
             try:
@@ -49,7 +49,7 @@ def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any
 
 
 def is_missing(error: Exception) -> bool:
-    """Return whether an error says that a trainer is not installed."""
+    """Return True if an error says that a trainer is not installed."""
     return isinstance(error, ModuleNotFoundError) and "make trainers" in str(error)
 
 

@@ -1,4 +1,7 @@
-"""Runs of TRL's `GRPOTrainer` and of ours under DDP, with different completions on each rank."""
+"""Cases that run TRL's `GRPOTrainer` and ours under DDP on two ranks.
+
+Each rank has different completions.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,14 +17,14 @@ from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260
-# With several updates per generation, ratios leave the clip range.
+# Several updates per generation, so that ratios leave the clip range.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
 ADAPTIVE = {
     "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
     "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
 }  # fmt: skip
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-# The loss types divide by completions, by the rank's tokens, or by the tokens of all ranks.
+# Loss types that divide by completions, by the tokens of a rank, or by the tokens of all ranks.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
@@ -33,12 +36,12 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "dapo", "beta": 0.1, "lora": {}, "gradient_checkpointing": True, **MOVING,
     },
     "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
-    # The completions of a group are on two ranks.
+    # The completions of a group are distributed over two ranks.
     "split_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
         "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
     },
-    # The second rank has no scored token, or no prompts.
+    # The second rank has no scored token ("empty_rank") or no prompts ("no_prompt").
     "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
     "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
@@ -46,17 +49,21 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 REPLAY = {"replay_support": True}
-# Real sampling: greedy runs are compared with TRL's, random runs with a second run of ours.
+# Runs with real sampling. A greedy run is compared with TRL's run, and a random run with a second
+# run of our trainer.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
-    # A group is on two ranks.
+    # The completions of a group are distributed over two ranks.
     "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8, "more": REPLAY},
 }
 Result = dict[str, Any]
 
 
 class Completions:
-    """Completions that depend on the prompt and its index only, also in a resumed run."""
+    """Replacement for sampling whose completions depend only on the prompt and its index.
+
+    A resumed run therefore gets the same completions as an uninterrupted run.
+    """
 
     def __init__(self, rank: int, cut: bool = False) -> None:
         self.rank, self.cut, self.tokens = rank, cut, 0
@@ -80,7 +87,7 @@ def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: b
 
 
 class NoPrompt:
-    """Mixin that removes all prompts on the second rank."""
+    """Mixin for trainers that removes all prompts on the second rank."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
@@ -99,7 +106,7 @@ def furthest(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def between_ranks(found: dict[str, Tensor]) -> float:
-    """Return the largest difference between this rank's weights and those of rank 0."""
+    """Return the largest difference between the weights of this rank and of rank 0."""
     first = {name: x.clone() for name, x in found.items()}
     for x in first.values():
         distributed.broadcast(x, 0)
@@ -112,7 +119,7 @@ Weights = dict[str, Tensor]
 def outcome(
     wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
 ) -> Result:
-    """Return a case's result on one rank: the logs of both sides and the weights' differences."""
+    """Return the result of a case on this rank, with the logs and the differences of weights."""
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
 
@@ -126,7 +133,7 @@ def compared(theirs: Any, ours: Any) -> Result:
 
 
 def run(name: str, folder: Path, output: Path) -> Result:
-    """Run a case with both trainers."""
+    """Run a case with TRL's trainer and with ours, and return the comparison."""
     cut = name == "empty_rank" and distributed.get_rank() == 1
     evaluates, pair = name == "evaluation", []
     for cls in (GRPOTrainer, FastGRPOTrainer):
@@ -156,7 +163,7 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """Run TRL's trainer without and with our head."""
+    """Run TRL's trainer with its head and with ours, and return the comparison."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
     for prepare in (lambda trainer: trainer, use_fast_head):
         pair.append(build(GRPOTrainer, folder, output, options))
@@ -166,7 +173,7 @@ def fast_head(name: str, folder: Path, output: Path) -> Result:
 
 
 class Sampled:
-    """A trainer's own sampling with a hash of the sampled tokens."""
+    """Wrapper of a trainer's own sampling that computes a hash of the sampled tokens."""
 
     def __init__(self, trainer: Any) -> None:
         del trainer._generate_single_turn
@@ -181,7 +188,7 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """Run TRL's trainer and ours, or ours twice, with real sampling."""
+    """Run two trainers with real sampling: TRL's and ours if greedy, else ours twice."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
         pair.append(build(cls, folder, output, options))

@@ -1,6 +1,6 @@
-"""verl's FSDP2 engine on two ranks, with verl's losses and head, then with ours.
+"""Cases that run verl's FSDP2 engine on two ranks, with verl's losses and head and with ours.
 
-verl does not support CPUs, so the job registers a CPU platform. Nothing else of verl is changed.
+verl does not support CPUs, so the job registers a CPU platform. Nothing else in verl is changed.
 """
 
 import functools
@@ -20,13 +20,13 @@ from tests.integrations.two_trl import Result, outcome
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
-# use_fused_kernels of (verl's run, our run). verl's fused head fails with an untied head, because
-# verl's engine shards that head in a separate group.
+# The option use_fused_kernels in verl's run and in our run. verl's fused head fails with an untied
+# head, because verl's engine shards that head in a separate group.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
 def on_a_cpu() -> None:
-    """Register a CPU platform with verl. Call this before verl's engine is imported."""
+    """Register a CPU platform with verl. This must happen before the import of verl's engine."""
     cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
 
     class Cpu(cuda):
@@ -40,7 +40,7 @@ def on_a_cpu() -> None:
 
     packages.load_verl("verl.plugin.platform.platform_manager").set_platform(Cpu())
     patches = packages.load_verl("verl.models.transformers.monkey_patch")
-    patches.is_trl_available = lambda: False  # verl imports a class that new versions lack
+    patches.is_trl_available = lambda: False  # verl would import a class that TRL has removed
 
 
 def engine(path: str, fused: bool) -> Any:
@@ -70,7 +70,7 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 def batch(seed: int, fused: bool) -> Any:
-    """Return two micro-batches of two completions, with different token counts on each rank."""
+    """Return two micro-batches of two completions. The ranks have different token counts."""
     rank = distributed.get_rank()
     random = torch.Generator().manual_seed(2 * seed + rank)
     lengths = RESPONSES[rank]
@@ -108,7 +108,7 @@ def batch(seed: int, fused: bool) -> Any:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return verl's metrics of every micro-batch of this rank."""
+    """Return verl's metrics for every micro-batch of this rank as a flat dictionary."""
     found = {}
     for name, value in metrics.items():
         values = getattr(value, "values", value)
@@ -118,7 +118,7 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Make one step with each loss, alternating between aggregations."""
+    """Make one training step with each loss. The aggregation alternates between steps."""
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss
     logs = []
@@ -157,4 +157,4 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
             trl_cases.folder(path, "qwen2", tie_word_embeddings=name == "fused")
         distributed.barrier()
         yield f"verl-{name}", partial(run, name, str(path))
-        patched.forward = forward  # undo verl's patch, which later cases must not use
+        patched.forward = forward  # undo verl's patch, because later cases need the original

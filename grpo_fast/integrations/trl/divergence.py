@@ -1,7 +1,7 @@
 """Fused divergence for TRL's `DistillationTrainer`, switched on by `use_fast_head(trainer)`.
 
-TRL 1.16 looks up `_chunked_divergence_loss` in the globals of `_compute_loss`. One trainer gets a
-copy of `_compute_loss` whose globals name our function instead; other trainers are not changed.
+TRL 1.16 looks up `_chunked_divergence_loss` in the globals of `_compute_loss`. We give one trainer
+a copy of `_compute_loss` with our function in its globals. Other trainers are not changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
 
 LOSS = "_chunked_divergence_loss"
-KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # by TRL's beta; other values are jsd
+KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # TRL's beta -> divergence; other values mean jsd
 
 
 def swap_divergence(trainer: Any, handle: FastHead) -> None:
-    """Compute this trainer's loss, gradient and entropy with our kernels until `handle` ends."""
+    """Compute the trainer's loss, gradient and entropy with our kernels until `handle.undo()`."""
     theirs = type(trainer)._compute_loss
 
     @functools.wraps(theirs)
@@ -29,7 +29,7 @@ def swap_divergence(trainer: Any, handle: FastHead) -> None:
         if not handle.active or is_partitioned(student):
             return theirs(self, student, *args)
         head = student.get_output_embeddings()
-        run_inside(head)  # lets FSDP2 gather the head's weight, whichever group it is in
+        run_inside(head)  # FSDP2 gathers the weight of the head, even if it is in a separate group
         scope = {**theirs.__globals__, LOSS: functools.partial(divergence_loss, head)}
         return types.FunctionType(theirs.__code__, scope)(self, student, *args)
 
@@ -47,13 +47,13 @@ def divergence_loss(
     num_items_in_batch: Tensor | float | None = None,
     **rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace TRL's `_chunked_divergence_loss`: the same arguments and the same results.
+    """Compute the same results as TRL's `_chunked_divergence_loss` from the same arguments.
 
-    The loss is a GRPO loss with advantages of 0 and a divergence term, because that pass also
+    The divergence is computed as a term of a GRPO loss with advantages of 0, because that loss also
     returns the entropies.
 
     Returns:
-        Loss, sum of the student's entropies, and number of tokens; 0-d each.
+        The loss, the sum of the student's entropies, and the number of tokens. Each is 0-d.
     """
     dtype = compute_dtype(teacher_hidden)
     active = mask != 0
@@ -76,7 +76,7 @@ def divergence_loss(
     def run(layer: Any, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
         with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
-            # Any ids can be targets, because the advantages are 0.
+            # The targets do not matter, because the advantages are 0.
             out = linear_grpo_loss(
                 h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
                 config, bias=bias, completion_mask=active, num_items_in_batch=total,

@@ -1,17 +1,18 @@
-"""Our kernels for TRL's fused LM head, in any TRL trainer that uses the fused head.
+"""Our kernels for TRL's fused LM head, in every TRL trainer that uses it.
 
     handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
     trainer.train()
     handle.undo()
 
-TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head`). That function is
-a closure over the logit transform, it calls `_ChunkedLogProbFunction.apply`, and it has no hook for
-a replacement. We run the same closure with a copy of its globals in which three names differ:
+TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head`). This forward is
+a closure over the logit transform. It calls `_ChunkedLogProbFunction.apply` and has no hook for a
+replacement. We run the same closure with a copy of its globals in which three names differ:
 
-- `_ChunkedLogProbFunction` is our function.
-- `_use_triton` always chooses to compact the rows.
-- `DTensor` is an empty tuple. TRL would otherwise gather a sharded weight itself and leave its
-  gradient unreduced; our function runs inside the head's forward, where FSDP2 does both.
+- `_ChunkedLogProbFunction` is replaced by our function.
+- `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
+- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight. TRL would leave the
+  gradient of that weight unreduced. Our function runs inside the head's forward, where FSDP2
+  gathers the weight and reduces its gradient.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
 GATHERED = "DTensor"
-# TRL's trainers whose loss calls the fused head. GKD and GOLD are subclasses of SFTTrainer, but
-# their loss needs full logits.
+# TRL trainers whose loss calls the fused head. The trainers of GKD and GOLD are subclasses of
+# SFTTrainer, but are not in the list, because their loss needs full logits.
 SERVED = (
     "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-CERTAINLY_FIRST = 0.501  # a larger probability is the row's largest, even after rounding
+# A token with a larger probability is the most probable one of its row, in spite of rounding.
+CERTAINLY_FIRST = 0.501
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -49,13 +51,13 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 def use_fast_head(trainer_or_model: Any) -> FastHead:
     """Compute the fused LM head of a TRL trainer or model with our kernels.
 
-    Outputs and gradients are those of TRL's fused head. For a `DistillationTrainer`, our kernels
+    Outputs and gradients equal those of TRL's fused head. For a `DistillationTrainer`, our kernels
     compute the divergence from the teacher. FSDP2 is supported. If ZeRO-3 or tensor parallelism
-    shards the head, TRL's own function computes it, and a warning is logged.
+    shards the head, TRL's own function is used, and a warning is logged.
 
     Args:
-        trainer_or_model: A TRL trainer (policy and reference model are changed), or a model with
-            TRL's fused LM head.
+        trainer_or_model: A TRL trainer, or a model with TRL's fused LM head. For a trainer, both
+            the policy and the reference model are changed.
 
     Returns:
         A handle. Call its `undo()`, or use it in a `with` statement, to restore TRL's function.
@@ -104,7 +106,7 @@ def _swap(
     ours = _over(theirs, model)
     run_inside(model.get_output_embeddings())
     # accelerate wraps the forward of a prepared model in autocast. Our forward replaces the wrapped
-    # function, so it needs the same autocast.
+    # forward, so it must apply the same autocast.
     context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
 
     @functools.wraps(type(model).forward)
@@ -112,7 +114,7 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # A copy of the model must use its own head.
+            # `self` may be a copy of the model. The copy must use its own head.
             function = ours if self is model else _over(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
@@ -121,7 +123,7 @@ def _swap(
 
 
 def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
-    """Return TRL's closure with our kernels, which run inside the head of this model."""
+    """Return a copy of TRL's closure that calls our kernels inside the head of this model."""
     head = model.get_output_embeddings()
 
     def apply(hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
@@ -150,10 +152,10 @@ def fast_log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> Outputs:
-    """Replace `_ChunkedLogProbFunction.apply`: the same arguments and the same results.
+    """Compute the same results as `_ChunkedLogProbFunction.apply` from the same arguments.
 
     Returns:
-        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, shape (N,) each. The last four
+        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). The last four
         are None unless `outputs` names them.
     """
     rule = Rule(temperature, final_logit_softcapping, logit_scale)
@@ -161,7 +163,7 @@ def fast_log_probs(
     h = hidden.to(dtype)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    # Switch autocast off: the operands have their final dtype, and sums must stay in fp32.
+    # The operands have their final dtype. Autocast would cast fp32 operands to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -173,7 +175,7 @@ def fast_log_probs(
 
 
 class Rule(NamedTuple):
-    """Logit transform of a head."""
+    """Logit transform of an LM head."""
 
     temperature: float
     softcap: float | None
@@ -190,15 +192,15 @@ def row_statistics(
     wanted: tuple[str, ...],
     rule: Rule,
 ) -> dict[str, Tensor]:
-    """Compute the metrics of TRL's head that have no gradient, with little work for each.
+    """Compute the metrics of TRL's head that have no gradient, mostly without full logits.
 
-    - mean_logits without a softcap is one product with the mean row of the weight.
-    - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), with the temperature T.
-    - is_top1 needs logits only for targets with a probability between 1/V and 1/2. A larger
-      probability is the row's maximum, and a smaller one is not.
+    - mean_logits is one product with the mean row of the weight, unless there is a softcap.
+    - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), where T is the temperature.
+    - is_top1 needs logits only for targets with a probability between 1/V and 1/2. A target above
+      1/2 is always the most probable token, and a target below 1/V never is.
 
     Returns:
-        The metrics in `wanted` by name, shape (N,) each.
+        Dictionary with the metrics in `wanted`, each of shape (N,).
     """
     temperature, softcap, scale = rule
     stats = {}
@@ -228,7 +230,7 @@ def row_statistics(
 
 
 class FusedHead(NamedTuple):
-    """Fused head as TRL's closure defines it.
+    """Settings of the fused LM head, read from TRL's closure.
 
     The logits are softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
     """
@@ -238,7 +240,7 @@ class FusedHead(NamedTuple):
     cast_to_fp32: bool
 
     def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return hidden, weight and bias in the dtype that TRL computes the head in.
+        """Cast hidden, weight and bias to the dtype in which TRL computes the head.
 
         The dtype is fp32 with `cast_to_fp32`, else autocast's dtype, else the dtype of `hidden`.
         """
@@ -248,15 +250,15 @@ class FusedHead(NamedTuple):
 
 
 def base_model(model: Any) -> Any:
-    """Return the transformers model inside peft's model, or the model itself."""
+    """Return the transformers model inside a PEFT model. Return other models unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def fused_head(model: Any) -> FusedHead:
-    """Return the head that TRL's `add_fused_lm_head` gave this model.
+    """Return the settings of the fused head that TRL's `add_fused_lm_head` gave this model.
 
     Raises:
-        ValueError: The model has no fused head, or one of an unknown TRL version.
+        ValueError: The model has no fused head, or its closure does not match TRL 1.16.
     """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
     try:
@@ -269,7 +271,7 @@ def fused_head(model: Any) -> FusedHead:
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
-    """Return TRL's closure, also if accelerate or `use_fast_head` wrapped it; None without one."""
+    """Return TRL's closure, even if accelerate or `use_fast_head` wrapped it, or None."""
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
         function = getattr(function, "trl_fused", function)
@@ -279,7 +281,7 @@ def _fused_function(model: Any) -> types.FunctionType | None:
 
 
 def _require_fused(model: Any) -> types.FunctionType:
-    """Return TRL's closure on this model, or raise an error."""
+    """Return TRL's closure of this model. Raise a ValueError if there is none."""
     function = _fused_function(model)
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"

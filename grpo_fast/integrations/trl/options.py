@@ -1,7 +1,7 @@
-"""TRL's GRPO options as a `LossConfig`, and the options that stay with TRL's own code.
+"""Translation of TRL's GRPO options into a `LossConfig`.
 
-Our code never ignores an option: it computes the option's effect, or the trainer names the option
-and leaves that part of the work to TRL.
+No option is ignored. If our code does not support an option, the trainer reports its name, and
+TRL's own code computes that part of the step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
 from grpo_fast.integrations.trl.originals import is_compiled
 
-# What TRL divides the loss by: the completions or tokens of the micro-batch (then also by the
-# accumulation steps), or "items", the tokens of the generation batch.
+# The count by which TRL divides the loss, by loss type. "completions" and "tokens" are counted in
+# the micro-batch, and TRL then also divides by the accumulation steps. "items" are the tokens of
+# the generation batch.
 NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# Options that TRL reads only for the given loss type. All other loss types read delta.
+# Options that TRL reads only for one loss type. Loss types that are not listed read delta.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
@@ -38,7 +39,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
-    """Return the option that keeps TRL's padded forward, or None if the forward is packed."""
+    """Return the option that requires TRL's padded forward, or None if rows can be packed."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -52,7 +53,10 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
 
 
 def unusual_model(trainer: Any, lm: Any) -> str | None:
-    """Return the option that neither our forward nor our sampler supports, or None."""
+    """Return an option that neither our forward nor our sampler supports.
+
+    Return None if all options are supported.
+    """
     head = lm.get_output_embeddings()
     peft_configs = list(getattr(trainer.model, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -72,18 +76,21 @@ def unusual_model(trainer: Any, lm: Any) -> str | None:
 
 
 def looks_at_inputs(peft_config: Any) -> bool:
-    """Return whether an adapter depends on the rows of a batch: aLoRA, X-LoRA and Poly."""
+    """Return True for adapters whose output depends on the whole input: aLoRA, X-LoRA, Poly."""
     is_alora = getattr(peft_config, "alora_invocation_tokens", None) is not None
     return is_alora or peft_config.peft_type in ("XLORA", "POLY")
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
-    """Return whether a layer is exactly `nn.Linear`, possibly sharded by `fully_shard`."""
+    """Return True if a layer is an `nn.Linear` and no subclass. `fully_shard` is allowed."""
     return type(layer) is nn.Linear or type(layer).__bases__ == (FSDPModule, nn.Linear)
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return which layer has attention dropout and what switches it off, or None."""
+    """Return a sentence that names a layer with attention dropout and how to switch it off.
+
+    Return None if no layer has attention dropout.
+    """
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
@@ -98,7 +105,7 @@ def _attention_dropout(lm: nn.Module) -> str | None:
 
 
 class SinglePass(NamedTuple):
-    """Arguments of `linear_grpo_loss` for one micro-batch; per-token tensors are (B, K)."""
+    """Arguments of `linear_grpo_loss` for one micro-batch. Per-token tensors have shape (B, K)."""
 
     config: LossConfig
     advantages: Tensor  # (B,) or (B, K)
@@ -109,7 +116,10 @@ class SinglePass(NamedTuple):
 
 
 def single_pass_reason(trainer: Any) -> str | None:
-    """Return why TRL's objective runs on our logps, or None if a single pass computes the loss."""
+    """Return why TRL must compute the objective from our log-probabilities.
+
+    Return None if a single pass over the logits can compute the loss.
+    """
     if trainer.aux_loss_enabled:
         return "router_aux_loss_coef"
     try:
@@ -123,7 +133,7 @@ def single_pass_reason(trainer: Any) -> str | None:
 
 
 def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """Return the LossConfig that equals TRL's options.
+    """Return a LossConfig with the same meaning as TRL's options.
 
     Args:
         trainer: A TRL GRPOTrainer.
@@ -145,10 +155,10 @@ def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossCon
 
 
 def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
-    """Return TRL's off-policy mask as a correction.
+    """Return a correction that equals TRL's off-policy mask.
 
-    TRL drops completions with a negative advantage whose mean of (behaviour logp - logp) exceeds
-    the threshold.
+    TRL drops a completion if its advantage is negative and its mean of (behaviour logp - logp)
+    exceeds the threshold.
     """
     if threshold is None:
         return ()
@@ -158,18 +168,19 @@ def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
 
 
 def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:
-    """Return the arguments of `linear_grpo_loss` for a micro-batch of TRL's.
+    """Return the arguments of `linear_grpo_loss` for one micro-batch.
 
     Args:
         trainer: A TRL GRPOTrainer.
-        inputs: TRL's inputs of `_compute_loss`.
-        num_scored: Number of tokens of the micro-batch that the loss counts.
+        inputs: The inputs that TRL passes to `_compute_loss`.
+        num_scored: Number of tokens in the micro-batch that count in the loss.
         **head: Temperature, softcap and logit_scale of the LM head.
     """
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # A token's loss scales with its advantage, so a weight >= 0 can multiply the advantage.
+        # The loss of a token is proportional to its advantage. So multiply the advantage by the
+        # importance weight, which is not negative.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
@@ -181,7 +192,8 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
         if coefficient:
-            # TRL's bonus is a mean over the micro-batch even if the policy term is not.
+            # TRL averages the entropy bonus over the micro-batch, although it divides the policy
+            # term by the items of the generation batch. Scale the coefficient to compensate.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
     old = inputs.get("old_per_token_logps")
@@ -191,7 +203,7 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
 
 
 def applied_entropy_coef(trainer: Any) -> float:
-    """Return the coefficient of the entropy bonus in this step; 0 if TRL adds no bonus."""
+    """Return the coefficient of the entropy bonus in this step, or 0 if TRL adds no bonus."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
     entropy = trainer._last_world_entropy
@@ -201,20 +213,22 @@ def applied_entropy_coef(trainer: Any) -> float:
 
 
 def probe(trainer: Any, theirs: Any) -> str | None:
-    """Compare our objective with the installed TRL's on random tokens.
+    """Compare our objective with the objective of the installed TRL on random tokens.
 
     The tokens reach every branch of the objective: ratios on both sides of every bound, advantages
-    of both signs, an empty completion, and tokens of a tool. A change in a new release of TRL or in
-    a subclass is thus noticed before the first step.
+    of both signs, an empty completion, and tool tokens. The probe detects before the first step
+    that a new TRL release or a subclass changed the objective.
 
     Args:
         trainer: A GRPOTrainer in train mode.
-        theirs: Function from (inputs, logps, entropies) to the loss of TRL's `_compute_loss`.
+        theirs: Function that runs TRL's `_compute_loss` on (inputs, logps, entropies) and returns
+            the loss.
 
     Returns:
-        A sentence that names the difference, or None if there is none.
+        A sentence that describes the difference, or None if the objectives are equal.
     """
-    # 1. TRL's loss. Its metrics and its adaptive entropy state must not see the random tokens.
+    # 1. Compute TRL's loss, then restore the metrics and the adaptive entropy state. The random
+    # tokens must not change them.
     device = trainer.accelerator.device
     inputs, logps, entropies = _random_inputs(trainer, device)
     saved = {name: getattr(trainer, name, None) for name in STATE}
@@ -225,7 +239,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     for name, value in saved.items():
         if hasattr(trainer, name):
             setattr(trainer, name, value)
-    # 2. Our loss of the same tokens.
+    # 2. Compute our loss of the same tokens.
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     job = single_pass(trainer, inputs, int(mask.sum()))
     ours = grpo_loss(
@@ -247,7 +261,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
 
 
 def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return TRL's inputs, logps and entropies of six random completions."""
+    """Return inputs of TRL's `_compute_loss`, logps and entropies for six random completions."""
     completions = 6
     length = 9
     random = torch.Generator().manual_seed(0)
@@ -266,7 +280,7 @@ def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], 
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # Ratios from 0.3 to 3 lie on both sides of the clip bounds and of delta.
+        # The importance ratios from 0.3 to 3 reach both sides of the clip bounds and of delta.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip

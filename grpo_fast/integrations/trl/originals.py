@@ -1,8 +1,8 @@
-"""Check that the code which samples text in transformers is the original code.
+"""Check that nobody has replaced the code with which transformers samples text.
 
-Our sampling loop replaces `model.generate`. Users and libraries change sampled tokens by replacing
-a function of `generate` or the model's `forward`, or with hooks. Our loop does not call these
-functions, so it must leave the sampling to TRL then.
+Our sampling loop replaces `model.generate`. Users and libraries may change the sampled tokens with
+hooks, or by replacing the model's `forward` or a function that `generate` calls. Our loop would not
+call such a replacement, so TRL must then sample.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import nn
 
-# Methods of GenerationMixin that no class of a model may override. The other methods prepare
-# inputs; overrides of these in transformers do not change tokens.
+# Methods of GenerationMixin that a model must not override, because they choose tokens. The other
+# methods prepare inputs, and transformers' own overrides of them do not change tokens.
 CHOOSES_TOKENS = {
     "generate", "_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria",
 }  # fmt: skip
-# The classes that `generate` applies to logits and tokens for the settings that our sampler reads.
+# Classes that `generate` uses for the sampling settings that our sampler supports.
 PARTS = (
     "LogitsProcessorList", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "MinPLogitsWarper", "StoppingCriteriaList", "MaxLengthCriteria", "EosTokenCriteria",
@@ -33,11 +33,13 @@ KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 
 
 def replaced_part(model: Any, lm: Any) -> str | None:
-    """Return the name of what changes sampled tokens, or None if everything is the original.
+    """Return the name of a replaced function or a hook that may change sampled tokens.
+
+    Return None if all code is the original code.
 
     Args:
         model: The model whose `generate` TRL calls, for example a PEFT model.
-        lm: The transformers model inside `model`, or the same object.
+        lm: The transformers model inside `model`, or `model` itself.
     """
     from transformers.generation import GenerationMixin, utils
 
@@ -63,7 +65,7 @@ def replaced_part(model: Any, lm: Any) -> str | None:
 
 
 def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, hook) for every forward hook that is not a known library's."""
+    """Yield (module, hook) for every forward hook that no library of `KNOWN` defines."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not is_defined_in(hook, *KNOWN):
@@ -71,7 +73,7 @@ def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it is compiled, by `torch.compile` or `compile()`."""
+    """Return True if `torch.compile` or `Module.compile` compiled the model or a submodule."""
     return any(
         module._compiled_call_impl is not None or "_orig_mod" in module._modules
         for module in model.modules()
@@ -79,11 +81,12 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def is_defined_in(function: Any, *packages: str) -> bool:
-    """Check that a function, and every function that it wraps, is code of one of these packages.
+    """Return True if these packages define a function and every function that it wraps.
 
-    The file of the code decides: `functools.wraps` copies the name and the module of a function.
+    The check reads the file of the code, because `functools.wraps` copies the name and the module.
     """
-    places = [contextlib.__file__]  # its decorators wrap functions that are checked, too
+    # Decorators of contextlib are allowed, because the functions that they wrap are checked too.
+    places = [contextlib.__file__]
     for name in packages:
         if name in sys.modules:
             places += [os.path.join(path, "") for path in sys.modules[name].__path__]

@@ -1,10 +1,11 @@
-"""Packed forward of a transformers model that still accepts ordinary batches.
+"""Packed forward pass for a transformers model that still accepts ordinary batches.
 
 The model's attention is replaced once. The new attention computes packed rows if a call has a
-packed layout, and passes every other call (generation, evaluation) to the original attention.
-Gradient checkpointing repeats a layer's keywords, so the recomputation chooses the same attention.
+packed layout. It passes every other call, for example in generation, to the original attention.
+Gradient checkpointing repeats the keywords of a layer, so the recomputation chooses the same
+attention as the first forward pass.
 
-The packed forward runs inside the forward of the model and of its LM head, so hooks fire once.
+The packed forward runs inside the forward of the model and of its LM head, so each hook fires once.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
 from grpo_fast.integrations.trl.options import SinglePass
 
-# transformers builds the attention mask before the layers run, without the keywords of the call.
-# This variable tells the mask function that the call has a packed layout.
+# transformers does not pass the keywords of a call to the function that builds the attention mask.
+# This variable tells that function whether the call has a packed layout.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
 
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Mark the model calls in this block as calls with a packed layout."""
+    """Build the attention masks of model calls in this block for a packed layout."""
     token = _packing.set(True)
     try:
         yield
@@ -43,7 +44,7 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: Any) -> None:
-    """Prepare a model for `packed_forward`: change its attention, its forward and its LM head.
+    """Change a model's attention, forward and LM head so that it accepts `packed_forward`.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -76,7 +77,10 @@ def own_attention(model: Any, name: str) -> Iterator[None]:
 
 
 def _register_over(original: str) -> str:
-    """Register an attention for packed rows that else calls `original`, and return its name."""
+    """Register an attention function for packed rows, and return its name.
+
+    The function calls the attention `original` if a call has no packed layout.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -101,8 +105,8 @@ def _register_over(original: str) -> str:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
         return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
-    # Encode the original name: transformers treats names with "flash", "sdpa", "flex_attention" or
-    # "|" specially.
+    # Encode the original name, because transformers handles names that contain "flash", "sdpa",
+    # "flex_attention" or "|" in a special way.
     name = PREFIX + original.encode().hex()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -111,27 +115,30 @@ def _register_over(original: str) -> str:
 
 @dataclass(frozen=True)
 class Pack:
-    """A padded batch of B completions as one packed row, with R scored tokens.
+    """One packed row with the real tokens of a padded batch of B completions.
 
-    The padded batch has shape (B, P+K), with prompts padded on the left and completions padded on
-    the right.
+    The padded batch has P prompt columns with padding on the left, and K completion columns with
+    padding on the right. The loss counts R scored tokens of the batch.
     """
 
-    # Keywords of the trunk: input_ids (1, T), position_ids, use_cache, packed_layout.
+    # Keyword arguments of the backbone: input_ids (1, T), position_ids, use_cache, packed_layout.
     inputs: dict[str, Any]
-    predicting: Tensor  # (R,) packed row whose hidden state predicts each scored token
-    target_ids: Tensor  # (R,)
-    cu_seqlens: Tensor  # (B+1,) int32: the scored tokens of each completion
-    order: Tensor  # (B,) int64: row of the padded batch of each completion
+    predicting: Tensor  # (R,) index of the hidden state that predicts each scored token
+    target_ids: Tensor  # (R,) ids of the scored tokens
+    cu_seqlens: Tensor  # (B+1,) int32: offsets of the completions in the scored tokens
+    order: Tensor  # (B,) int64: row in the padded batch of each packed completion
     slots: Tensor  # (R,) int64: index of each scored token in the flattened (B, K) completions
     shape: tuple[int, int]  # (B, K)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Scatter values of scored tokens from (R,) to (B, K), with zeros elsewhere."""
+        """Scatter values of scored tokens from shape (R,) to (B, K). Other tokens get 0."""
         return x.new_zeros(self.shape).flatten().index_copy(0, self.slots, x).view(self.shape)
 
     def packed(self, x: Tensor | None) -> Tensor | None:
-        """Gather per-token values from (B, K) to (R,), or reorder per-completion values (B,)."""
+        """Gather per-token values from shape (B, K) to (R,), in the order of the packed row.
+
+        Values of shape (B,), one per completion, are only reordered.
+        """
         if x is None:
             return None
         return x[self.order] if x.dim() == 1 else x.reshape(-1)[self.slots]
@@ -142,7 +149,9 @@ def pack_padded(
     attention_mask: Tensor,  # (B, P+K)
     scored: Tensor,  # (B, K)
 ) -> Pack | None:
-    """Pack the real tokens of a padded batch. Completions of the same prompt share its tokens.
+    """Pack the real tokens of a padded batch into one row.
+
+    A prompt is stored once for all of its completions.
 
     Args:
         input_ids: Token ids, shape (B, P+K).
@@ -150,9 +159,9 @@ def pack_padded(
         scored: 1 at the completion tokens that the loss counts, shape (B, K).
 
     Returns:
-        The packed batch. None if a completion has no prompt that predicts its first token.
+        The packed batch. None if a completion has no prompt token that predicts its first token.
     """
-    # 1. Group the completions that have scored tokens by prompt, on the host.
+    # 1. Group the completions with scored tokens by their prompt, on the CPU.
     rows, length = scored.shape
     device = input_ids.device
     ids = input_ids.cpu()
@@ -164,8 +173,8 @@ def pack_padded(
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
     if b"" in groups:
         return None
-    # 2. Pack the groups. If no token is scored, pack one token: the model must stay in the graph,
-    # and other ranks wait for this rank's forward and backward.
+    # 2. Pack the groups. If no token is scored, pack a single token, because the other ranks wait
+    # for the forward and backward pass of this rank.
     completions = real[:, -length:]
     token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
@@ -173,7 +182,8 @@ def pack_padded(
     packed = pack_groups(lists or [(token, [token])], device=device)
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
-    # 3. Completions without scored tokens are not packed. They are last and count as empty.
+    # 3. Find the scored tokens in the packed row. Completions without scored tokens are not packed.
+    # They come last in `order` and have length 0 in `cu_seqlens`.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
@@ -198,7 +208,12 @@ class PackedCall(NamedTuple):
 
 
 def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
-    """Return logps (R,), entropy (R,) if requested, and the loss if the call has one."""
+    """Run the model on a packed row.
+
+    Returns:
+        Dictionary with "logps" (R,), "entropy" (R,) if requested, and "loss" if the call has a
+        loss.
+    """
     with packing():
         trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
     head = lm.get_output_embeddings()
@@ -206,12 +221,12 @@ def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
 
 
 def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
-    """Compute the results of a packed forward from the hidden states, inside the LM head."""
+    """Compute the results of `packed_forward` from the hidden states, inside the LM head."""
     pack = call.pack
     job = call.loss
     hidden, weight, bias = call.head.operands(layer, hidden)
     rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # Switch autocast off: the operands have their final dtype, and sums must stay in fp32.
+    # The operands have their final dtype. Autocast would cast fp32 operands to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
         if job is None:
             rule = call.head.rule._asdict()

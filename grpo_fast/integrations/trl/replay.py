@@ -1,7 +1,7 @@
-"""Record of the tokens that the sampler kept at each position, looked up by token ids.
+"""Record of the tokens that the sampler kept at each position.
 
-TRL shuffles, cuts, pads and joins completions before it computes their log-probabilities. Only the
-token ids of the prompt and of the completion identify a sampled turn.
+TRL shuffles, cuts, pads and joins completions before it computes their log-probabilities. A sampled
+turn is therefore found by the token ids of its prompt and completion.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from grpo_fast.rollout import Completion
 class Replayed(NamedTuple):
     """Records of the sampler for R scored tokens."""
 
-    support: Support  # the kept tokens; an empty set if the sampler did not draw the token
-    logps: Tensor  # (R,) fp32 log-probabilities of the sampler; NaN if it did not draw the token
-    mass: Tensor  # (R,) fp32 probability of the kept tokens before renormalization
+    support: Support  # the kept tokens; an empty set for tokens that were not sampled
+    logps: Tensor  # (R,) fp32 log-probabilities of the sampler; NaN for tokens not sampled
+    mass: Tensor  # (R,) fp32 total probability of the kept tokens before renormalization
 
 
 class Replay:
-    """Kept tokens of the turns that were sampled for one batch."""
+    """Store of the sampled turns of one batch, with the tokens that the sampler kept."""
 
     def __init__(self) -> None:
-        # Prompt ids -> completions, each with the index of its first kept id in `ids`.
+        # Maps prompt ids to completions, each with the index of its first kept id in `ids`.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Store one completion of each prompt, if its sampler truncated the distribution."""
+        """Store one completion for each prompt.
+
+        Completions without kept tokens are skipped, because their sampler did not truncate.
+        """
         for prompt, one in zip(prompts, completions, strict=True):
             if one.support is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
@@ -48,12 +51,12 @@ class Replay:
         shape: tuple[int, int],  # (B, K)
         slots: Tensor,  # (R,) int64: the scored tokens in the flat (B, K)
     ) -> Replayed | None:
-        """Look up the scored tokens of a padded batch.
+        """Look up the sampler's records for the scored tokens of a padded batch.
 
         Args:
             input_ids: Token ids, shape (B, P+K).
             attention_mask: 1 at real tokens, shape (B, P+K).
-            shape: (B, K) of the completions.
+            shape: Shape (B, K) of the completions.
             slots: Index of each scored token in the flattened completions, shape (R,), int64.
 
         Returns:
@@ -61,7 +64,7 @@ class Replay:
         """
         if not self.turns:
             return None
-        # 1. For each token of the batch: the first index in `ids`, the number of kept ids, the
+        # 1. For each completion token, find its first index in `ids`, its number of kept ids, the
         # sampler's log-probability and the kept mass.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
         logps = torch.full(shape, torch.nan)
@@ -95,8 +98,8 @@ class Replay:
         """Find the stored turns in a sequence whose prompt has `start` tokens.
 
         Returns:
-            For each turn: the index of its first token in the sequence, the completion, and the
-            index of its first kept id in `ids`.
+            A tuple for each turn. It has the index of the turn's first token in the sequence, the
+            completion, and the index of the turn's first kept id in `ids`.
         """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:
@@ -104,7 +107,7 @@ class Replay:
                 continue
             completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                # TRL may have cut the turn at the maximum completion length.
+                # TRL may have cut the turn at the maximum completion length, so compare prefixes.
                 n = min(len(one.ids), len(completion))
                 if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))

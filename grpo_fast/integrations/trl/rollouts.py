@@ -1,8 +1,8 @@
-"""Rollouts of `FastGRPOTrainer`: our loop samples where TRL would call transformers' `generate`.
+"""Rollouts of `FastGRPOTrainer`, in which our loop replaces transformers' `generate`.
 
-The sampling settings are read from `GRPOConfig`, `generation_kwargs` and the model's generation
-config, as `generate` reads them. TRL samples if a setting, a replaced function or a hook changes
-tokens in a way that our sampler does not know.
+The sampling settings come from `GRPOConfig`, `generation_kwargs` and the model's generation config,
+as in `generate`. TRL samples if a setting, a replaced function or a hook changes tokens in a way
+that our sampler does not support.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, rep
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# Fields of a generation config that our sampler reads, and fields that do not change tokens.
+# Fields of a generation config that our sampler reads, or that do not change tokens.
 READ = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
     "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",
@@ -33,7 +33,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forgetful(Sampling):
-    """Sampling settings under which no engine reports the tokens that truncation kept."""
+    """Sampling settings that request no record of the tokens that truncation kept."""
 
     @property
     def needs_support(self) -> bool:
@@ -41,20 +41,21 @@ class Forgetful(Sampling):
 
 
 class OwnRollouts:
-    """Mixin that samples the completions of a TRL trainer with our loop. It is the first base.
+    """Mixin that samples the completions of a TRL trainer with our loop.
 
-    Completions are sampled without dropout, as in vLLM.
+    List this class before TRL's trainer in the bases. Completions are sampled without dropout, as
+    in vLLM.
 
     Attributes:
         fast_rollouts: False leaves the sampling to TRL.
         replay_support: True computes logps, entropy and KL over the tokens that the sampler kept
-            (top_k, top_p, min_p); False over the full vocabulary, as TRL does.
+            (top_k, top_p, min_p). False computes them over the full vocabulary, as TRL does.
     """
 
     fast_rollouts = True
     replay_support = False
     fast_path: dict[str, str]
-    _packs = False  # replay needs packed rows
+    _packs = False  # True if rows are packed; replay needs packed rows
     _reported_truncation = False
 
     def _start_rollouts(self: Any, lm: Any) -> None:
@@ -80,7 +81,7 @@ class OwnRollouts:
             self._say_rollouts(self._unsuited or OFF)
 
     def _say_rollouts(self, reason: str) -> None:
-        """Record and log why TRL samples, once for each reason."""
+        """Record in `fast_path` why TRL samples, and log a reason when it changes."""
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
             effect = "; replay_support=True has no effect" if self.replay_support else ""
@@ -93,11 +94,11 @@ class OwnRollouts:
 
     @property
     def replays(self) -> bool:
-        """True if log-probabilities are over the tokens that the sampler kept."""
+        """True if log-probabilities are computed over the tokens that the sampler kept."""
         return self.replay_support and self._packs
 
     def _report_truncation(self: Any, sampling: Sampling) -> None:
-        """Log once whether log-probabilities are over the full vocabulary or the kept tokens."""
+        """Log once over which tokens log-probabilities are computed if the sampler truncates."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
@@ -117,13 +118,14 @@ class OwnRollouts:
             log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        """Drop the previous batch's records, then generate and score as TRL does."""
+        """Drop the sampler's records of the previous batch, then call TRL's method."""
         self._replay[self._mode] = Replay()
         return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # Decide from the settings alone, so that either all processes join the reduction or none.
+        # `_keeps` decides whether this process joins a reduction of metrics. Derive it from the
+        # settings only, so that all processes decide alike; otherwise the reduction would hang.
         self._keeps = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -163,14 +165,14 @@ class OwnRollouts:
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
 
     def _replayed(self: Any, pack: Any, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """Return the sampler's records of the scored tokens in these rows, or None without any."""
+        """Return the sampler's records of the scored tokens, or None if there are no records."""
         replay = self._replay[self._mode]
         known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
         self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
         return known
 
     def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
-        """Compute TRL's loss. With support replay, also log the ratio of policy to sampler."""
+        """Call TRL's `compute_loss`. With support replay, also log the ratio to the sampler."""
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
         if self._keeps:
             self._log_replay()
@@ -179,7 +181,7 @@ class OwnRollouts:
 
     @torch.no_grad()
     def _log_replay(self: Any) -> None:
-        """Log means over the sampled tokens of all processes: ratio, support size, kept mass."""
+        """Log importance ratio, support size and kept mass, averaged over all processes' tokens."""
         sums = torch.zeros(4, device=self.accelerator.device)
         if self._replayed_logps is not None:
             known, logps = self._replayed_logps
@@ -194,7 +196,7 @@ class OwnRollouts:
 
 
 def unsuited(trainer: Any, lm: Any) -> str | None:
-    """Return the option for which TRL must sample, or None if our loop may sample."""
+    """Return the option because of which TRL must sample, or None if our loop may sample."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -208,7 +210,8 @@ def unsuited(trainer: Any, lm: Any) -> str | None:
 
 def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
     """Return the sampling settings, or the name of a setting that our sampler does not read."""
-    # As in `generate`, the model's config supplies the values that are None in the trainer's.
+    # As in `generate`, the model's generation config fills in values that are None in the
+    # trainer's generation config.
     config = lm._prepare_generation_config(trainer.generation_config)[0]
     for name, value in vars(config).items():
         is_usual = value is None or value is False or value == usual().get(name)

@@ -1,4 +1,4 @@
-"""Comparison of the packed forward and TRL's padded forward with rows without padding."""
+"""Self-check that compares the packed and the padded forward with rows without padding."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from grpo_fast.attention import check_tolerance, draw_groups, random_weights, sm
 from grpo_fast.integrations.fast_head import reshard
 
 log = logging.getLogger(__name__)
-SCORED = 5  # tokens of each row that count as its completion
-RANDOM_FACTOR = 10  # random weights amplify rounding, so their differences may be this much larger
+SCORED = 5  # number of tokens at the end of each row that are its completion
+RANDOM_FACTOR = 10  # with random weights, differences may be 10 times larger because of rounding
 
 # (model, input_ids (B, L), attention_mask (B, L)) -> logps (B, SCORED)
 Scores = Callable[[Any, Tensor, Tensor], Tensor]
@@ -33,21 +33,23 @@ class Gaps(NamedTuple):
 def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
     """Compare both forward passes with rows that are computed alone and without padding.
 
-    The comparison finds attention sinks, positions other than RoPE's, and heads with an unknown
-    logit transform. A second round uses random weights, because the model's weights may hide such
-    a difference: a new adapter is zero, for example.
+    The comparison detects attention sinks, position encodings other than RoPE, and heads with an
+    unknown logit transform. A second round uses random weights, because the model's weights may
+    hide a difference. For example, a new LoRA adapter has no effect.
 
     Args:
         lm: The transformers model.
         padded: TRL's forward on a padded batch.
-        packed: The packed forward. None: it is not used, and its difference is 0.
+        packed: The packed forward. If None, its difference is 0.
 
     Returns:
-        The larger difference of the two rounds for each forward pass.
+        The largest difference of each forward pass over the two rounds. Differences of the second
+        round are divided by `RANDOM_FACTOR`.
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # Weights in 16 bits are not replaced, because rounding would hide the difference.
+        # `random_weights` does not replace 16-bit weights, because rounding would hide a
+        # difference.
         if are_random:
             again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
             pairs = zip(gaps, again, strict=True)
@@ -76,10 +78,13 @@ def _measure_once(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
 
 
 def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
-    """Return random ids and their mask, shape (2, L) each.
+    """Return two rows of random token ids with the same prompt.
 
-    Both rows have the same prompt and are padded on the left. The second completion is shorter and
-    is padded on the right as well.
+    Both rows are padded on the left. The second row has a shorter completion and is also padded on
+    the right.
+
+    Returns:
+        Token ids and a bool mask of the real tokens, each of shape (2, L).
     """
     weight = lm.get_output_embeddings().weight
     ((prompt, completions),) = draw_groups(1, weight.shape[0])
@@ -90,7 +95,7 @@ def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
 
 
 def tolerance(lm: Any, mixed_precision: str | None) -> float:
-    """Return the largest difference that rounding explains; the lowest precision decides."""
+    """Return the largest difference that rounding explains, for the lowest precision in use."""
     dtypes = {parameter.dtype for parameter in lm.parameters()}
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
@@ -98,7 +103,13 @@ def tolerance(lm: Any, mixed_precision: str | None) -> float:
 
 
 def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
-    """Warn that TRL's logps of padded rows are wrong, and say whether ours are right."""
+    """Warn that TRL's logps of left-padded rows are wrong.
+
+    Args:
+        kind: The model type, for the message.
+        gap: The difference in nats.
+        is_packed: True if our packed rows avoid the error.
+    """
     ours = "TRL's forward is used here, too: use prompts of one length"
     if is_packed:
         ours = "FastGRPOTrainer packs rows without padding, which is right"

@@ -6,11 +6,11 @@ Rewards, tools, advantages, metrics, logging and checkpoints are TRL's own code.
 replaced:
 
 - Our loop samples the completions (rollouts.py).
-- The padded forward becomes a packed one: no padding, each shared prompt once, and the LM head on
-  completion tokens only. It runs inside the wrapped module's forward, so DDP and FSDP hooks fire.
-- Where the gradient of a token depends on that token alone, loss and gradient come from one pass
-  over the logits; TRL's `_compute_loss` then runs on the logps for its metrics. For the other
-  objectives `linear_logps` gives TRL's own code differentiable logps and entropies.
+- A packed forward replaces the padded forward. It computes each shared prompt once and applies the
+  LM head to completion tokens only. DDP and FSDP hooks fire, because it runs inside the forward.
+- If the gradient of a token depends on that token alone, one pass over the logits computes loss and
+  gradient. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For other
+  objectives, `linear_logps` passes differentiable logps and entropies to TRL's own code.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
 
-# Reasons why TRL's code computes a single micro-batch.
+# Reasons in `fast_path` for leaving a single micro-batch to TRL's code.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
 
 class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
-    """TRL's `GRPOTrainer` with the same constructor and the same numbers, but faster.
+    """Faster version of TRL's `GRPOTrainer` with the same constructor and the same results.
 
     Args:
         replay_support: True computes logps, entropy and KL over the tokens that a truncating
@@ -53,21 +53,21 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             weights. False, the default, computes them over the full vocabulary, as TRL does.
         checkpoint_offload: True keeps the inputs of checkpointed layers in host memory until the
             backward pass. It needs `gradient_checkpointing=True` in the GRPOConfig.
-        tiled_mlp: Compute every dense MLP for at most this many tokens at a time, and again in the
-            backward pass. None: do not tile.
+        tiled_mlp: Largest number of tokens that a dense MLP computes at a time. Tiled MLPs are
+            recomputed in the backward pass. None computes all tokens at once.
 
     Attributes:
         fast_path: {"forward": "packed" or "TRL's: <reason>",
             "loss": "single pass", "TRL's on our logps: <reason>" or "TRL's: <reason>",
             "rollouts": "ours" or "TRL's: <reason>",
             "support": "the sampler's" or "the vocabulary"}.
-            It describes the last micro-batch. Before the first one, it describes the plan.
+            It describes the last micro-batch, or the plan before the first micro-batch.
         fast_rollouts: False leaves the sampling to TRL.
 
     Raises:
         ValueError: `checkpoint_offload` is True without gradient checkpointing, or `tiled_mlp` is
-            set and the model has no dense MLP of plain linear layers (LoRA changes the layers). In
-            `train`, no parameter of the model requires grad, or none gets a gradient.
+            set and the model has no dense MLP of plain linear layers. LoRA layers are not plain.
+            `train` raises this error if no parameter requires grad or none gets a gradient.
     """
 
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
@@ -86,7 +86,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Finished logps and entropies, for TRL's metrics.
+        # Logps and entropies that are already computed. TRL computes its metrics from them.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -103,7 +103,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             self._their_forward(reason)
         elif (reason := options.single_pass_reason(self)) is not None:
             self._their_objective(reason)
-        use_fast_head(self)  # for the micro-batches whose forward stays TRL's
+        use_fast_head(self)  # for the micro-batches that use TRL's forward
         self._start_rollouts(lm)
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
@@ -126,21 +126,21 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return loss
 
     def _their_forward(self, reason: str) -> None:
-        """Leave the forward pass and the objective to TRL from now on."""
+        """Let TRL compute the forward pass and the objective from now on, and log the reason."""
         self.fast_path |= {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
         self._packs = self._in_one_pass = False
         log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
 
     def _their_objective(self, reason: str) -> None:
-        """Leave the objective to TRL from now on, on our log-probabilities."""
+        """Let TRL compute the objective from our log-probabilities from now on."""
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         self._in_one_pass = False
 
     def _prepare_models(self, lm: Any, reason: str | None) -> str | None:
-        """Prepare policy and reference for packed rows, unless `reason` is against it.
+        """Prepare policy and reference model for packed rows, unless `reason` is a string.
 
         Returns:
-            None if rows are packed, else the reason why they are not.
+            None if rows are packed, else the reason why they are not packed.
         """
         if reason is None:
             self._head = fused_head(lm)
@@ -159,11 +159,11 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @staticmethod
     def _changes(lm: Any) -> list[Any]:
-        """Return what may change logits of packed rows and of padded rows in different ways."""
+        """Return the state that invalidates the self-check if it changes: compilation and hooks."""
         return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
 
     def _check_again(self) -> None:
-        """Repeat the self-check if a hook was added or the model was compiled since then."""
+        """Repeat the self-check if a hook was added or the model was compiled after it."""
         lm = base_model(self.accelerator.unwrap_model(self.model))
         changes = self._changes(lm)
         if not self._packs or changes == self._checked:
@@ -177,10 +177,10 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             self._their_forward(reason)
 
     def _self_check(self, lm: Any, packs: bool) -> str | None:
-        """Compare packed and padded rows with single rows; warn if TRL's padded rows are wrong.
+        """Compare packed and padded rows with single rows. Warn if TRL's padded rows are wrong.
 
         Returns:
-            None if packed rows are right, else a sentence with the difference.
+            None if packed rows are right, else a sentence that states the difference.
         """
         score = super()._get_per_token_logps_and_entropies
 
@@ -214,7 +214,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
     ):  # fmt: skip
-        """Return TRL's results of this method, computed from packed rows.
+        """Compute the results of TRL's method of this name from packed rows.
 
         Returns:
             Log-probabilities (B, K), entropies (B, K) or None, and the auxiliary loss or None.
@@ -255,8 +255,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):
-        """Return the loss of one micro-batch from a single pass, and record TRL's metrics."""
-        # 1. Leave the micro-batch to TRL if the single pass is not possible.
+        """Compute the loss of one micro-batch in a single pass, and record TRL's metrics."""
+        # 1. Let TRL compute the micro-batch if a single pass is not possible.
         self._check_again()
         if self._offloads:  # TRL enables checkpointing again after each generation
             offload_checkpoints(self.accelerator.unwrap_model(self.model))
@@ -292,7 +292,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return result["loss"] / job.divisor
 
     def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
-        """Run TRL's `_compute_loss` on finished log-probabilities and entropies, (B, K) each."""
+        """Run TRL's `_compute_loss` on the given logps and entropies, each of shape (B, K)."""
         self._finished = (logps, entropies)
         try:
             return super()._compute_loss(self.model, inputs)

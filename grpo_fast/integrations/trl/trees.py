@@ -1,6 +1,7 @@
-"""Samples of TRL's asynchronous GRPO (1.16, `trl.experimental.async_grpo`) as one packed row.
+"""Packing of samples from TRL's asynchronous GRPO into one row.
 
-Every distinct prefix is computed once.
+The samples come from `trl.experimental.async_grpo` of TRL 1.16. A prefix that several samples share
+is computed once.
 
     from grpo_fast.attention import head_of, register
 
@@ -35,7 +36,7 @@ class TreeBatch(NamedTuple):
 
     @property
     def loss_inputs(self) -> dict[str, Tensor]:
-        """Keyword arguments for `linear_grpo_loss` that follow from the samples."""
+        """Return the keyword arguments of `linear_grpo_loss` that depend on the samples."""
         return {
             "target_ids": self.pack.target_ids, "hidden_rows": self.pack.predicting,
             "cu_seqlens": self.pack.cu_seqlens, "advantages": self.advantages,
@@ -52,15 +53,15 @@ def pack_samples(
 
     Args:
         samples: Mappings with `input_ids`, `completion_mask` and `old_log_probs`, each of shape
-            (n,), and a number `advantage`.
+            (n,), and with a number `advantage`.
         device: Device of the returned tensors.
 
     Returns:
         The packed row with the advantages and the sampler's log-probabilities.
 
     Raises:
-        ValueError: Lengths within a sample differ, or a sample has no token to train. The message
-            names the sample.
+        ValueError: A sample has fields of different lengths or no token to train. The message names
+            the sample.
     """
     pack = pack_tree([(s["input_ids"], s["completion_mask"]) for s in samples], device=device)
     logps = []

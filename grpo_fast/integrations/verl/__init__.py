@@ -1,4 +1,8 @@
-"""verl integration: losses (`register`), LM head (`head.use_fast_head`), workers (`plugin`)."""
+"""verl integration.
+
+`register` registers the losses, `head.use_fast_head` replaces the LM head, and verl's workers
+import `plugin`.
+"""
 
 from grpo_fast.integrations.verl.losses import policy_loss, register
 

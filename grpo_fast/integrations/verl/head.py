@@ -1,10 +1,13 @@
-"""Our kernels for the LM head of verl's `use_fused_kernels` (>= 0.9, impl_backend torch or liger).
+"""Our kernels for the LM head of verl models with `use_fused_kernels`.
+
+Supported are verl >= 0.9 and the values torch and liger of `impl_backend`.
 
     handle = use_fast_head(model)  # after verl has patched the model's forward
     handle.undo()
 
-verl's fused forwards look up the class `FusedLinearForPPO` in a module at each call. We replace the
-class while one model's forward runs, or for the process (`use_fast_head_everywhere`).
+verl's fused forwards look up the class `FusedLinearForPPO` in a module at each call.
+`use_fast_head` replaces the class while the forward of one model runs, and
+`use_fast_head_everywhere` replaces it for the whole process.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 BACKENDS = "torch", "liger"
-# Logit transforms that verl's fused forwards ignore, with the value that changes nothing. A model
-# with a different value is refused, because its logits would be wrong.
+# Config fields of logit transforms that verl's fused forwards ignore, each with its neutral value.
+# A model with a different value raises an error, because its logits would be wrong.
 LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
     ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
 )
@@ -36,10 +39,10 @@ class FastLinearForPPO(nn.Module):
 
     Args:
         chunk_size: Ignored; our kernels choose their chunks.
-        impl_backend: "torch" or "liger"; the results are the same.
+        impl_backend: "torch" or "liger". Both values use our kernels.
 
     Raises:
-        ValueError: `impl_backend` has a different value.
+        ValueError: `impl_backend` is neither "torch" nor "liger".
     """
 
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
@@ -55,7 +58,7 @@ class FastLinearForPPO(nn.Module):
         input_ids: Tensor,  # (B, L) or (T,): the token that each row predicts
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities and entropies.
+        """Compute the log-probability of each token and the entropy of each row.
 
         Args:
             hidden_states: Hidden states, shape (B, L, H) or (T, H).
@@ -71,7 +74,7 @@ class FastLinearForPPO(nn.Module):
         dtype = compute_dtype(hidden_states)
         hidden = hidden_states.to(dtype)
         weight = vocab_weights.to(dtype)
-        # Switch autocast off: the operands have their final dtype, and sums must stay in fp32.
+        # The operands have their final dtype. Autocast would cast fp32 operands to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
@@ -80,7 +83,10 @@ class FastLinearForPPO(nn.Module):
 
 @contextmanager
 def _swapped() -> Iterator[None]:
-    """Replace verl's class for a block of code. Not thread-safe: the class is a module global."""
+    """Replace verl's class `FusedLinearForPPO` for a block of code.
+
+    The class is a module global, so this context manager is not thread-safe.
+    """
     import verl.utils.experimental.torch_functional as home
 
     before = getattr(home, NAME)
@@ -107,8 +113,8 @@ def use_fast_head(model: nn.Module) -> FastHead:
     _check(model)
     before = model.forward
     handle = FastHead()
-    # Callbacks run in reverse order: delete our forward, then restore a forward that the model
-    # object had in addition to its class.
+    # Callbacks run in reverse order. First delete our forward, then restore the forward that was
+    # set on the model object itself.
     if "forward" in vars(model):
         handle.callback(setattr, model, "forward", before)
     handle.callback(delattr, model, "forward")
@@ -123,7 +129,9 @@ def use_fast_head(model: nn.Module) -> FastHead:
 
 
 def use_fast_head_everywhere() -> FastHead:
-    """Compute the LM heads of all models with verl's `use_fused_kernels` in this process.
+    """Compute the LM heads with our kernels for all models of this process.
+
+    Only models that verl prepared with `use_fused_kernels` are affected.
 
     Returns:
         A handle whose `undo()` restores verl's head.

@@ -1,11 +1,13 @@
-"""verl's policy losses (>= 0.9) on our kernels: the same signature, loss, gradient and metrics.
+"""verl's policy losses (verl >= 0.9), computed with our kernels.
+
+Signature, loss, gradient and metrics are the same as verl's.
 
     from grpo_fast.integrations.verl import register
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-verl's workers register the losses by importing `plugin`. There are two intended differences: NaN at
-masked tokens does not reach the loss, and the loss of a batch without active tokens is 0, not NaN.
+verl's workers register the losses by importing `plugin`. There are two intended differences. NaN at
+masked tokens does not reach the loss. The loss of a batch without active tokens is 0, not NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
-# verl's loss_agg_mode: our aggregation, and verl's name for the count that divides the loss.
+# Maps verl's loss_agg_mode to our aggregation and to verl's name for the count that divides the
+# loss.
 AGGREGATION_MODES = {
     "token-mean": ("token_mean_global", "batch_num_tokens"),
     "token-sum": ("token_mean_global", None),
@@ -37,18 +40,19 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 def normaliser(
     loss_agg_mode: str, mask: Tensor, info: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Translate verl's `agg_loss` into our arguments.
+    """Translate verl's aggregation mode into arguments of `grpo_loss`.
 
     Args:
         loss_agg_mode: A key of `AGGREGATION_MODES`.
         mask: Response mask, shape (B, L).
-        info: verl's `global_batch_info`, with the counts of the batch of all ranks.
+        info: verl's `global_batch_info`. Its counts are over the batches of all ranks.
 
     Returns:
-        Our aggregation, and the divisor as a keyword argument of `grpo_loss`.
+        The name of our aggregation, and the divisor of the loss as a keyword argument.
 
     Raises:
-        ValueError: `info` has an unknown key, or lacks the count that several ranks need.
+        ValueError: `info` has an unknown key. Or there are several ranks, and `info` lacks the
+            count that the mode needs.
     """
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
@@ -68,15 +72,16 @@ def normaliser(
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
-    """Return verl's policy loss of this name, computed by `grpo_loss`.
+    """Return a function with the name and the results of a verl policy loss, on our kernels.
 
     Args:
-        loss_mode: A name in `LOSSES`. Not supported are clip_cov and kl_cov, which choose tokens by
-            the covariance of the batch, and bypass_mode, which calls other losses by name.
+        loss_mode: A name in `LOSSES`. clip_cov and kl_cov are not supported, because they choose
+            tokens by a covariance over the batch. bypass_mode is not supported, because it calls
+            other losses by name.
 
     Returns:
-        A function with verl's arguments, whose tensors have shape (B, L). It returns the loss, a
-        0-d tensor with a gradient to log_prob, and verl's metrics as floats.
+        A function with verl's arguments. The tensors in its arguments have shape (B, L). It returns
+        the loss (0-d, differentiable with respect to log_prob) and verl's metrics as floats.
 
     Raises:
         ValueError: `loss_mode` is not in `LOSSES`.
@@ -114,7 +119,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        # Copy all metrics from the device at once: each copy waits for the device.
+        # Copy all metrics from the device at once, because each copy waits for the device.
         values = torch.stack([*metrics.values()]).tolist() if metrics else []
         return output.loss, dict(zip(metrics, values, strict=True))
 
@@ -123,16 +128,19 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
 
 
 class Registered(FastHead):
-    """Handle that `register` returns. Undo several handles in reverse order."""
+    """Handle that `register` returns.
+
+    If you call `register` several times, undo the handles in reverse order.
+    """
 
     names: list[str]  # the registered names
 
 
 def register(prefix: str = "fast_") -> Registered:
-    """Register every loss of `LOSSES` with verl in this process.
+    """Register every loss of `LOSSES` in verl's registry of this process.
 
     Args:
-        prefix: Added before each name. With "", our losses replace verl's until `undo()`.
+        prefix: Text before each name. With "", our losses replace verl's losses until `undo()`.
 
     Returns:
         A handle with the registered names. Its `undo()` restores verl's registry.
@@ -143,7 +151,8 @@ def register(prefix: str = "fast_") -> Registered:
     handle = Registered()
     handle.names = [prefix + name for name in LOSSES]
     before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
-    # Callbacks run in reverse order: remove our losses, then restore verl's of the same names.
+    # Callbacks run in reverse order. First remove our losses, then restore verl's losses of the
+    # same names.
     handle.callback(POLICY_LOSS_REGISTRY.update, before)
     for name in LOSSES:
         handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)

@@ -1,7 +1,8 @@
-"""Plugin for verl's workers: `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`.
+"""Plugin that verl's workers import.
 
-The import registers our losses as `fast_<name>` in this process. With `GRPO_FAST_VERL_HEAD=1`, our
-kernels also compute the LM head of verl's `use_fused_kernels`.
+Set `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`. The import registers our losses
+as `fast_<name>` in this process. With `GRPO_FAST_VERL_HEAD=1`, our kernels also compute the LM head
+of models with verl's `use_fused_kernels`.
 """
 
 from __future__ import annotations

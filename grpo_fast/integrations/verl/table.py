@@ -1,7 +1,7 @@
-"""Table of verl's policy losses: our objective for each, and verl's metrics.
+"""Table of verl's policy losses, with our objective and verl's metrics for each loss.
 
-The loss of a token scales with its advantage in every objective here. A factor that verl multiplies
-the loss of a token by is therefore multiplied into the advantage; the result is the same.
+In every objective of this table, the loss of a token is proportional to its advantage. Where verl
+multiplies the loss of a token by a weight, we multiply its advantage by the same weight.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from grpo_fast.errors import conflict, require
 
-LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio of a token to this bound
-GSPO_BOUND = 10.0  # verl clamps the log ratio of a sequence to this bound
+LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio of a token to [-20, 20]
+GSPO_BOUND = 10.0  # verl clamps the log ratio of a sequence to at most 10
 DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
 
-Metrics = dict[str, Tensor]  # 0-d tensors by verl's names
+Metrics = dict[str, Tensor]  # verl's metric name -> 0-d tensor
 
 
 class Batch(NamedTuple):
-    """Arguments of a policy loss, shape (B, L) each, without gradient."""
+    """Arguments of a policy loss. Each tensor has shape (B, L) and no gradient."""
 
     old_log_prob: Tensor
     log_prob: Tensor
@@ -31,24 +31,25 @@ class Batch(NamedTuple):
     rollout_is_weights: Tensor | None
 
     def mean(self, x: Tensor) -> Tensor:  # 0-d
-        """Return the mean over active tokens."""
-        # Not a product with the mask: masked tokens may hold NaN.
+        """Return the mean of `x` over the active tokens of the batch, 0-d."""
+        # Masked tokens may be NaN, and NaN times 0 is NaN. So select with `where`.
         return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
-        """Return the mean over the active tokens of each completion."""
+        """Return the mean of `x` over the active tokens of each completion, shape (B, 1)."""
         counts = self.mask.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(self.mask, x, 0.0).sum(-1, keepdim=True) / counts
 
     def metrics(
         self, log_ratio: Tensor, above: Tensor | None = None, below: Tensor | None = None
     ) -> Metrics:
-        """Return verl's metrics of a clipped loss.
+        """Return the metrics that verl logs for a clipped loss.
 
         Args:
             log_ratio: Log of the importance ratio, shape (B, L).
-            above: Tokens that the clip range stops, shape (B, L), bool. None: no token.
-            below: Tokens that the lower bound stops, shape (B, L), bool. None: no token.
+            above: True at tokens that count in pg_clipfrac, shape (B, L), bool. None: no token.
+            below: True at tokens that count in pg_clipfrac_lower, shape (B, L), bool. None: no
+                token.
         """
         nothing = log_ratio.new_zeros(())
         high = nothing if above is None else self.mean(above)
@@ -72,7 +73,8 @@ class Recipe(NamedTuple):
         options: Function from verl's actor config to fields of `LossConfig`.
         metrics: Function from (batch, config) to verl's metrics.
         advantages: Function from (batch, config) to the advantages for `grpo_loss`.
-        aggregation: The loss_agg_mode that verl always uses for this loss. None: the config's.
+        aggregation: The loss_agg_mode that verl always uses for this loss. None: verl uses the mode
+            of the config.
         has_old: True if the objective reads old_log_prob.
     """
 
@@ -84,13 +86,16 @@ class Recipe(NamedTuple):
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """Return an option of verl's config; the default if it is missing or None."""
+    """Return an option of verl's config, or the default if the option is missing or None."""
     value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
     return default if value is None else value
 
 
 def clip_range(config: Any) -> dict[str, Any]:
-    """Return epsilon_low and epsilon_high from clip_ratio_low, clip_ratio_high or clip_ratio."""
+    """Return epsilon_low and epsilon_high of `LossConfig` for verl's clip range.
+
+    verl's config has clip_ratio_low and clip_ratio_high, or clip_ratio for both.
+    """
     both = option(config, "clip_ratio")
     bounds = {}
     for side in ("low", "high"):
@@ -102,30 +107,33 @@ def clip_range(config: Any) -> dict[str, Any]:
 
 
 def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
-    """Return clip_ratio_c, which must exceed `least`."""
+    """Return verl's option clip_ratio_c. Raise a ValueError unless it is above `least`."""
     cap = float(option(config, "clip_ratio_c", default))
     require(cap > least, "clip_ratio_c", f"a number > {least:g}", f"{cap:g}")
     return cap
 
 
 def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
-    """Return a function from verl's config to the options of this loss type with a clip range."""
+    """Return a function from verl's config to fields of `LossConfig`.
+
+    The fields are the loss type, `options`, and the clip range of the config.
+    """
     return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
 
 
 def vanilla(config: Any) -> dict[str, Any]:
-    """Return the options of PPO with dual clip."""
+    """Return the fields of `LossConfig` for PPO with dual clip."""
     return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
 def sapo(config: Any) -> dict[str, Any]:
-    """Return the options of SAPO."""
+    """Return the fields of `LossConfig` for SAPO."""
     pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
     return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
 def dro(config: Any) -> dict[str, Any]:
-    """Return the options of DRO."""
+    """Return the fields of `LossConfig` for DRO."""
     beta = option(option(config, "policy_loss"), "dro_beta")
     fits = beta is not None and beta > 0
     require(fits, "policy_loss.dro_beta", "a number > 0", beta)
@@ -133,13 +141,17 @@ def dro(config: Any) -> dict[str, Any]:
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
-    """Return the advantages times the importance weights of the rollout."""
+    """Return the advantages multiplied by the rollout importance weights, shape (B, L)."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
-    """Return the advantages times the geometric mean of each completion's importance weights."""
+    """Multiply each completion's advantages by the geometric mean of its importance weights.
+
+    Raises:
+        ValueError: The advantage is 0 at single tokens of a completion.
+    """
     a = batch.advantages
     has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()
     expected = "one for a completion (geo_mean)"
@@ -150,7 +162,10 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """Return the weighted advantages, scaled so that verl's cap of the ratio replaces ours."""
+    """Return the weighted advantages for dppo, corrected for a different cap of the ratio.
+
+    verl caps the importance ratio at `clip_ratio_c` and our objective at `DPPO_RATIO_CAP`.
+    """
     ratio = batch.log_ratio.exp()
     theirs = ratio.clamp(max=ratio_cap(config, 20.0))
     ours = ratio.clamp(max=DPPO_RATIO_CAP)
@@ -158,21 +173,24 @@ def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
 
 
 def unweighted(batch: Batch, config: Any) -> Tensor:
-    """Return the advantages; refuse importance weights."""
+    """Return the advantages. Raise a ValueError if the batch has importance weights."""
     if batch.rollout_is_weights is not None:
         raise conflict("rollout_is_weights", "dro", "its quadratic term has one weight; pass None")
     return batch.advantages
 
 
 def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
-    """Return tokens whose ratio has left the clip range in the direction of the advantage."""
+    """Return True at tokens whose loss is clipped, shape (B, L).
+
+    A token is clipped if its ratio left the clip range in the direction of its advantage.
+    """
     low, high = clip_range(config).values()
     a = batch.advantages
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
 
 
 def clipped_twice(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of PPO's dual clip."""
+    """Return verl's metrics for PPO with dual clip."""
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
     at_least = torch.maximum(ratio, ratio.clamp(1 - low, 1 + high))
@@ -181,13 +199,13 @@ def clipped_twice(batch: Batch, config: Any) -> Metrics:
 
 
 def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of GSPO, whose ratio is the geometric mean over a completion."""
+    """Return verl's metrics for GSPO. Its ratio is the geometric mean over a completion."""
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
     return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
 
 def clipped_by_token(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of geo_mean, which clips log ratios."""
+    """Return verl's metrics for geo_mean. This loss clips the log ratio of each token."""
     log_ratio = batch.raw_log_ratio
     low, high = clip_range(config).values()
     a = batch.advantages
@@ -196,19 +214,20 @@ def clipped_by_token(batch: Batch, config: Any) -> Metrics:
 
 
 def clipped_weight(batch: Batch, config: Any) -> Metrics:
-    """Return the metrics of CISPO, which clips the weight of a token on both sides."""
+    """Return verl's metrics for CISPO. This loss clips the weight of a token on both sides."""
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
     return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
 
 
 def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Metrics]:
-    """Return a function for the metrics of dppo.
+    """Return a function that computes the metrics of dppo.
 
-    dppo stops tokens whose probability is far from the old policy's and still moves away.
+    dppo masks a token if its probability is far from its old probability and the update would move
+    the two further apart.
 
     Args:
-        distance: Function from the new and the old probability to their distance.
+        distance: Function that returns the distance between the new and the old probability.
     """
 
     def metrics(batch: Batch, config: Any) -> Metrics:
@@ -223,7 +242,7 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
-    """Return the KL of two distributions over {this token, any other token}."""
+    """Return KL(old ‖ new) over two outcomes: the token itself and any other token."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 

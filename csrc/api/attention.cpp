@@ -1,13 +1,14 @@
-// Operators attention and attention_backward: packed variable-length attention in fp32.
+// Operators attention and attention_backward, which compute packed variable-length attention in
+// fp32.
 //
 // Query span n attends to key span n. grpo_fast/attention/kernels/explicit.py has the formulas.
 //
-// Layout: q, k, v are (T, heads, D) with any row and head stride. A group of `repeats` query heads
-// shares one key-value head, and the kernels process them as extra rows of the same span. Keys are
-// repacked into tiles (products.h) so that the lanes of a vector are tokens.
-// Rounding: all sums are fp32, in an order that depends on the span only.
-// Parallel: forward tasks are blocks of kForwardRows rows of one span and head; backward tasks are
-// whole spans of one head, because a task must own its dK and dV.
+// Layout: q, k and v are (T, heads, D) with any row stride and head stride. A group of `repeats`
+// query heads shares one key-value head, and the kernels process them as additional rows of the
+// same span. Keys are repacked into tiles (products.h), so that the lanes of a vector are tokens.
+// Rounding: all sums are fp32. Their order depends on the span only.
+// Parallel: a forward task computes a block of kForwardRows rows of one span and head. A backward
+// task computes a whole span in one head, because only one thread may add to its dK and dV.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -22,7 +23,7 @@
 namespace grpo_fast {
 namespace {
 
-// Rows per forward task, and the block of scores that stays in cache in backward.
+// Sizes of the tasks. The scores of kBackwardRows rows and kBackwardKeys keys stay in cache.
 constexpr int64_t kForwardRows = 128;
 constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
@@ -47,7 +48,7 @@ struct Problem {
   float scale;
 };
 
-// One span in one key-value head. Rows are (query, repeat) pairs, ordered by query.
+// One span in one key-value head. A row is a (query, repeat) pair, and rows are ordered by query.
 struct Span {
   int64_t first_q, first_k, queries, keys, head, repeats;
   bool causal;
@@ -57,12 +58,12 @@ struct Span {
         keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
 
   int64_t rows() const { return queries * repeats; }
-  // The number of keys that a row sees. Causal spans have as many keys as queries.
+  // Returns the number of keys that a row sees. A causal span has as many keys as queries.
   int64_t seen(int64_t row) const { return causal ? row / repeats + 1 : keys; }
-  // The first row that sees a key.
+  // Returns the first row that sees a key.
   int64_t first_row(int64_t key) const { return causal ? key * repeats : 0; }
 
-  // Calls body(row of the span, token, query head) for rows [begin, end).
+  // Calls body(row of the span, token, query head) for the rows [begin, end).
   template <class Body>
   void each(int64_t begin, int64_t end, const Body& body) const {
     int64_t query = begin / repeats, repeat = begin % repeats;
@@ -72,7 +73,7 @@ struct Span {
     }
   }
 
-  // Copies rows [begin, end) of x, scaled by factor, to contiguous memory.
+  // Copies the rows [begin, end) of x to contiguous memory, multiplied by `factor`.
   void gather(const Packed& x, int64_t begin, int64_t end, int64_t depth, float factor,
               float* to) const {
     each(begin, end, [&](int64_t row, int64_t token, int64_t of) {
@@ -91,8 +92,8 @@ struct PerRow {
   float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
-// Returns uninitialised thread-local memory. Call it once per task: a second call may reallocate
-// it.
+// Returns uninitialised thread-local memory. Call this once per task, because a second call may
+// reallocate the memory.
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
@@ -110,7 +111,7 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
   const Matrix<float> scores{queries + rows * p.depth, width}, sums{scores.row(4), p.depth};
   write_tiles(k.read(span.first_k, span.head), seen, p.depth, tiles);
   span.gather(q, begin, end, p.depth, p.scale, queries);
-  // 2. For 4, 2 or 1 rows at a time: scores, softmax, weighted sum of values.
+  // 2. Compute scores, softmax and the weighted sum of values, for 4, 2 or 1 rows at a time.
   by_rows(begin, end, [&](int64_t row, auto count) {
     const int64_t last = span.seen(row + count - 1);
     multiply_tokens<count>({queries + (row - begin) * p.depth, p.depth}, tiles, p.depth, 0, last,
@@ -153,7 +154,7 @@ struct Block {
   float *weights, *slopes;        // (rows, kBackwardKeys): P and dS
 };
 
-// Loads a block: scaled queries, output gradients, lse, and delta = rowsum(dO * O).
+// Loads the rows of a block and computes delta = rowsum(dO * O). The queries are scaled.
 void read_block(const Problem& p, const Span& span, const Given& from, const Block& to) {
   const int64_t end = to.begin + to.rows;
   span.gather(from.q, to.begin, end, p.depth, p.scale, to.queries);
@@ -167,7 +168,7 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   });
 }
 
-// Computes P = e^(s - lse) and dS = P (dP - delta) of a block for the keys [key, end).
+// Computes P = e^(s - lse) and dS = P (dP - delta) of a block, for the keys [key, end).
 void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
            const float* v_tiles, int64_t key, int64_t end) {
   const int64_t count = end - key;
@@ -178,8 +179,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
-  // A mask replaces the causal -inf here, because exp of a large positive s - lse of an unseen key
-  // could overflow.
+  // Clear unseen keys with a bit mask. For an unseen key, s - lse may be large and positive. The
+  // exponential could then overflow, and a product with 0 would be NaN.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
@@ -192,7 +193,7 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
   }
 }
 
-// Computes dQ, dK and dV of one span and head. One thread owns them, and adds in row order.
+// Computes dQ, dK and dV of one span in one head. One thread adds all terms, in row order.
 void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
   const int64_t depth = p.depth, width = round_up_to_tile(span.keys);
   const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
@@ -202,7 +203,7 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   const auto k = from.k.read(span.first_k, span.head), v = from.v.read(span.first_k, span.head);
   const auto dk = to.dk.of(span.first_k, span.head), dv = to.dv.of(span.first_k, span.head);
   write_tiles(k, span.keys, depth, k_tiles), write_tiles(v, span.keys, depth, v_tiles);
-  // 2. Clear dK and dV.
+  // 2. Clear dK and dV, because the blocks of rows add to them.
   for (int64_t key = 0; key < span.keys; ++key) {
     std::memset(dk.row(key), 0, depth * sizeof(float));
     std::memset(dv.row(key), 0, depth * sizeof(float));
@@ -210,8 +211,8 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   Block block{0, 0, free, free + in_rows, free + 2 * in_rows, nullptr, nullptr, nullptr, nullptr};
   block.weights = block.sums + in_rows, block.slopes = block.weights + scores;
   block.lse = block.slopes + scores, block.delta = block.lse + kBackwardRows;
-  // 3. For each block of rows and each block of keys: P and dS, then dQ += dS K, dV += P^T dO, dK
-  // += dS^T Q.
+  // 3. For each block of rows and each block of keys, compute P and dS. Then add dQ += dS K,
+  // dV += P^T dO and dK += dS^T Q.
   for (; block.begin < span.rows(); block.begin += kBackwardRows) {
     block.rows = std::min(kBackwardRows, span.rows() - block.begin);
     read_block(p, span, from, block);
@@ -238,14 +239,14 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
       });
     }
     const int64_t end = block.begin + block.rows;
-    // 4. Write dQ of the block.
+    // 4. Write dQ of the block of rows.
     span.each(block.begin, end, [&](int64_t row, int64_t token, int64_t of) {
       write_scaled(block.sums + (row - block.begin) * depth, p.scale, depth, to.dq.at(token, of));
     });
   }
 }
 
-// Checks span offsets: int32, non-decreasing, from 0 to `end`.
+// Checks span offsets. They must be int32, must not decrease, and must run from 0 to `end`.
 const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
                       x.is_contiguous() && x.size(0) == count && count > 0,
@@ -257,7 +258,7 @@ const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const
   return starts;
 }
 
-// Checks all arguments and collects them.
+// Checks all arguments and collects them in a Problem.
 Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
                 const Tensor& cu_k, bool causal, double scale) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k: expected (tokens, heads, D)");
@@ -278,7 +279,7 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           static_cast<float>(scale)};
 }
 
-// Returns out (Tq, H, D) and lse (H, Tq).
+// Returns out (Tq, H, D) and lse (H, Tq), both in fp32.
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k,
                                      bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
@@ -302,7 +303,8 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, 
   return {out, lse};
 }
 
-// Returns dq, dk, dv. out and lse may come from an attention over more keys than k (merged spans).
+// Returns dq, dk and dv. out and lse may come from attention over more keys than k has (merged
+// spans).
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {

@@ -1,4 +1,4 @@
-// Argument checks that all row operators share. The result is a Chunk (rows/chunk.h).
+// Argument checks that all operators on rows share. They return a Chunk (rows/chunk.h).
 #pragma once
 
 #include "api/tensors.h"
@@ -14,7 +14,7 @@ struct LogitTransform {
   std::optional<Tensor> temperatures;  // (C,), overrides `temperature`
 };
 
-// Checks targets and transform of a (C, V) matrix.
+// Checks the targets and the logit transform of a (C, V) matrix.
 inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_ids,
                            const LogitTransform& transform) {
   const auto* ids = checked_vector<int64_t>(target_ids, rows, "target_ids");
@@ -25,7 +25,7 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
   return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
 }
 
-// Checks row offsets (C + 1,): non-decreasing, from 0 to `end`.
+// Checks row offsets (C + 1,). They must not decrease, and must run from 0 to `end`.
 inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
   const int64_t count = x.dim() == 1 ? x.size(0) : 0;
   const int64_t* found = checked_vector<int64_t>(x, count, "offsets");
@@ -35,7 +35,8 @@ inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
   return found;
 }
 
-// Checks rows of unequal length, stored one after another in a vector (numbers,).
+// Checks rows of unequal length, which are stored one after another in a vector of `numbers`
+// elements. `places` holds the position of the target in each row.
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
                             const LogitTransform& transform) {
   const int64_t* found = checked_offsets(offsets, numbers);

@@ -1,4 +1,5 @@
-// Operator decode_: attention of one new token per completion (attention/decode.h).
+// Operator decode_, which computes attention for one new token of each completion
+// (attention/decode.h).
 #include <torch/csrc/stable/library.h>
 
 #include "attention/decode.h"
@@ -6,7 +7,8 @@
 namespace grpo_fast {
 namespace {
 
-// Appends k and v as token `time` of the completions, and returns the outputs (B, H, D) fp32.
+// Appends k and v as token `time` of the completions, and returns the attention outputs (B, H, D)
+// in fp32.
 Tensor decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, Tensor completion_k,
                Tensor completion_v, Tensor lengths, Tensor counts, int64_t time, double scale,
                std::optional<int64_t> window) {

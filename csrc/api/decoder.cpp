@@ -1,13 +1,13 @@
-// Decoder step of a Llama-like model in fp32: decode_layer_ runs one layer for one new token of
-// each of B completions, linear is the LM head.
+// Decoder step of a Llama-like model in fp32. decode_layer_ runs one layer for one new token of
+// each of B completions. linear computes the LM head.
 //
 //   x += attention(rotary(norm(x) W_qkv + bias)) W_out
 //   x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
 //
-// Layout: activations are (B, columns), contiguous. Weights are packed once into panels
-// (gemm/pack.h), because packing would take a third of a product's time if there are few rows.
+// Layout: activations are contiguous (B, columns) matrices. Weights are packed into panels once
+// (gemm/pack.h), because packing would take a third of the time of a product with few rows.
 //
-// Rounding: fp32; the bits of a row do not depend on the batch or the threads.
+// Rounding: all numbers are fp32. The bits of a row do not depend on the batch or on the threads.
 // Parallel: with enough rows per thread, each thread runs its rows through the whole layer without
 // synchronisation. With few rows, all threads share each product.
 #include <torch/csrc/stable/library.h>
@@ -19,21 +19,21 @@
 namespace grpo_fast {
 namespace {
 
-// With this many rows a thread fills the registers of its micro-kernel and can work alone.
+// A thread with this many rows fills the registers of its micro-kernel, so it can work alone.
 constexpr int64_t kRowsAlone = 16;
 
-// Describes x (rows, depth) times a weight (width, depth) transposed.
+// Describes the product of x (rows, depth) and a transposed weight (width, depth).
 Problem<float, float> problem_of(int64_t rows, int64_t width, int64_t depth, const float* x,
                                  const float* weight, int64_t stride) {
   return {rows, width, depth, {x, depth, false}, {weight, stride, false}};
 }
 
-// The number of 32-bit words of a packed weight.
+// Returns the number of 32-bit words of a packed weight.
 int64_t packed_words(const Problem<float, float>& p) {
   return p.slices() * p.panels() * kPanelWords;
 }
 
-// Packs a weight (N, K) fp32 into panels, (words,).
+// Packs a weight (N, K) fp32 into panels. Returns a vector of words.
 Tensor pack(Tensor weight) {
   check_matrix(weight, "weight");
   STD_TORCH_CHECK(is_fp32(weight) && weight.numel() > 0, "weight: expected float32 numbers");
@@ -44,12 +44,13 @@ Tensor pack(Tensor weight) {
   return packed;
 }
 
-// A packed weight (N, K).
+// View of a packed weight (width, depth).
 struct Packed {
   const uint32_t* panels;
   int64_t width, depth;
 
-  // Computes out (rows, width) = or += x (rows, depth) times the weight.
+  // Computes x (rows, depth) times the transposed weight. The result is stored in out (rows,
+  // width), or added to it.
   void multiply(const float* x, int64_t rows, float* out, bool add) const {
     const auto store = [&](const Block& block, float* sums, int64_t stride) {
       store_block(block, sums, stride, out, width, add);
@@ -69,7 +70,7 @@ Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t 
   return {data<const uint32_t>(x), width, depth};
 }
 
-// Computes x (B, K) times a packed weight (N, K), (B, N).
+// Returns the product of x (B, K) and a packed, transposed weight (N, K), which is (B, N) fp32.
 Tensor linear(Tensor x, Tensor weight, int64_t width) {
   check_matrix(x, "x");
   STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
@@ -79,18 +80,18 @@ Tensor linear(Tensor x, Tensor weight, int64_t width) {
   return out;
 }
 
-// A layer with its inputs and buffers.
+// The weights, inputs and buffers of a layer.
 struct Layer {
   Packed qkv, out, gate_up, down;
   const float *norm, *bias, *q_norm, *k_norm, *post_norm;
   float eps;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Buffers for all rows. Threads own disjoint rows of them.
+  // Buffers for all rows. Each thread uses different rows.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 
-  // Applies RMSNorm to `rows` rows from `first` on.
+  // Applies RMSNorm to `rows` rows, starting at row `first`.
   void normalise(const float* weight, int64_t first, int64_t rows) const {
     const int64_t hidden = qkv.depth;
     for_each_row(rows, hidden, [&](int64_t i) {
@@ -100,7 +101,7 @@ struct Layer {
     });
   }
 
-  // Adds the qkv bias, applies the optional per-head norms, and rotates queries and keys of row i.
+  // Adds the qkv bias to row i, applies the optional per-head norms, and rotates queries and keys.
   void add_bias_and_turn(int64_t i) const {
     const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
@@ -136,7 +137,7 @@ struct Layer {
     down.multiply(gated + first * inner, rows, x + first * hidden, true);
   }
 
-  // Splits the shares between threads if each gets enough rows.
+  // Runs the layer. Threads get separate shares if there are enough rows for each thread.
   void run() const {
     const int64_t shares = static_cast<int64_t>(attention.shares.size());
     const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());
@@ -148,9 +149,9 @@ struct Layer {
   }
 };
 
-// Updates x (B, hidden), contiguous, in place. qkv holds queries, keys and values; gate_up holds
-// gate and up, `inner` columns each. q_norm and k_norm are RMSNorm weights for every head. cos and
-// sin are (B, D).
+// Updates x (B, hidden) in place. x must be contiguous. The weight qkv computes queries, keys and
+// values. The weight gate_up computes gate and up, with `inner` columns each. q_norm and k_norm are
+// RMSNorm weights that all heads use. cos and sin are (B, D).
 void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias,
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,

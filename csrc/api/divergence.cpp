@@ -1,11 +1,14 @@
-// Operator row_divergence_: divergences of rows of logits from a teacher, with gradient.
+// Operator row_divergence_, which computes divergences between student and teacher rows, and their
+// gradient.
 //
-// grpo_fast/kernels/divergence_reference.py documents the results, rows/divergence.h the algorithm.
+// grpo_fast/kernels/divergence_reference.py documents the results, and rows/divergence.h the
+// algorithm.
 //
-// Layout: both sides are (C, V) fp32 with any row stride, or ragged rows in (1, nnz) with offsets.
+// Layout: the logits of student and teacher are (C, V) fp32 with any row stride, or ragged rows in
+// (1, nnz) with offsets.
 //
-// Rounding: fp32 in runs of columns, fp64 across runs; the outputs are fp64.
-// Parallel: over rows.
+// Rounding: sums are fp32 in runs of columns, and fp64 across runs. Outputs are fp64.
+// Parallel: threads compute different rows.
 #include <torch/csrc/stable/library.h>
 
 #include "api/chunk.h"
@@ -14,7 +17,7 @@
 namespace grpo_fast {
 namespace {
 
-// Checks one side. Rows have no targets.
+// Checks the logits of the student or the teacher. Their rows have no targets.
 Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
                const std::optional<Tensor>& offsets) {
   check_rows(logits, "logits");
@@ -35,7 +38,7 @@ void check_like(const Tensor& logits, const Tensor& x, const char* name) {
                   x.size(1), ")");
 }
 
-// Returns the data of n fp64 numbers, or null for None.
+// Returns the data of `count` fp64 numbers, or null for None.
 const double* doubles(const std::optional<Tensor>& x, int64_t count, const char* name) {
   if (!x) return nullptr;
   STD_TORCH_CHECK(x->scalar_type() == ScalarType::Double && x->is_contiguous() &&
@@ -43,12 +46,12 @@ const double* doubles(const std::optional<Tensor>& x, int64_t count, const char*
   return data<double>(*x);
 }
 
-// One row of one side.
+// Returns one row of the student or the teacher.
 DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row) {
   return {chunk.start(logits, row), chunk.width(row), chunk.transform(row), chunk.softcap > 0};
 }
 
-// Calls run with the kind as a compile-time constant.
+// Calls run(kind) with the kind as a compile-time constant.
 template <class F>
 void with_kind(int64_t kind, const F& run) {
   STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number below ",
@@ -59,7 +62,8 @@ void with_kind(int64_t kind, const F& run) {
   run(std::integral_constant<int, 2>{});
 }
 
-// Returns (4, C): values, centers, lse, teacher_lse.
+// Returns values, centers, lse and teacher_lse in one (4, C) fp64 tensor. If `out` is given, writes
+// the gradient of the student's logits to it.
 Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out, Tensor weights,
                        std::optional<Tensor> known, int64_t kind, double beta, double logit_scale,
                        std::optional<double> softcap, double temperature,
@@ -85,13 +89,14 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
     for_each_row(chunk, [&](int64_t row) {
       DivergenceRow<decltype(number)::value> own(side(chunk, x, row), side(other, y, row),
                                                  static_cast<float>(beta));
-      // A vocabulary shard gets the lse of full rows, and computes its part of the sums with them.
+      // For a vocabulary shard, the caller passes lse of the full rows. The sums then cover the
+      // shard only.
       const double lse = given ? given[2 * rows + row] : own.lse();
       const double teacher_lse = given ? given[3 * rows + row] : own.teacher_lse();
       float* to_row = out ? chunk.start(d, row) : nullptr;
       DivergenceSums sums = own.sums(lse, teacher_lse, to_row);
       if (out && given) sums.center = given[rows + row];
-      // Zeros instead of a product with 0, because the row may contain NaN.
+      // Write zeros instead of products with 0, because the row may contain NaN.
       if (out && w[row] == 0) write_zeros(to_row, chunk.width(row));
       if (out && w[row] != 0) own.write(to_row, sums.center, w[row]);
       const double each[] = {sums.value, sums.center, lse, teacher_lse};

@@ -1,7 +1,7 @@
-// Operator mm_: out (M, N) = or += a (M, K) * b (K, N) for torch matrices.
+// Operator mm_, which computes out (M, N) = or += a (M, K) * b (K, N) for torch matrices.
 //
-// The epilogue can scale rows and add scaled rows of a different matrix before the result is
-// rounded once. gemm/multiply.h documents blocking, rounding and parallelism.
+// Before the result is rounded once, the epilogue can scale its rows and add scaled rows of another
+// matrix. gemm/multiply.h documents blocking, rounding and parallelism.
 #include <torch/csrc/stable/library.h>
 
 #include <numeric>
@@ -13,7 +13,8 @@
 namespace grpo_fast {
 namespace {
 
-// out = or += diag(out_scales) * a * diag(scales) * b + added, rounded once.
+// Arguments of a product: out = or += diag(out_scales) * a * diag(scales) * b + added, rounded
+// once.
 struct Product {
   Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
   bool a_transposed, b_transposed, add;
@@ -24,11 +25,11 @@ struct Product {
   int64_t m() const { return a.size(a_transposed ? 1 : 0); }
   int64_t k() const { return a.size(a_transposed ? 0 : 1); }
   int64_t n() const { return b.size(b_transposed ? 0 : 1); }
-  // An int16 a contains Positive16 numbers.
+  // Returns whether a contains Positive16 numbers, which torch stores as int16.
   bool is_positive() const { return a.scalar_type() == ScalarType::Short; }
 };
 
-// Checks dtypes and shapes.
+// Checks the dtypes and shapes of a product.
 void check(const Product& p) {
   p.is_positive() ? check_matrix(p.a, "a") : check_operand(p.a, "a");
   check_operand(p.b, "b"), check_operand(p.out, "out");
@@ -69,7 +70,7 @@ Added checked_added(const std::optional<Tensor>& coefficients, const std::option
   return added;
 }
 
-// Multiplies with the given storage types and micro-kernel.
+// Runs the product with storage types S and T and a micro-kernel.
 template <class S, class T, class Kernel>
 void run(const Product& p) {
   const Operand<S> a{data<S>(p.a), p.a.stride(0), p.a_transposed};
@@ -85,7 +86,9 @@ void run(const Product& p) {
   });
 }
 
-// `scales` (K,) need a transposed a that is not bf16. For added_... see Added.
+// Computes the product that the struct Product describes. `scales` (K,) requires a transposed a in
+// fp32 or int16. The struct Added documents the arguments added_coefficients, added, added_ids and
+// added_rows.
 void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, bool tiles,
          std::optional<Tensor> scales, std::optional<Tensor> out_scales,
          std::optional<Tensor> added_coefficients, std::optional<Tensor> added,
@@ -107,7 +110,7 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
   p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
 }
 
-// Returns whether fp32 products have FMA, bf16 products have AVX512_BF16, and torch has an AMX
+// Returns three flags: fp32 products use FMA, bf16 products use AVX512_BF16, and torch has an AMX
 // product.
 std::tuple<bool, bool, bool> features() {
 #if defined(__FMA__)

@@ -1,8 +1,9 @@
 // Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
 //
-// Each reads and writes its tensors once. rows/layers.h has the formulas.
-// Layout: fp32 rows with any row stride; outputs are contiguous.
-// Parallel: over rows. dw of RMSNorm is summed in kBlocks fixed blocks of rows.
+// Each operator reads and writes its tensors once. rows/layers.h has the formulas.
+// Layout: inputs are fp32 rows with any row stride. Outputs are contiguous.
+// Parallel: threads compute different rows. dw of RMSNorm is summed in at most kBlocks blocks of
+// rows.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -15,7 +16,8 @@
 namespace grpo_fast {
 namespace {
 
-// The number of partial sums of dw is fixed, so the bits do not depend on the number of threads.
+// The number of partial sums of dw is fixed, so the bits of dw do not depend on the number of
+// threads.
 constexpr int64_t kBlocks = 64;
 
 // Checks that x is an fp32 matrix, and returns its rows.
@@ -33,7 +35,7 @@ Matrix<const float> like(const Tensor& x, const char* name, int64_t rows, int64_
   return numbers;
 }
 
-// x (T, H), weight (H,) -> y (T, H), r (T,).
+// Computes RMSNorm of x (T, H) with weight (H,). Returns y (T, H) and r (T,).
 std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> from = rows_of(x, "x");
@@ -46,7 +48,7 @@ std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
   return {y, r};
 }
 
-// Returns dx (T, H) and dw (H,).
+// Returns dx (T, H) and dw (H,) of RMSNorm.
 std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> up = like(grad, "grad", rows, columns), from = rows_of(x, "x");
@@ -61,7 +63,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
       norm_row_backward(up.row(i), from.row(i), w, scales[i], columns,
                         data<float>(dx) + i * columns, parts.data() + block * columns);
   });
-  // Add the blocks in order, in fp64.
+  // Add the partial sums in order, in fp64.
   for (int64_t j = 0; j < columns; ++j) {
     double sum = 0;
     for (int64_t block = 0; block < blocks; ++block) sum += parts[block * columns + j];
@@ -70,7 +72,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
   return {dx, dw};
 }
 
-// gate and up (T, F) -> y (T, F).
+// Returns silu(gate) * up for gate and up (T, F).
 Tensor swiglu(Tensor gate, Tensor up) {
   const int64_t rows = gate.size(0), columns = gate.size(1);
   const Matrix<const float> g = rows_of(gate, "gate"), u = like(up, "up", rows, columns);
@@ -81,7 +83,7 @@ Tensor swiglu(Tensor gate, Tensor up) {
   return y;
 }
 
-// Returns dgate and dup, (T, F).
+// Returns dgate (T, F) and dup (T, F) of SwiGLU.
 std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) {
   const int64_t rows = gate.size(0), columns = gate.size(1);
   const Matrix<const float> d = like(grad, "grad", rows, columns), g = rows_of(gate, "gate"),
@@ -95,7 +97,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) 
   return {dgate, dup};
 }
 
-// Rotates x (T, heads, D); the result is contiguous.
+// Returns x (T, heads, D) rotated by the given angles. The result is contiguous.
 Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cosines,
                const Matrix<const float>& sines, int64_t rows, int64_t width, bool inverse) {
   STD_TORCH_CHECK(x.is_cpu() && is_fp32(x) && x.dim() == 3 && x.size(0) == rows &&
@@ -113,8 +115,8 @@ Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cos
   return y;
 }
 
-// Rotates q (T, heads, D) and k (T, key heads, D) by cos and sin (T, D). `inverse` computes the
-// gradient.
+// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). `inverse`
+// computes the gradient instead.
 std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) {
   const int64_t rows = cos.size(0), width = cos.size(1);
   STD_TORCH_CHECK(width % 2 == 0, "cos: expected an even number of columns, got ", width);

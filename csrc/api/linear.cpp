@@ -1,11 +1,12 @@
-// Operator linear_rows: LM head fused with log-softmax, optionally with raw logits or exponentials.
-//
-// rows/sweep.h has the algorithm, and grpo_fast/kernels/gpu/exponentials.py the derivation of
+// Operator linear_rows, the LM head fused with log-softmax. It can also store raw logits or
 // exponentials.
-// Layout: hidden (T, H) and weight (V, H) in fp32 or bf16 with contiguous rows.
 //
-// Memory traffic: 0 bytes per logit without output, 4 bytes for fp32 and 2 bytes for Positive16
+// rows/sweep.h has the algorithm. grpo_fast/kernels/gpu/exponentials.py has the derivation of the
 // exponentials.
+// Layout: hidden (T, H) and weight (V, H) are fp32 or bf16, with contiguous rows.
+//
+// Memory traffic: 0 bytes per logit without an output matrix, 4 bytes for fp32 output, and 2 bytes
+// for Positive16 exponentials.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -16,7 +17,7 @@
 namespace grpo_fast {
 namespace {
 
-// Checks the tensors of the LM head.
+// Checks the tensors of the LM head and collects them in a Head.
 Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
                   bool tiles) {
   check_operand(hidden, "hidden"), check_operand(weight, "weight");
@@ -30,7 +31,7 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
           checked_vector(bias, columns, "bias"), is_fp32(weight), tiles};
 }
 
-// Checks the optional (T, V) output.
+// Checks the optional output matrix (T, V).
 void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_exponentials) {
   STD_TORCH_CHECK(!has_exponentials || out, "out: expected a matrix for the weights, got None");
   if (!out) return;
@@ -44,11 +45,13 @@ void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_ex
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Returns lse, logps, entropy, unit and target_unit, (T,) fp32 each, then row, column and fp32
-// value of the 16-bit exponentials that dominate their row, sorted by row and column. entropy is
-// (0,) unless requested, the units are (0,) without exponentials. out (T, V) receives raw logits in
-// fp32, or exponentials in fp32 or Positive16 (int16). known_lse and known_logps are statistics of
-// these rows from an earlier call.
+// Returns lse, logps, entropy, unit and target_unit, (T,) fp32 each. The last three results are the
+// rows, columns and fp32 values of the 16-bit exponentials that dominate their row. They are sorted
+// by row and column.
+//
+// entropy is (0,) unless requested. unit and target_unit are (0,) without exponentials. out (T, V)
+// receives raw logits in fp32, or exponentials in fp32 or Positive16 (int16). known_lse and
+// known_logps are statistics of the same rows from an earlier call.
 Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
                     std::optional<Tensor> out, bool has_exponentials,
                     std::optional<Tensor> known_lse, std::optional<Tensor> known_logps,
@@ -75,8 +78,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // With a soft cap the cost of an entropy is small next to tanh, so there is no variant without
-  // it.
+  // With a soft cap, the entropy costs little compared with tanh, so this case has no variant
+  // without entropy.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

@@ -1,13 +1,14 @@
-// Operators on stored logits, documented in grpo_fast/kernels/reference.py:
+// Operators on stored logits. grpo_fast/kernels/reference.py documents their results.
 //
-//   row_logps    one read of the logits
-//   row_grad_    one read, one write
-//   row_loss_    both and the loss between them while the row is in cache: one read, one write
+//   row_logps    reads the logits once
+//   row_grad_    reads the logits once and writes the gradient once
+//   row_loss_    does both, and computes the loss while a row is in cache: one read and one write
 //
-// Layout: (C, V) fp32, bf16 or fp16 with any row stride, or ragged rows in (1, nnz) with offsets.
+// Layout: logits are (C, V) fp32, bf16 or fp16 with any row stride, or ragged rows in (1, nnz) with
+// offsets.
 //
-// Rounding: statistics as in rows/sums.h; a 16-bit gradient is rounded once.
-// Parallel: over rows; a row's bits depend on that row only.
+// Rounding: statistics are rounded as in rows/sums.h. A 16-bit gradient is rounded once.
+// Parallel: threads compute different rows. The bits of a row depend on that row only.
 //
 // The library uses torch's stable ABI, so one build works with every torch >= 2.11 and every
 // Python.
@@ -29,8 +30,9 @@ struct Variant {
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// Calls run(Variant{}). Only plain fp32 rows have a variant without entropy. In other variants the
-// cost of the entropy is hidden by other operations, and every variant costs compile time.
+// Calls run(Variant{}) with the variant for a dtype and the options. Only fp32 rows without a soft
+// cap have a variant without entropy. In other variants, other operations hide the cost of the
+// entropy, and each further variant would cost compile time.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -46,7 +48,8 @@ void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const 
   pick(Float16{});
 }
 
-// Checks logits and targets. With offsets the logits are (1, V) with rows of unequal length.
+// Checks the logits and the targets. With offsets, the logits are (1, V) and contain rows of
+// unequal length.
 Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransform& transform,
                const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
@@ -55,7 +58,7 @@ Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransf
   return checked_ragged(logits.size(1), *offsets, target_ids, transform);
 }
 
-// Checks shape and dtype of the gradient's destination.
+// Checks the shape and the dtype of the gradient's destination.
 void check_out(const Tensor& logits, const Tensor& out) {
   check_rows(out, "out");
   const int64_t rows = logits.size(0), columns = logits.size(1);
@@ -73,7 +76,7 @@ void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& log
   to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.transform(row)));
 }
 
-// Output tensors for the statistics of all rows, (C,) each; entropy is (0,) unless requested.
+// Output tensors for the statistics of all rows, (C,) each. entropy is (0,) unless requested.
 struct Statistics {
   Tensor lse, logps, entropy;
   RowOutputs to;
@@ -84,7 +87,8 @@ struct Statistics {
         to{data<float>(lse), data<float>(logps), has_entropy ? data<float>(entropy) : nullptr} {}
 };
 
-// Returns lse, logps and entropy. A target outside [0, V) is never read, and its logp is NaN.
+// Returns lse, logps and entropy, (C,) fp32 each. A target outside [0, V) is never read, and its
+// logp is NaN.
 std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, double logit_scale,
                                              std::optional<double> softcap, double temperature,
                                              std::optional<Tensor> temperatures,
@@ -100,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
   return {found.lse, found.logps, found.entropy};
 }
 
-// Writes d raw-logits to out, which may be the logits.
+// Writes the gradient of the raw logits to `out`. `out` may be the logits.
 void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
@@ -122,7 +126,7 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
   });
 }
 
-// Checks the numbers of loss function and KL estimator.
+// Checks the indices of the loss function and of the KL estimator.
 void check_function(const LossFunction& function) {
   const auto check = [](const char* name, int64_t number, int64_t count) {
     STD_TORCH_CHECK(number >= 0 && number < count, name, ": expected a number below ", count,
@@ -132,10 +136,11 @@ void check_function(const LossFunction& function) {
   check("kl", function.kl, k_kl_estimator_count);
 }
 
-// lse, logps, entropy ((0,) unless requested), losses and grad_logps, (C,) each.
+// The results are lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,)
+// unless requested.
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Computes statistics, loss and gradient of one row after the other.
+// Computes statistics, loss and gradient of each row while the row is in cache.
 RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
                     const RowTerms& terms, const LossFunction& function, bool return_entropy) {
   const Tensor losses = empty(logits, chunk.rows), grad_logps = empty(logits, chunk.rows);
@@ -148,7 +153,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
-      // A row without a target is excluded, even if its terms contain NaN.
+      // A row without a target is excluded, even if its loss terms contain NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
       if (counts) loss = row_loss(function, terms, row, to.logps[row]);

@@ -1,11 +1,13 @@
-// LM head restricted to token sets: hidden -> logits, statistics and slopes; d-logits -> dH and dW.
+// LM head restricted to token sets. The operators compute logits, statistics and slopes from hidden
+// states, and dH and dW from the gradient of the logits.
 //
 // grpo_fast/kernels/support_reference.py documents the results.
-// Layout: the sets of all rows are concatenated in ids (nnz,), with offsets (R + 1,).
-// Rounding: dot products and sums in fp32 runs, totals in fp64 or fp32; a 16-bit dW is rounded
-// once.
-// Parallel: over rows for logits and dH, over blocks of vocabulary rows for dW, so that no thread
-// writes to a row of a different thread.
+// Layout: the sets of all R rows are concatenated in ids (nnz,). offsets (R + 1,) holds their
+// bounds.
+// Rounding: dot products and sums are computed in fp32 runs, and their totals in fp64 or fp32. A
+// 16-bit dW is rounded once.
+// Parallel: logits and dH are divided by rows, and dW by blocks of vocabulary rows, so that no two
+// threads write to the same row.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -30,18 +32,18 @@ void with_element(const Tensor& x, const char* name, const F& run) {
   run(Float16{});
 }
 
-// An uninitialised (rows, columns) fp32 tensor.
+// Returns an uninitialised (rows, columns) fp32 tensor.
 Tensor matrix_like(const Tensor& like, int64_t rows, int64_t columns) {
   return torch::stable::new_empty(like, {rows, columns}, ScalarType::Float);
 }
 
-// View of a matrix whose rows are read by index.
+// Returns a view of a matrix whose rows are read by index.
 template <class T>
 Gathered<T> gathered(const Tensor& x) {
   return {data<T>(x), x.stride(0), x.size(1)};
 }
 
-// The sets of R rows: row r has ids[offsets[r]] to ids[offsets[r + 1] - 1].
+// The token sets of R rows. Row r has ids[offsets[r]] to ids[offsets[r + 1] - 1].
 struct SupportSets {
   int64_t rows, numbers;  // R, nnz
   const int64_t *ids, *offsets;
@@ -52,13 +54,13 @@ struct SupportSets {
         offsets(checked_offsets(offsets_, numbers)) {}
 
   int64_t width() const { return numbers / std::max<int64_t>(1, rows); }
-  // The id after position i, which is prefetched.
+  // Returns the id after position i. The caller prefetches its weight row.
   int64_t next(int64_t i) const { return ids[std::min(i + 1, numbers - 1)]; }
 };
 
-// The row of hidden that belongs to each row.
+// The row of hidden that belongs to each token set.
 struct Sources {
-  const int64_t* index;  // null: row t of hidden
+  const int64_t* index;  // null: set r uses row r of hidden
 
   Sources(const std::optional<Tensor>& x, int64_t rows, const Tensor& hidden)
       : index(x ? checked_indices(*x, rows, hidden.size(0), "index") : nullptr) {
@@ -69,7 +71,7 @@ struct Sources {
   int64_t operator[](int64_t row) const { return index ? index[row] : row; }
 };
 
-// Checks that hidden and weight fit together.
+// Checks that hidden and weight have the same dtype and number of columns.
 void check_head(const Tensor& hidden, const Tensor& weight) {
   check_rows(hidden, "hidden"), check_rows(weight, "weight");
   STD_TORCH_CHECK(hidden.size(1) == weight.size(1), "hidden: expected ", weight.size(1),
@@ -78,8 +80,8 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
-// Returns the position of each target in its set, (R,), or -1; and, 0-d, an id that occurs twice in
-// a set, or -1.
+// Returns the position of each target in its set, (R,), or -1 for a target outside the set. The
+// second result (0-d) is an id that occurs twice in a set, or -1.
 std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
                                           int64_t vocabulary) {
   const SupportSets sets(ids, offsets, vocabulary);
@@ -109,7 +111,7 @@ struct Head {
   const float* bias;  // (V,), or null
   const SupportSets& sets;
 
-  // Writes x . weight[id] + bias[id] to the row's part of `to` (nnz,).
+  // Writes the logits x . weight[id] + bias[id] of one row to its part of `to` (nnz,).
   void logits(const T* x, int64_t row, float* to) const {
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
       const int64_t id = sets.ids[i];
@@ -118,8 +120,8 @@ struct Head {
     }
   }
 
-  // Writes the sum of d * weight[id] to `to` (H,). Terms with d = 0 are skipped, even if the weight
-  // is NaN.
+  // Writes the sum of d * weight[id] over the ids of one row to `to` (H,). Terms with d = 0 are
+  // skipped, even if the weight is NaN.
   void hidden(const float* d, int64_t row, float* to) const {
     std::memset(to, 0, weight.columns * sizeof(float));
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
@@ -139,8 +141,9 @@ void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t r
                                 : row_statistics<false, false>(columns, transform));
 }
 
-// Raw logits (nnz,), lse, logps, entropy ((0,) unless requested), and the derivative of every logp
-// with respect to its row of hidden, (R, H) ((0, H) unless requested). All fp32.
+// The results are raw logits (nnz,), lse, logps, entropy and slopes, all in fp32. entropy is (0,)
+// unless requested. Row r of slopes (R, H) is the derivative of logps[r] with respect to its row of
+// hidden. slopes is (0, H) unless requested.
 using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
@@ -181,7 +184,7 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   return {raw, lse, logps, entropy, slopes};
 }
 
-// Returns (R, H) fp32: the sum of d * weight[id] over the ids of each row.
+// Returns the sum of d * weight[id] over the ids of each row, (R, H) fp32.
 Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   check_rows(weight, "weight");
   const SupportSets sets(ids, offsets, weight.size(0));
@@ -197,14 +200,15 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   return out;
 }
 
-// The terms of each row of dW in row order: id has terms[starts[id]] to terms[starts[id + 1] - 1].
+// The terms of dW, grouped by id and in row order. Row id of dW has terms[starts[id]] to
+// terms[starts[id + 1] - 1].
 struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;
 
   ById(const SupportSets& sets, const Sources& sources, const float* d, int64_t vocabulary)
       : starts(vocabulary + 2), terms(sets.numbers) {
-    // A counting sort by id. It is stable, so terms stay in row order.
+    // Counting sort by id. The sort is stable, so the terms of an id stay in row order.
     for (int64_t i = 0; i < sets.numbers; ++i) ++starts[sets.ids[i] + 2];
     for (int64_t id = 2; id < vocabulary + 2; ++id) starts[id] += starts[id - 1];
     for (int64_t row = 0; row < sets.rows; ++row)
@@ -213,7 +217,8 @@ struct ById {
   }
 };
 
-// Computes out (V, H) = or += the sum of d * hidden[index[row]] over the occurrences of each id.
+// Computes the sum of d * hidden[index[row]] over the occurrences of each id. The result is stored
+// in out (V, H), or added to it.
 void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
                      std::optional<Tensor> index, Tensor out, bool add) {
   check_rows(hidden, "hidden"), check_rows(out, "out");
@@ -232,7 +237,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // Without `add`, rows without terms are written as zeros.
+          // Without `add`, rows without terms must be overwritten with zeros.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

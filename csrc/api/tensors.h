@@ -15,13 +15,13 @@ namespace grpo_fast {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The tensor's data as T, unchecked.
+// Returns the data of a tensor as T*, without a check.
 template <class T>
 T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// An uninitialised vector of `size` numbers.
+// Returns an uninitialised vector of `size` elements.
 inline Tensor empty(const Tensor& like, int64_t size, ScalarType dtype = ScalarType::Float) {
   return torch::stable::new_empty(like, {size}, dtype);
 }
@@ -30,7 +30,7 @@ inline bool is_fp32(const Tensor& x) {
   return x.scalar_type() == ScalarType::Float;
 }
 
-// Checks a CPU matrix with a contiguous last dimension.
+// Checks that x is a CPU matrix with a contiguous last dimension.
 inline void check_matrix(const Tensor& x, const char* name, const char* shape = "a matrix") {
   STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
   STD_TORCH_CHECK(x.dim() == 2, name, ": expected ", shape, ", got ", x.dim(), " dimensions");
@@ -38,14 +38,14 @@ inline void check_matrix(const Tensor& x, const char* name, const char* shape = 
                   ": expected a contiguous last dimension, got stride ", x.stride(1));
 }
 
-// Checks a matrix of rows with at least one column.
+// Checks that x is a matrix with at least one column. A matrix without rows may have no columns.
 inline void check_rows(const Tensor& x, const char* name) {
   check_matrix(x, name, "(C, V)");
   STD_TORCH_CHECK(x.size(0) == 0 || x.size(1) > 0, name,
                   ": expected at least one column, got none");
 }
 
-// Checks an operand of a product: fp32 or bf16.
+// Checks an operand of a product, which must be an fp32 or bf16 matrix.
 inline void check_operand(const Tensor& x, const char* name) {
   check_matrix(x, name);
   STD_TORCH_CHECK(is_fp32(x) || x.scalar_type() == ScalarType::BFloat16, name,
@@ -59,7 +59,7 @@ inline std::string shape_text(std::initializer_list<int64_t> shape) {
   return words + ")";
 }
 
-// Checks an fp32 tensor of this shape with a contiguous last dimension.
+// Checks that x is an fp32 tensor of this shape with a contiguous last dimension.
 inline void check(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
   STD_TORCH_CHECK(x.is_cpu() && is_fp32(x), name, ": expected a float32 tensor on the CPU");
   bool is_same = x.dim() == static_cast<int64_t>(shape.size());
@@ -82,7 +82,7 @@ const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
   return data<T>(x);
 }
 
-// Checks that all indices are in [0, end).
+// Checks that all indices are in [0, end), and returns their data.
 inline const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t end,
                                       const char* name) {
   const int64_t* found = checked_vector<int64_t>(x, count, name);
@@ -92,7 +92,7 @@ inline const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t en
   return found;
 }
 
-// The same for an optional vector; null for None.
+// Checks an optional fp32 vector and returns its data. Returns null for None.
 inline const float* checked_vector(const std::optional<Tensor>& x, int64_t rows, const char* name) {
   return x ? checked_vector<float>(*x, rows, name) : nullptr;
 }

@@ -1,12 +1,12 @@
-// Decoding attention: one new token of each of B completions attends to the prompt that it shares
-// with its group, and to the earlier tokens of its completion.
+// Decoding attention. One new token of each of B completions attends to the prompt that its group
+// shares, and to the earlier tokens of its completion.
 //
-// Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
-// tokens. Values are in rows, (kTile, D). grpo_fast/rollout/own/cache.py has the torch
+// Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
+// tokens. Values are stored in (kTile, D) rows. grpo_fast/rollout/own/cache.py has the torch
 // implementation.
-// Rounding: fp32, in an order that depends on the row only.
-// Parallel: over (share, head); a share is at most kRowsTogether completions of one prompt, which
-// read the prompt's keys together.
+// Rounding: sums are fp32. Their order depends on the row only.
+// Parallel: a task is one head of one share. A share is at most kRowsTogether completions of one
+// prompt, which read the keys of the prompt together.
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kRowsTogether = 4;  // completions of a group per task
+constexpr int64_t kRowsTogether = 4;  // completions of one prompt in a task
 
 // Tokens [first, end) of a prompt or a completion, in one head.
 struct Tokens {
@@ -25,7 +25,7 @@ struct Tokens {
   int64_t first, end;
 };
 
-// Completions of prompt n that one task processes, from row `first` on.
+// Completions of one prompt that one task processes. They begin at row `first`.
 struct Share {
   int64_t prompt, first, rows;
 };
@@ -33,7 +33,7 @@ struct Share {
 // Keys and values of N prompts and of their B completions.
 struct KvCache {
   const float *prompt_k, *prompt_v;  // (N, H_kv, tiles, D, kTile) and (N, H_kv, tiles, kTile, D)
-  float *completion_k, *completion_v;  // the same for B completions
+  float *completion_k, *completion_v;  // the same shapes for B completions
   const int64_t* lengths;  // (N,) prompt lengths
   int64_t heads, depth;              // H_kv, D
   int64_t longest, room, time;  // capacity of prompt and completion tiles; index of the new token
@@ -41,7 +41,7 @@ struct KvCache {
   std::vector<Share> shares;
 };
 
-// A decoding step: the cache, the new tokens and the output.
+// Inputs of a decoding step: the cache, the new tokens and the output.
 struct Attention : KvCache {
   const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): the new tokens
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
@@ -50,7 +50,7 @@ struct Attention : KvCache {
   float* out;  // (B, H, D)
 };
 
-// Writes key and value of a new token into the tiles. The key becomes one lane of its tile.
+// Writes the key and the value of a new token into the tiles. The key becomes one lane of its tile.
 inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
   float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
@@ -60,7 +60,7 @@ inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   std::memcpy(values, p.v + head * p.v_head + row * p.v_row, p.depth * sizeof(float));
 }
 
-// The prompt tokens inside the window.
+// Returns the prompt tokens inside the window.
 inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head) {
   const int64_t at = (share.prompt * p.heads + head) * p.longest * p.depth;
   const int64_t end = p.lengths[share.prompt];
@@ -68,7 +68,7 @@ inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head
   return {p.prompt_k + at, p.prompt_v + at, std::min(first, end), end};
 }
 
-// The completion tokens inside the window.
+// Returns the completion tokens inside the window.
 inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, end = p.time + 1;
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
@@ -79,12 +79,12 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
-  // Tiles outside the window are never scored, so their scores must be -inf, not values of an
-  // earlier task.
+  // Tiles outside the window are never scored, so their scores must be -inf. Otherwise the softmax
+  // would include scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
-  // Calls body(visible tokens, first query, number of queries, their scores): for all queries on
-  // the prompt, then for each row on its completion.
+  // Calls body(visible tokens, first query, number of queries, scores). The first calls pair all
+  // queries with the prompt. The later calls pair the queries of each row with its completion.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,
@@ -96,7 +96,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
-  // 1. Append the new keys and values; gather the scaled queries.
+  // 1. Append the new keys and values, and gather the scaled queries.
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;
@@ -105,17 +105,17 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  // 2. Scores of prompt and completion, next to each other in one row.
+  // 2. Compute the scores of prompt and completion, next to each other in one row.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
     for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
-  // 3. One softmax over prompt and completion.
+  // 3. Apply one softmax over prompt and completion.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
-  // 4. The weighted sum of values.
+  // 4. Add up the weighted values.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,

@@ -1,8 +1,8 @@
-// Small matrix products of attention, 1, 2 or 4 rows at a time, in fp32.
+// Small matrix products of attention in fp32, computed for 1, 2 or 4 rows at a time.
 //
-// Layout: keys are in tiles of kTile tokens, (D, kTile) each, so that the lanes of a vector are
+// Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
 // tokens.
-// Rounding: dot products are fp32 in runs of kTermsTogether terms, added in order.
+// Rounding: a dot product is a sum of fp32 sums of kTermsTogether terms each, added in order.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +15,15 @@ namespace grpo_fast {
 
 constexpr int64_t kTile = 16;  // tokens; a multiple of the vector width
 static_assert(kTile % kLanes == 0);
-// Terms of a dot product that are summed before the result is added to the total. Shorter sums
-// round less.
+// Number of terms of a dot product that are summed before they are added to the total. Shorter sums
+// have smaller rounding errors.
 constexpr int64_t kTermsTogether = 64;
 
 inline int64_t round_up_to_tile(int64_t tokens) {
   return (tokens + kTile - 1) / kTile * kTile;
 }
 
-// Repacks x (count, D) into tiles, padded with zeros.
+// Repacks the rows of x (count, D) into tiles. Incomplete tiles are padded with zeros.
 inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t depth, float* tiles) {
   for (int64_t token = 0; token < round_up_to_tile(count); ++token) {
     float* to = tiles + token / kTile * kTile * depth + token % kTile;
@@ -31,8 +31,8 @@ inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t dep
   }
 }
 
-// Calls run(first row, constant count) for rows [begin, end), 4, 2 or 1 rows at a time. A
-// compile-time count keeps the sums in registers.
+// Calls run(first row, constant count) for the rows [begin, end), for 4, 2 or 1 rows at a time. The
+// count is a compile-time constant, so that the sums stay in registers.
 template <class Run>
 void by_rows(int64_t begin, int64_t end, const Run& run) {
   for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});
@@ -40,7 +40,8 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// to[i][token] = x[i] . tokens, for kParts vectors of tokens from `first` on.
+// Writes the dot product of row x[i] and each token to to[i][token], for kParts vectors of tokens
+// that begin at `first`.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
@@ -74,13 +75,14 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// to[i][token] = x[i] . tokens, for the tiles that contain the tokens [first, end).
+// Writes the dot product of row x[i] and each token to to[i][token], for the tiles that contain the
+// tokens [first, end).
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  // Few rows need more parts: independent FMA chains hide the latency of an addition.
+  // With few rows, process more vectors at a time: independent chains hide the latency of an FMA.
   if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
@@ -89,14 +91,14 @@ void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t d
   for (; token < end; token += kLanes) multiply_tokens<kRows, 1>(x, tiles, depth, token, to);
 }
 
-// Weights of a sum over tokens. Row i weighs token t by data[t * along + i * across].
+// Weights of a sum over tokens. The weight of token t in row i is data[t * along + i * across].
 struct Weights {
   const float* data;
   int64_t along, across;
 };
 
-// Adds the sum of weight * x[t] over `count` tokens to kParts vectors of out[i], from dimension d
-// on.
+// Adds the sum of weight * x[t] over `count` tokens to kParts vectors of out[i] that begin at
+// dimension d.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count,
                                  int64_t depth, int64_t d, const Matrix<float>& out) {
@@ -137,18 +139,19 @@ void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, i
 
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
-// Sets scores outside [first, end) to -inf, within the tiles of that range.
+// Sets the scores outside [first, end) to -inf, within the tiles that contain this range.
 inline void hide_tokens(float* scores, int64_t first, int64_t end) {
   std::fill(scores + first / kTile * kTile, scores + first, kUnseen);
   std::fill(scores + end, scores + round_up_to_tile(end), kUnseen);
 }
 
-// The largest score, and the sum of e^(score - largest).
+// The largest score of a row, and its sum of e^(score - largest).
 struct SoftmaxSums {
   float largest, sum;
 };
 
-// Replaces scores by e^(score - largest). `count` is a multiple of the vector width. NaN stays NaN.
+// Replaces each score by e^(score - largest) and returns the sums. `count` must be a multiple of
+// the vector width. NaN stays NaN.
 inline SoftmaxSums exponentials(float* scores, int64_t count) {
   Floats most = splat(kUnseen), sums = {};
   for (int64_t at = 0; at < count; at += kLanes) most = max(load(scores + at), most);
@@ -161,7 +164,7 @@ inline SoftmaxSums exponentials(float* scores, int64_t count) {
   return {largest, static_cast<float>(sum_lanes(widen(sums)))};
 }
 
-// to = factor * x.
+// Writes factor * x to `to`.
 inline void write_scaled(const float* x, float factor, int64_t count, float* to) {
   by_vectors(count, [&](int64_t at, int64_t left) GRPO_FAST_BODY {
     store_up_to(to + at, load_up_to(x + at, left) * factor, left);

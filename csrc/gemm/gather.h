@@ -1,8 +1,9 @@
-// Dot products and sums with matrix rows that are selected by index.
+// Dot products and weighted sums of matrix rows that are selected by index.
 //
-// The hardware prefetcher cannot predict the address of the next row. Every function therefore
-// prefetches the next row while it reads the current one.
-// Rounding: fp32 in runs of kRunTerms terms, added in order; a 16-bit result is rounded once.
+// The hardware prefetcher cannot predict the address of the next row. dot_product and add_row
+// therefore prefetch the next row while they read the current row.
+// Rounding: dot_product adds its fp32 lanes in fp64. sum_rows adds fp32 sums of kRunTerms terms
+// each, in order. It rounds a 16-bit result once.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 
 namespace grpo_fast {
 
-// Terms that are summed before the result is added to the total.
+// Number of terms that sum_rows adds up before it adds their sum to the total.
 constexpr int64_t kRunTerms = 256;
 
 // View of a matrix whose rows are read by index.
@@ -23,8 +24,8 @@ struct Gathered {
   const T* row(int64_t index) const { return data + index * stride; }
 };
 
-// Calls body(column) for groups of four full vectors of a row, and prefetches the same columns of
-// `next`. Returns the first remaining column.
+// Calls body(column) for each group of four full vectors of a row, and prefetches the same columns
+// of the row `next`. Returns the first column that no group covers.
 template <class T, class Body>
 GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, const Body& body) {
   int64_t column = 0;
@@ -35,7 +36,8 @@ GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, c
   return column;
 }
 
-// Returns a . b. Four independent fp32 sums hide the latency of an FMA.
+// Returns the dot product of a and b, and prefetches the row `next`. Four independent sums hide the
+// latency of an FMA.
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   Floats sums[4] = {};
@@ -46,13 +48,13 @@ inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
     }
   });
   for (; k + kLanes <= depth; k += kLanes) sums[0] = fma(load(a + k), load(b + k), sums[0]);
-  // Join the lanes in fp64; the tail is also added in fp64.
+  // Add up the lanes and the remaining terms in fp64.
   double total = sum_lanes(widen((sums[0] + sums[1]) + (sums[2] + sums[3])));
   for (; k < depth; ++k) total += static_cast<double>(load_one(a + k)) * load_one(b + k);
   return static_cast<float>(total);
 }
 
-// Adds factor * x to sums, and prefetches the row `next`.
+// Adds factor * x to `sums`, and prefetches the row `next`.
 template <class T>
 inline void add_row(const T* x, float factor, int64_t columns, float* sums, const T* next) {
   const auto add = [&](int64_t at, int64_t count) GRPO_FAST_BODY {
@@ -65,13 +67,14 @@ inline void add_row(const T* x, float factor, int64_t columns, float* sums, cons
   for (; column < columns; column += kLanes) add(column, columns - column);
 }
 
-// factor * row `index` of a matrix.
+// One term of a weighted sum of rows, which is factor * row `index` of a matrix.
 struct Term {
   float factor;
   int64_t index;
 };
 
-// Sums terms for kParts vectors from `column` on. `left` columns exist.
+// Adds up all terms for kParts vectors that begin at `column`, then stores the sums in `out` or
+// adds them to it. At most `left` columns are written.
 template <int kParts, class T, class Out>
 GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, int64_t count,
                                   int64_t column, int64_t left, Out* out, bool add) {
@@ -94,7 +97,8 @@ GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, in
   }
 }
 
-// out = or += the sum of all terms in order, rounded once.
+// Stores the sum of all terms in `out`, or adds it to `out`. The terms are added in order, and the
+// result is rounded once.
 template <class T, class Out>
 void sum_rows(const Gathered<T>& from, const Term* terms, int64_t count, Out* out, bool add) {
   constexpr int kParts = 4;

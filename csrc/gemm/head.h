@@ -1,5 +1,5 @@
-// Logits of an LM head, hidden * weight^T + bias, passed to the caller block by block while they
-// are in cache.
+// Logits of an LM head, hidden * weight^T + bias. Each block of logits is passed to the caller
+// while it is in cache.
 #pragma once
 
 #include <functional>
@@ -10,15 +10,16 @@ namespace grpo_fast {
 
 using Finish = std::function<void(const Block&, float*, int64_t)>;
 
-// An LM head. hidden and weight have the same dtype, fp32 or bf16.
+// Tensors and options of an LM head. hidden and weight have the same dtype, fp32 or bf16.
 struct Head {
-  const void *hidden, *weight;  // (T, depth), (columns, depth)
+  const void *hidden, *weight;  // (T, depth) and (columns, depth)
   int64_t hidden_stride, weight_stride, depth, columns;
   const float* bias;  // (columns,), or null
-  bool is_fp32, tiles;  // tiles: use torch's AMX product
+  bool is_fp32, tiles;  // tiles: multiply with torch's AMX product
 
-  // Calls finish(block, logits, stride) for every block of the given rows of hidden. The row
-  // indices ascend. A block has `block_columns` columns.
+  // Calls finish(block, logits, stride) for every block of logits of the given rows of hidden.
+  // `rows` must ascend, and block.row is a position in `rows`. A block has at most `block_columns`
+  // columns.
   void multiply(const int64_t* rows, int64_t count, int64_t block_columns,
                 const Finish& finish) const {
     if (is_fp32) return run<float, Vectors>(rows, count, block_columns, finish);
@@ -26,7 +27,8 @@ struct Head {
           : run<Bfloat16, Vectors>(rows, count, block_columns, finish);
   }
 
-  // Returns one logit, close to the value in the product but not bit for bit equal to it.
+  // Returns one logit. Its bits can differ from those that multiply() computes, because the terms
+  // are added in a different order.
   float logit(int64_t row, int64_t column) const {
     const float product =
         is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);
@@ -49,7 +51,8 @@ struct Head {
   template <class T, class Kernel>
   void run(const int64_t* rows, int64_t count, int64_t block_columns, const Finish& finish) const {
     const T* x = static_cast<const T*>(hidden);
-    // Consecutive rows are read in place; other rows are gathered first.
+    // Consecutive rows are read in place. Other rows are copied first, because the product needs a
+    // constant row stride.
     const bool is_run = rows[count - 1] - rows[0] == count - 1;
     std::vector<T> chosen(is_run ? 0 : count * depth);
     for (int64_t i = 0; !is_run && i < count; ++i)

@@ -1,12 +1,15 @@
-// Micro-kernels: c (rows, kPanel) = or += a (rows, words) * panel (words, kPanel).
+// Micro-kernels of the matrix product. They compute c (rows, kPanel) = or += a (rows, words) *
+// panel (words, kPanel).
 //
-// fp32 uses our own micro-kernel. torch's CPU build multiplies through MKL, which does not use
-// AVX-512 on AMD: it reaches half the speed on a Zen 5, and up to nine tenths on a Zen 4. bf16 with
-// fp32 sums uses the same kernel with AVX512_BF16, or the AMX product inside torch,
+// fp32 uses the micro-kernel of this file. torch's CPU build multiplies through MKL, which does not
+// use AVX-512 on AMD CPUs. It reaches half of our speed on a Zen 5, and up to nine tenths on a Zen
+// 4.
+//
+// bf16 with fp32 sums uses the same micro-kernel with AVX512_BF16, or the AMX product inside torch,
 // at::native::cpublas::brgemm. That function is not part of the stable ABI, so it is looked up in
 // the loaded libtorch_cpu and may be missing.
-// Layout: a word is an fp32, or a pair of bf16 with neighbouring k; a panel has one word per lane
-// and step of k.
+// Layout: a word is an fp32, or a pair of bf16 with neighbouring k. A panel stores one word for
+// each lane and each step of k.
 #pragma once
 
 #include <dlfcn.h>
@@ -15,20 +18,21 @@
 
 namespace grpo_fast {
 
-constexpr int64_t kRows = 6;  // rows of a per step
-constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;  // of b: 12 of 16 ymm or 24 of 32 zmm
+constexpr int64_t kRows = 6;  // rows of a in one step
+// Vectors of b in one step. The sums then fill 12 of 16 ymm registers, or 24 of 32 zmm registers.
+constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  // One instruction adds both products of a pair, in fp32.
+  // One instruction adds both bf16 products of a word to the fp32 sum.
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
 constexpr bool kHasDot16 = false;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  // Without AVX512_BF16: the low and the high half of a word, as fp32.
+  // Without AVX512_BF16, multiply the low halves and the high halves of the words in fp32.
   sum = fma(bit_cast<Floats>(a << 16), bit_cast<Floats>(b << 16), sum);
   return fma(bit_cast<Floats>(a & 0xffff0000u), bit_cast<Floats>(b & 0xffff0000u), sum);
 }
@@ -41,7 +45,7 @@ template <class T>
 // The operands of one micro-kernel call.
 struct PanelProduct {
   const T* a;
-  int64_t stride, step;  // elements of a between rows, and between words of k
+  int64_t stride, step;  // elements of a from row to row, and from word to word of k
   const uint32_t* panel;
   int64_t words;
   float* c;
@@ -50,8 +54,8 @@ struct PanelProduct {
   bool is_narrow = false;  // at most half of the panel's columns are used
 };
 
-// Multiplies kCount rows by kAcross vectors of columns. All sums stay in registers until k is
-// finished.
+// Multiplies kCount rows of a by kAcross vectors of columns. All sums stay in registers during the
+// loop over k.
 template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   Floats sums[kCount][kAcross] = {};
@@ -63,7 +67,7 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
     for (int v = 0; v < kAcross; ++v) b[v] = read<Words>(panel + v * kLanes);
 #pragma GCC unroll 6
     for (int row = 0; row < kCount; ++row) {
-      // A broadcast of one word of a.
+      // Broadcast one word of a to all lanes.
       const Words x = Words{} + read<uint32_t>(a + row * p.stride);
 #pragma GCC unroll 4
       for (int v = 0; v < kAcross; ++v) sums[row][v] = dot(T{}, x, b[v], sums[row][v]);
@@ -78,12 +82,13 @@ GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
     }
 }
 
-// The micro-kernel on vector registers.
+// Micro-kernel that uses vector registers.
 struct Vectors {
-  static constexpr int64_t kGroup = 1;  // row counts are multiples of this
-  static constexpr bool kTakesDown = true;  // accepts an a whose k goes from row to row
+  static constexpr int64_t kGroup = 1;  // the row count must be a multiple of this
+  static constexpr bool kTakesDown = true;  // accepts an a that is packed with k as the row index
 
-  // Calls between(part, parts) after each group of rows, which prefetches the next operands.
+  // Calls between(part, parts) after each group of rows, so that the caller can prefetch its next
+  // operands.
   template <class T, class Between>
   static void multiply(const PanelProduct<T>& p, int64_t rows, const Between& between) {
     p.is_narrow ? run<kVectors / 2>(p, rows, between) : run<kVectors>(p, rows, between);
@@ -98,7 +103,8 @@ struct Vectors {
       multiply_rows<kRows, kAcross>(p, row);
       between(row / kRows, rows / kRows);
     }
-    // Each remainder has its own instance, because the row count must be a constant.
+    // Each remainder has a separate template instance, because the row count must be a compile-time
+    // constant.
     switch (rows - row) {
       case 5: return multiply_rows<5, kAcross>(p, row);
       case 4: return multiply_rows<4, kAcross>(p, row);
@@ -109,8 +115,8 @@ struct Vectors {
   }
 };
 
-// c (m, n) fp32 += or = a (m, k) * b (k, n). The last flag says that b is in VNNI order (pairs of
-// k).
+// Signature of torch's AMX product, c (m, n) fp32 += or = a (m, k) * b (k, n). `vnni` says that b
+// is in VNNI order, where the two elements of a pair of k are adjacent.
 using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
                         bool add, const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
 using Release = void (*)(bool vnni);
@@ -120,7 +126,7 @@ struct TorchKernel {
   Release release = nullptr;  // releases the AMX tile configuration of this thread
 };
 
-// Looks up the AMX functions by their mangled names, once per process.
+// Looks up torch's AMX functions by their mangled names, once per process.
 inline const TorchKernel& torch_kernel() {
   static const TorchKernel kernel = [] {
     void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -134,8 +140,8 @@ inline const TorchKernel& torch_kernel() {
   return kernel;
 }
 
-// The micro-kernel on AMX tiles, through torch. Every call has the same shape, so that the bits of
-// a row do not depend on its block.
+// Micro-kernel that uses AMX tiles through torch. All calls have the same shape, so that the bits
+// of a row do not depend on the block that contains it.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
   static constexpr bool kTakesDown = false;

@@ -1,13 +1,14 @@
-// Blocked matrix product on the host. Blocks of a (M, K) * b (K, N) are passed to the caller while
-// in cache.
+// Blocked matrix product on the CPU. Each block of a (M, K) * b (K, N) is passed to the caller
+// while it is in cache.
 //
-// Blocking: threads take blocks of the result. A block loops over k in slices of kSliceWords words,
-// and over panels of b that are kPanel columns wide. A panel is packed, then multiplied by all rows
-// of the block.
-// Layout: see micro_kernels.h for words and panels, pack.h for the packing.
-// Rounding: fp32. One thread sums an element, in an order that depends on K only. Its bits do not
-// depend on M, N, the block size or the number of threads.
-// Parallel: over blocks of the result, through an atomic counter.
+// Blocking: a thread computes one block of the result at a time. It loops over k in slices of
+// kSliceWords words, and over the panels of b, which are kPanel columns wide. It packs each panel,
+// then multiplies all rows of the block by this panel.
+// Layout: micro_kernels.h documents words and panels, and pack.h documents the packing.
+// Rounding: sums are fp32. One thread computes an element, and the order of its additions depends
+// on K only. The bits of an element therefore do not depend on M, N, the block size or the number
+// of threads.
+// Parallel: threads fetch blocks of the result from an atomic counter.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,30 +20,32 @@
 
 namespace grpo_fast {
 
-// Words of k between two additions to the block's sums. A panel of them takes half of the L1 cache.
+// Number of words of k whose products are summed before they are added to the block. A panel of
+// this depth fills half of the L1 cache.
 constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking threads costs more than it saves
-// For so few rows of a, blocks may be shorter, and each block packs its panels itself.
+// If a has at most this many rows, blocks may be shorter, and each block packs its panels of b.
 constexpr int64_t kFewRows = 96;
-// Up to this size, b is packed once for all blocks.
+// If b has at most this many words, it is packed once for all blocks.
 constexpr int64_t kSharedWords = 4 << 20;
 
-// A block of the result.
+// Position and size of a block of the result.
 struct Block {
   int64_t row, rows, column, columns;
 };
 
-// A product. T is the type that is multiplied. S is the storage type of a: T, or a type with more
-// digits, which is split (fp32) or rounded (Positive16). In a transposed Positive16 a, heavy
-// elements keep their digits (pack.h); b must not be transposed then.
+// Description of a product. T is the type that is multiplied. S is the storage type of a. S is T or
+// a more precise type: an fp32 is split into two parts, and a Positive16 is rounded. For a
+// transposed Positive16 a, the rounding errors of heavy elements are added separately (pack.h).
+// This requires that b is not transposed.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
   int64_t m, n, k;
   Operand<S> a;
   Operand<T> b;
-  const float* scales = nullptr;  // (K,) factors of a transposed a
+  const float* scales = nullptr;  // (K,), factors of the rows of a transposed a
 
   bool keeps_heavy() const { return std::is_same_v<S, Positive16> && a.k_down; }
   int64_t words() const { return (k + kPerWord<T> - 1) / kPerWord<T>; }
@@ -50,12 +53,12 @@ struct Problem {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
 
-  // Panel `index` of b in a slice of k.
+  // Returns panel `index` of b in a slice of k.
   Slice<T> panel(int64_t slice, int64_t index) const {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
   }
-  // The rows of a block in a slice of k.
+  // Returns the rows of a block in a slice of k.
   Slice<S> rows(int64_t slice, const Block& block) const {
     return slice_of(a, slice, block.row, block.rows);
   }
@@ -70,22 +73,24 @@ struct Problem {
   }
 };
 
-// Divides `size` into equal parts of at most `most`, rounded up to a multiple.
+// Divides `size` into equal parts of at most `most`. Returns the length of a part, rounded up to a
+// multiple of `multiple`.
 inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
 }
 
-// The block size. The sums of a block must stay in L2. A packed operand is reused more if the
-// opposite side of the block is long, and every thread should get two blocks.
+// The block size and the number of blocks. The sums of a block must stay in L2. A packed operand is
+// reused more often if the opposite side of the block is long. Every thread should get at least two
+// blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
   template <class P>
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
-    const bool packs_cheaply = is_packed || p.b.k_down;  // else b's side is kept short
-    // With few columns the sums are small, which leaves room for more packed rows.
+    const bool packs_cheaply = is_packed || p.b.k_down;  // otherwise blocks get few columns
+    // With few columns the sums are small, so L2 has room for more packed rows.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
@@ -108,29 +113,29 @@ struct Blocks {
   }
 };
 
-// Packs one panel of b.
+// Packs one panel of b into words.
 template <class T>
 void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// The state with which a thread computes one block after another.
+// The state of one thread, which computes one block after another.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
   const Problem<S, T>& p;
   const Blocks& blocks;
-  const uint32_t* shared;  // all panels of b if packed once, or null
+  const uint32_t* shared;  // all packed panels of b, or null if each block packs them
   int64_t height = up(blocks.rows, std::max<int64_t>(kLanes, Kernel::kGroup));
   int64_t part_words = height * kSliceWords;
   uint32_t* panel = scratch<uint32_t>(Purpose::kPanel, kPanelWords);
   uint32_t* packed_rows = scratch<uint32_t>(Purpose::kRows, (kParts + 1) * part_words);
   float* sums = scratch<float>(Purpose::kSums, height * blocks.columns);
   std::vector<Heavy> heavy = {};
-  std::vector<float> limits = {};  // by row of the result: squares above it are heavy
+  std::vector<float> limits = {};  // per result row; an element with a larger square is heavy
 
-  // Computes the sums of a block. The first operands of the block `after` are prefetched during the
-  // last slice.
+  // Computes the sums of `block`. During the last slice, the first operands of the block `after`
+  // are prefetched.
   void sum(const Block& block, const Block& after) {
     if (p.keeps_heavy()) {
       limits.resize(block.rows);
@@ -142,14 +147,15 @@ struct Worker {
       const bool is_last = slice + 1 == p.slices();
       sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
-    // Add the rounding errors of heavy elements: one row of b each, in fp32.
+    // Add the rounding error of each heavy element times its row of b, in fp32.
     for (const Heavy& at : heavy)
       add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
                  sums + at.row * blocks.columns);
     heavy.clear();
   }
 
-  // Adds one slice of k to the sums. `then` and `slice_then` come next and are prefetched.
+  // Adds one slice of k to the sums. The next step computes slice `slice_then` of the block `then`,
+  // so the operands of that slice are prefetched.
   void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
                  const Block& after) {
     PanelProduct<T> product{};
@@ -158,7 +164,8 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // The limits of the next block need all slices of its rows, so all of them are prefetched.
+    // find_limits will read all slices of the rows of the next block, so this loop prefetches all
+    // of them.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -180,15 +187,16 @@ struct Worker {
     }
   }
 
-  // Returns one slice of a, in place if its layout allows it, otherwise packed.
+  // Returns one slice of a. The slice is read in place if its layout allows this, and packed
+  // otherwise.
   const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);
     uint32_t* to = packed_rows + (part + 1) * part_words;
     product->stride = kSliceWords * kPerWord<T>, product->step = kPerWord<T>;
     if (!x.k_down) {
       if constexpr (std::is_same_v<S, T>)
-        // In place only if no row or word is incomplete: reading beyond the end of a row could meet
-        // NaN.
+        // Read in place only if all row groups and all words are complete, because a read past the
+        // end of a row could load NaN.
         if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
           product->stride = x.stride;
           return x.data;
@@ -203,7 +211,7 @@ struct Worker {
       pack_down<T>(x, width, entry, to);
       product->stride = kPerWord<T>, product->step = width * kPerWord<T>;
     } else {
-      // AMX needs rows along k: pack words first, then transpose them.
+      // AMX reads rows along k. Pack the words first, then transpose them.
       pack_down<T>(x, width, entry, packed_rows);
       const auto* words = reinterpret_cast<const float*>(packed_rows);
       const Slice<float> down{words, width, x.words, block.rows, block.rows};
@@ -213,8 +221,8 @@ struct Worker {
   }
 };
 
-// Runs body(counter) on several threads. They take tasks from the counter, so that fast threads
-// take more.
+// Runs body(counter) on several threads. Each thread fetches its next task from the counter, so
+// that faster threads complete more tasks.
 template <class Body>
 void in_parallel(int64_t threads, int64_t count, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -222,7 +230,7 @@ void in_parallel(int64_t threads, int64_t count, const Body& body) {
   torch::stable::parallel_for(0, std::min(threads, count), 1, work);
 }
 
-// Packs all panels of b, slice by slice, kPanelWords each.
+// Packs all panels of b, slice by slice. Each panel has kPanelWords words.
 template <class S, class T>
 void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   const int64_t panels = p.slices() * p.panels();
@@ -232,9 +240,12 @@ void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   });
 }
 
-// Computes the product. finish(block, sums, stride) is called once for every block, by the thread
-// that summed it. fixed_columns: blocks have this many columns (a multiple of kPanel), for any size
-// and number of threads. packed: panels of b from pack_panels; b's data is then not read.
+// Computes the product. finish(block, sums, stride) is called once for each block, by the thread
+// that computed the block.
+//
+// fixed_columns: every block has this many columns (a multiple of kPanel), for any size and any
+// number of threads. 0 lets Blocks choose.
+// packed: panels of b from pack_panels, or null. If panels are given, the data of b is not read.
 template <class Kernel, class S, class T, class Finish>
 void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0,
               const uint32_t* packed = nullptr) {
@@ -244,7 +255,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // This thread also becomes a worker below, which uses scratch memory of other purposes.
+    // This thread also becomes a worker below. Workers do not use scratch memory of this purpose,
+    // so they do not overwrite the panels.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

@@ -1,4 +1,4 @@
-// Operands of the matrix product: matrices, slices of k, prefetching and scratch memory.
+// Operands of the matrix product: matrix views, slices of k, prefetching and scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -10,32 +10,32 @@
 
 namespace grpo_fast {
 
-// Elements per 32-bit word. A word is an fp32, or a pair of bf16 with neighbouring k.
+// Number of elements in a 32-bit word. A word is an fp32, or a pair of bf16 with neighbouring k.
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
-// Rounds up to a multiple.
+// Rounds `size` up to a multiple of `multiple`.
 inline int64_t up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-// A matrix whose rows are contiguous.
+// View of a matrix with contiguous rows.
 template <class T>
 struct Operand {
   const T* data;
   int64_t stride;
-  bool k_down;  // true: k is the row index (transposed); false: the column index
+  bool k_down;  // true: k is the row index (transposed); false: k is the column index
 };
 
-// A part of an operand: `words` words of k (of which `depth` elements exist) times `across` rows or
-// columns.
+// A part of an operand, with `words` words of k and `across` rows or columns. It has `depth`
+// elements along k, so its last word may be incomplete.
 template <class T>
 struct Slice {
   const T* data = nullptr;
   int64_t stride = 0, across = 0, depth = 0, words = 0;
   bool k_down = false;
 
-  // Prefetches one of `parts` equal parts into L2.
+  // Prefetches part number `part` of `parts` equal parts into L2.
   void prefetch(int64_t part, int64_t parts) const {
     if (data == nullptr) return;
     const int64_t rows = k_down ? depth : across, columns = k_down ? across : depth;
@@ -46,8 +46,8 @@ struct Slice {
   }
 
  private:
-  // Inline assembly: GCC treats a function that only calls __builtin_prefetch as free of side
-  // effects and removes its calls.
+  // GCC treats a function that only calls __builtin_prefetch as free of side effects, and removes
+  // its calls. Inline assembly prevents this.
   static void ask_for(const char* x) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*x));
@@ -57,11 +57,12 @@ struct Slice {
   }
 };
 
-// Thread-local memory that is reused across calls, one allocation per purpose. Fresh pages would
-// cost more than the packing.
+// Uses of scratch memory. Each thread has one allocation per purpose and reuses it across calls,
+// because page faults on fresh memory would take longer than the packing.
 enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
 
-// Returns thread-local memory for a purpose, 64-byte aligned.
+// Returns thread-local memory for `size` elements, aligned to 64 bytes. The next call with the same
+// purpose may reuse or free this memory.
 template <class T>
 T* scratch(Purpose purpose, int64_t size) {
   struct Piece {

@@ -1,8 +1,9 @@
-// Packing of operands into words, one per lane and step of k, as the micro-kernels read them.
+// Packing of operands into the words that the micro-kernels read, one word for each lane and each
+// step of k.
 //
-// Rounding: operands with more digits than bf16 are rounded here. An fp32 becomes two bf16 parts, x
-// and the rounding error of x. A Positive16 becomes one bf16; if it dominates a sum, its rounding
-// error is recorded.
+// Rounding: operands that are more precise than bf16 are rounded here. An fp32 becomes two bf16
+// parts, the rounded number and its rounding error. A Positive16 becomes one bf16. If the element
+// dominates a sum, its rounding error is recorded and added in fp32 later.
 #pragma once
 
 #include <type_traits>
@@ -13,20 +14,21 @@
 
 namespace grpo_fast {
 
-// An element whose rounding would hurt, with its rounding error.
+// An element whose rounding error matters, with its position and its rounding error.
 struct Heavy {
   int64_t row, k;
   float rest;
 };
 
-// An element is heavy if its square exceeds this share of its column's sum of squares.
+// An element is heavy if its square exceeds this share of the sum of squares of its column.
 constexpr float kHeavyShare = 1 / 16.0f;
 
-// How elements enter a product.
+// Options for packing: the bf16 part of each element, the factors, and the place where heavy
+// elements are recorded.
 struct Entry {
   int part = 0;
-  const float* scales = nullptr;  // by k; null: 1
-  // By column: squares above the limit are recorded in `heavy`.
+  const float* scales = nullptr;  // one factor per k; null: 1
+  // One limit per column. An element is recorded in `heavy` if its square exceeds the limit.
   const float* limits = nullptr;
   int64_t first_k = 0;
   std::vector<Heavy>* heavy = nullptr;
@@ -34,38 +36,39 @@ struct Entry {
   float scale(int64_t k) const { return scales ? scales[k] : 1.0f; }
 };
 
-// ---- one word, one vector of words ----
+// ---- single words and vectors of words ----
 
-// The word at x.
+// Returns the word at x.
 inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }
 
-// x and its neighbour, or 0 if only one element is left.
+// Returns the word of x and its neighbour. The upper half is 0 if only one element is left.
 inline uint32_t word(const Bfloat16* x, int64_t left) {
   return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
 }
 
-// x rounded to bf16, whose bits are the upper half of an fp32. Adding 0x7fff plus the last kept bit
-// rounds to nearest even.
+// Rounds x to bf16 and returns the bits in the upper half of a word. Adding 0x7fff plus the lowest
+// remaining bit rounds to nearest, with ties to even.
 GRPO_FAST_INLINE Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   const Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
   return x != x ? Words{} + 0x7fc00000u : nearest;
 }
 
-// Part 0: x rounded. Part 1: the rounding error of part 0, rounded.
+// Returns one of the two bf16 parts of x. Part 0 is x, rounded. Part 1 is the rounding error of
+// part 0, rounded.
 GRPO_FAST_INLINE Words rounded(Floats x, int part) {
   const Words first = rounded(x);
   return part == 0 ? first : rounded(x - bit_cast<Floats>(first));
 }
 
-// The rounding error of x.
+// Returns the error of rounding x to bf16.
 inline float rest_of(float x) {
   return x - bit_cast<float>(rounded(splat(x))[0]);
 }
 
-// Words of kLanes columns: x in the low halves, next in the high halves.
+// Returns words of kLanes columns, with x in the lower halves and `next` in the upper halves.
 GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
@@ -82,8 +85,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
-// Selects the lanes of two rows, `kStep` apart, that form the first (kOdd: the second) row of a
-// transposed pair.
+// Selects the lanes of two rows, kStep apart, that form one row of the transposed pair. The result
+// is the first row of the pair, or the second row if kOdd is set.
 template <int kStep, bool kOdd, int... kLane>
 GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
   constexpr int kFirst = kOdd ? kStep : 0;
@@ -92,7 +95,8 @@ GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane
   return __builtin_shuffle(a, b, order);
 }
 
-// One step of an in-register transpose: exchanges blocks of kStep lanes between rows kStep apart.
+// Runs one step of a transpose in registers, which exchanges blocks of kStep lanes between rows
+// that are kStep apart.
 template <int kStep>
 GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
@@ -104,7 +108,7 @@ GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   }
 }
 
-// Transposes kLanes x kLanes words in log2(kLanes) steps.
+// Transposes a square of kLanes x kLanes words in log2(kLanes) steps.
 GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride, uint32_t* to,
                                        int64_t to_stride) {
   Words rows[kLanes];
@@ -118,7 +122,8 @@ GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
 }
 
-// to[k][r] = word k of row r of a slice along k, with zeros up to `width` rows.
+// Writes word k of row r to to[k][r], for a slice whose rows run along k. Rows up to `width` are
+// filled with zeros.
 template <class T>
 void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_stride) {
   const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // in words
@@ -127,7 +132,7 @@ void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_
     for (int64_t k = 0; k < whole; k += kLanes)
       transpose_square(reinterpret_cast<const uint32_t*>(x.data + row * x.stride) + k,
                        x.stride / kPerWord<T>, to + k * to_stride + row, to_stride);
-  // Remaining rows and words, one at a time.
+  // Pack the remaining rows and words one at a time.
   for (int64_t r = 0; r < width; ++r)
     for (int64_t k = r < row ? whole : 0; k < x.words; ++k) {
       const int64_t at = k * kPerWord<T>;
@@ -135,7 +140,7 @@ void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_
     }
 }
 
-// Writes one row of words from row k of x and, for bf16, row k + 1.
+// Writes one row of words. A word contains row k of x and, for bf16, also row k + 1.
 template <class T, class S>
 void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) {
   const S *row = x.data + k * x.stride, *next = k + 1 < x.depth ? row + x.stride : nullptr;
@@ -152,7 +157,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
-    // Almost no vector contains a heavy element, so test all lanes at once.
+    // Almost no vector contains a heavy element, so all lanes are tested at once.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {
@@ -163,8 +168,8 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
   });
 }
 
-// to[k][c] = the word of column c at step k of a transposed slice, with zeros up to `width`
-// columns. T is the type that is multiplied, S the storage type.
+// Writes the word of column c at step k to to[k][c], for a slice whose row index is k. Columns up
+// to `width` are filled with zeros. T is the type that is multiplied, and S is the storage type.
 template <class T, class S>
 void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* to) {
   for (int64_t k = 0; k < x.words; ++k, to += width) {
@@ -173,7 +178,8 @@ void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* t
   }
 }
 
-// to[r][k] = word k of row r of a slice along k, with zeros up to `height` rows.
+// Writes word k of row r to to[r][k], for a slice whose rows run along k. Rows up to `height` are
+// filled with zeros.
 template <class T, class S>
 void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64_t to_stride) {
   for (int64_t r = 0; r < height; ++r, to += to_stride) {
@@ -191,10 +197,10 @@ void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64
   }
 }
 
-// Computes the limits of Entry: kHeavyShare times the sum of squares of each column.
+// Computes the limits of Entry, which are kHeavyShare times the sum of squares of each column.
 template <class S>
 void find_limits(const Slice<S>& x, const float* scales, float* limits) {
-  // Rows to prefetch ahead. The rows are too short for the hardware prefetcher.
+  // Number of rows to prefetch ahead. The rows are too short for the hardware prefetcher.
   constexpr int64_t kAhead = 8;
   std::fill(limits, limits + x.across, 0.0f);
   for (int64_t k = 0; k < x.depth; ++k) {

@@ -1,13 +1,14 @@
-// Epilogue of the matrix product: rows of a block are scaled, rows are added, and the result is
-// rounded once.
+// Epilogue of the matrix product. It scales the rows of a block, adds rows of another matrix, and
+// rounds the result once.
 #pragma once
 
 #include "gemm/multiply.h"
 
 namespace grpo_fast {
 
-// Rows to add to the result: coefficients[t] * values[rows[t]] to row ids[t]. Equal ids are added
-// in the order of t. Without ids or rows, t is used.
+// Rows that are added to the result. Row ids[t] of the result gets coefficients[t] *
+// values[rows[t]]. Rows with equal ids are added in the order of t. If `ids` or `rows` is null, the
+// index is t.
 struct Added {
   const float* coefficients = nullptr;  // (T,)
   const int64_t *ids = nullptr, *rows = nullptr;
@@ -18,13 +19,13 @@ struct Added {
 
   int64_t id(int64_t t) const { return ids ? ids[t] : t; }
 
-  // Adds the rows that belong to a block.
+  // Adds the rows that belong to a block to its sums.
   void add(const Block& block, float* sums, int64_t sums_stride) const {
     const auto is_before = [&](int64_t t, int64_t row) { return id(t) < row; };
     auto at = std::lower_bound(order.begin(), order.end(), block.row, is_before);
     for (; at != order.end() && id(*at) < block.row + block.rows; ++at) {
       const float factor = coefficients[*at];
-      // Skip: 0 * NaN would be NaN.
+      // Skip this row, because 0 * NaN would be NaN.
       if (factor == 0) continue;
       const int64_t start = (rows ? rows[*at] : *at) * stride + block.column;
       float* to = sums + (id(*at) - block.row) * sums_stride;
@@ -34,7 +35,7 @@ struct Added {
   }
 };
 
-// Multiplies every row by a number. A factor of 0 gives exact zeros, even for NaN.
+// Multiplies each row by its scale. A scale of 0 gives exact zeros, even if the row contains NaN.
 inline void scale_rows(const float* scales, const Block& block, float* sums, int64_t stride) {
   for (int64_t row = 0; row < block.rows; ++row, sums += stride) {
     const float scale = scales[block.row + row];
@@ -45,7 +46,7 @@ inline void scale_rows(const float* scales, const Block& block, float* sums, int
   }
 }
 
-// out = or += a block.
+// Stores the sums of a block in `out`, or adds them to `out`.
 template <class Out>
 void store_block(const Block& block, const float* sums, int64_t stride, Out* out,
                  int64_t out_stride, bool add) {

@@ -1,7 +1,7 @@
-// Rows of logits with a target and a logit transform each, and the loop that distributes rows to
+// Rows of logits with their targets and logit transforms, and the loop that distributes rows to
 // threads.
 //
-// The logits may be stored, or computed block by block and never stored.
+// The logits are either stored, or computed block by block without being stored.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -12,14 +12,14 @@
 
 namespace grpo_fast {
 
-// C rows of V columns, or rows of unequal length, stored one after another in a vector of V
-// numbers.
+// Description of C rows with V columns each. With `offsets`, the rows have unequal lengths and are
+// stored one after another in a vector of V elements.
 struct Chunk {
   int64_t rows, columns;
   const int64_t* target_ids;                 // (C,)
-  double logit_scale, softcap, temperature;  // softcap 0: none
+  double logit_scale, softcap, temperature;  // softcap 0 means none
   const float* temperatures;  // (C,) or null, overrides `temperature`
-  const int64_t* offsets = nullptr;  // (C + 1,) bounds of ragged rows
+  const int64_t* offsets = nullptr;  // (C + 1,) bounds of ragged rows, or null
 
   int64_t width(int64_t row) const { return offsets ? offsets[row + 1] - offsets[row] : columns; }
 
@@ -27,7 +27,7 @@ struct Chunk {
     return target_ids[row] >= 0 && target_ids[row] < width(row);
   }
 
-  // Folds scale, soft cap and temperature into two factors.
+  // Folds the scale, the soft cap and the temperature of a row into two factors.
   RowTransform transform(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
     if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
@@ -35,19 +35,20 @@ struct Chunk {
   }
 
   template <class T>
-  // Returns a pointer to the first number of a row.
+  // Returns a pointer to the first element of a row.
   T* start(const Matrix<T>& numbers, int64_t row) const {
     return offsets ? numbers.data + offsets[row] : numbers.row(row);
   }
 
-  // Returns the columns of a row and its target.
+  // Returns a view of a row with the position of its target. The position is -1 if the row has no
+  // target.
   template <class T>
   Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
     return {start(logits, row), width(row), has_target(row) ? target_ids[row] : -1};
   }
 };
 
-// Outputs of a row's statistics, (C,) each; entropy may be null.
+// Destinations for the statistics of the rows, (C,) each. entropy may be null.
 struct RowOutputs {
   float *lse, *logps, *entropy;
 
@@ -61,15 +62,16 @@ struct RowOutputs {
 constexpr int64_t kGrain = 16384;  // elements per task of a thread
 constexpr int64_t kInline = 65536;  // below this, waking threads costs more than it saves
 
-// Calls body(row) for each row, in parallel. `numbers` is the approximate length of a row. One
-// thread computes a row, so results do not depend on the number of threads.
+// Calls body(row) for each row, in parallel. `numbers` is the approximate number of elements that
+// one call of body processes. One thread computes a whole row, so the results do not depend on the
+// number of threads.
 template <class F>
 void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   const int64_t columns = std::max<int64_t>(1, numbers);
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
-  // Rows whose coefficients are 0 cost almost nothing, so static shares would leave threads idle.
+  // Rows with coefficient 0 cost almost nothing, so a static split would leave some threads idle.
   const auto work = [&](int64_t, int64_t) {
     for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);
@@ -79,7 +81,7 @@ void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   torch::stable::parallel_for(0, std::min(threads, (rows + step - 1) / step), 1, work);
 }
 
-// The same for the rows of a chunk.
+// Calls body(row) for each row of a chunk, in parallel.
 template <class F>
 void for_each_row(const Chunk& chunk, const F& body) {
   const int64_t rows = std::max<int64_t>(1, chunk.rows);

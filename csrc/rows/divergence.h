@@ -1,20 +1,22 @@
-// Divergences of rows of logits from a teacher.
+// Divergences between rows of student logits and rows of teacher logits.
 //
-// A generated function gives value and slope of one logit:
+// A generated function gives the value and the slope of each logit j. The divergence and its
+// gradient are
 //
 //   D = sum_j value_j,    dD/dz_j = slope_j - p_j center,    center = sum_k slope_k
 //
-// One thread takes a row through three passes. The first computes lse of both sides. The second
-// computes values and slopes, and stores the slopes where the gradient will be. The third computes
-// slope - center p. The row stays in L2, so memory traffic is 12 bytes per logit pair: one read of
-// each side and one write.
+// One thread processes a row in three passes. The first pass computes lse of both sides. The second
+// pass computes values and slopes, and stores the slopes in the memory of the gradient. The third
+// pass computes slope - center p. The row stays in L2, so the memory traffic is 12 bytes per pair
+// of logits: one read of each side and one write.
 //
-// For the student's most likely logit, the gradient is (1 - p) slope - p (center - slope), where
-// center - slope is summed without this logit. slope - center p would cancel for a certain student.
+// For the most likely token of the student, the gradient is computed as
+// (1 - p) slope - p (center - slope), where center - slope is summed without this token. The
+// formula slope - center p would cancel if the student is almost certain.
 //
-// Layout: two rows of fp32 logits.
-// Rounding: fp32 in runs of kRun columns, fp64 across runs.
-// Parallel: the caller distributes rows.
+// Layout: both rows are fp32 logits.
+// Rounding: sums are fp32 in runs of kRun columns, and fp64 across runs.
+// Parallel: the caller distributes rows to threads.
 #pragma once
 
 #include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py
@@ -22,7 +24,8 @@
 
 namespace grpo_fast {
 
-// One row of one side: raw logits, from which log-probabilities z - lse are computed.
+// One row of the student or the teacher. The struct holds raw logits, from which the
+// log-probabilities z - lse are computed.
 struct DivergenceSide {
   const float* x;
   int64_t count;
@@ -31,27 +34,27 @@ struct DivergenceSide {
   int64_t top = 0;  // column of the largest logit
   float shift = 0, rest = 0;  // lse = shift + rest, so a log-probability near 0 keeps its digits
 
-  // z - shift.
+  // Returns z - shift.
   GRPO_FAST_INLINE Floats below(Floats raw) const {
     return is_capped ? exponent<true>(raw, transform, shift).t
                      : exponent<false>(raw, transform, shift).t;
   }
-  // z - lse.
+  // Returns the log-probabilities z - lse.
   GRPO_FAST_INLINE Floats logp(Floats raw) const { return below(raw) - rest; }
 
-  // 1 - tanh^2 under a soft cap, else 1.
+  // Returns 1 - tanh^2 under a soft cap, else 1.
   GRPO_FAST_INLINE Floats tanh_slope(Floats raw) const {
     return is_capped ? tanh_and_slope(raw * transform.inner).slope : splat(1.0f);
   }
 
-  // Splits lse into shift and rest.
+  // Splits lse into an fp32 shift and the rest that the shift rounds away.
   void set(double lse) {
     const bool is_empty = lse == -std::numeric_limits<double>::infinity();
     shift = is_empty ? 0 : static_cast<float>(lse);
     rest = is_empty ? 0 : static_cast<float>(lse - shift);
   }
 
-  // Finds the first column with the largest logit.
+  // Stores the first column with the largest logit in `top`.
   void find_top() {
     const float largest = largest_of(Columns<float>{x, count, -1}, transform.inner);
     for (int64_t c = 0; c < count; c += kLanes) {
@@ -64,14 +67,14 @@ struct DivergenceSide {
     }
   }
 
-  // Computes lse. The largest term is excluded from the sum and added by log1p, where it keeps the
-  // digits of small terms.
+  // Returns lse. The largest term is left out of the sum and added by log1p, which keeps the digits
+  // of small terms.
   double lse() {
     shift = 0;
     const float high = below(splat(x[top]))[0];
     if (high == -kInfinity) return high;
     shift = high;
-    const Floats own = below(splat(x[top]));  // the rounding error of the FMA
+    const Floats own = below(splat(x[top]));  // the rounding error of the FMA in below()
     double sum = 0;
     const Ints lanes = lane_numbers();
     for (int64_t start = 0; start < count; start += kRun) {
@@ -89,12 +92,12 @@ struct DivergenceSide {
   }
 };
 
-// Sums of a row: D, the sum of the slopes, and both lse.
+// Results of one row: D, the sum of the slopes, and lse of both sides.
 struct DivergenceSums {
   double value, center, lse, teacher_lse;
 };
 
-// One row of both sides, for one kind of divergence.
+// The divergence of one row. kKind selects the divergence.
 template <int kKind>
 class DivergenceRow {
  public:
@@ -107,13 +110,13 @@ class DivergenceRow {
   double lse() { return p_.lse(); }
   double teacher_lse() { return q_.lse(); }
 
-  // Computes the sums. Slopes are written to `slopes` unless it is null; it may be the teacher's
-  // row.
+  // Computes the sums. The slopes are written to `slopes` unless it is null. `slopes` may be the
+  // row of the teacher.
   DivergenceSums sums(double lse, double teacher_lse, float* slopes) {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
-    // Read the top logit first, because the loop may overwrite the teacher's row.
+    // Read the top logits first, because the loop may overwrite the row of the teacher.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];
@@ -135,7 +138,7 @@ class DivergenceRow {
     return {value, others + of_top_, lse, teacher_lse};
   }
 
-  // Overwrites the slopes by the gradient of weight * D.
+  // Replaces the slopes in `out` by the gradient of weight * D with respect to the raw logits.
   void write(float* out, double center, double weight) const {
     const double factor = weight * p_.transform.chain;
     const float scale = static_cast<float>(factor), c = static_cast<float>(center);
@@ -151,7 +154,8 @@ class DivergenceRow {
   }
 
  private:
-  // Value and slope of some logits. Both log-probabilities may be -inf; their difference is then 0.
+  // Returns the values and slopes of one vector of logits. If both log-probabilities are -inf,
+  // their difference counts as 0.
   GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
     const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
     const Floats d = keep_where(lp != lq, lp - lq);

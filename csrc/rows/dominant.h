@@ -1,11 +1,11 @@
-// Exponentials of a run of columns, written for the gradient GEMMs:
+// Exponentials of a run of columns, stored for the gradient GEMMs:
 //
-//   E_j = e^(z_j - s) f_j, 0 in the target's column,      f = 1 - tanh^2 (1 without a soft cap)
+//   E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
 //
-// The shift s is an estimate and may be too small. The row's sum can then overflow, but every E is
-// finite. In a Positive16 matrix, elements that make up more than 1/16 of their row are also
+// The shift s is an estimate and may be too small. The sum of the row can then overflow, but every
+// E is finite. Elements of a Positive16 matrix that exceed 1/16 of the sum of their row are also
 // recorded in fp32, because their rounding errors matter. The errors of smaller elements are small
-// compared with the row's gradient, or cancel.
+// compared with the gradient of the row, or cancel.
 #pragma once
 
 #include <atomic>
@@ -17,15 +17,15 @@
 
 namespace grpo_fast {
 
-// Sums exponentials without storing them. The exponent is clamped on both sides. A NaN becomes the
-// largest exponent, so the row's -logp exceeds kMaxNll and the row is computed again.
+// Adds exponentials to the sum without storing them. The exponent is clamped on both sides. A NaN
+// becomes the largest exponent, so -logp of the row exceeds kMaxNll and the row is computed again.
 struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
   }
 };
 
-// Sums and stores exponentials.
+// Adds exponentials to the sum and stores them.
 template <bool kSoftcap, class Out>
 struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
@@ -34,15 +34,15 @@ struct WriteExponentials : SumExponentials {
   explicit WriteExponentials(Out* out) : out(out) {}
 
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
-    // e * slope may be NaN; max replaces it by 0.
+    // e * slope may be NaN. max() replaces a NaN by 0.
     store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
   }
 };
 
-// An element is dominant if it exceeds this share of its row's sum.
+// An element is dominant if it exceeds this share of the sum of its row.
 constexpr float kDominantShare = 1 / 16.0f;
 
-// A dominant element.
+// A dominant element of the matrix of exponentials.
 struct Dominant {
   int64_t row, column;
   float e;       // e^(z - shift)
@@ -64,21 +64,21 @@ struct NoteAbove : SumExponentials {
   }
 };
 
-// Collects dominant elements while the row sums are still incomplete. It records too many elements
-// at first, and removes the excess at the end.
+// Collection of the dominant elements. It is filled while the row sums are still incomplete, so it
+// records too many elements at first. finished() removes the excess.
 class DominantExponentials {
  public:
   explicit DominantExponentials(int64_t rows) : known_(rows) {}
 
-  // Adds to the known sum of a row. A concurrent update may be lost, which only lowers the
-  // threshold.
+  // Adds `sum` to the sum that is known so far for a row. A concurrent update may be lost, but this
+  // only lowers the threshold.
   void raise(int64_t row, double sum) {
     const float known = known_[row].load(std::memory_order_relaxed);
     known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
   }
 
-  // Sets the final sums. Elements of the rows in `again` (ascending) are dropped, because these
-  // rows are recomputed.
+  // Sets the final sums of the rows. `again` lists rows that will be recomputed, in ascending
+  // order. Their elements are dropped.
   void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
     sums_ = std::move(sums);
     for (size_t row = 0; row < sums_.size(); ++row)
@@ -89,7 +89,7 @@ class DominantExponentials {
   }
 
   // Records the dominant elements of a run that begins at column `first`. `largest` holds the
-  // largest e by lane, so runs without candidates return immediately.
+  // largest e of each lane, so that a run without candidates returns immediately.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {

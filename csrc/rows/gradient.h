@@ -1,50 +1,53 @@
-// Gradient of log-probability and entropy with respect to raw logits, one read and one write per
-// logit:
+// Gradient of log-probability and entropy with respect to the raw logits. Each logit is read once,
+// and its gradient is written once:
 //
 //   d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw
 //
-// The columns may be one vocabulary shard. Then lse, logp and entropy are those of the full row,
-// and the target may be outside the columns.
-// Rounding: fp32 per element, fp64 for the target; a 16-bit gradient is rounded once.
+// The columns may be one vocabulary shard. In this case lse, logp and entropy belong to the full
+// row, and the target may be outside the columns.
+// Rounding: elements are computed in fp32, and the target in fp64. A 16-bit gradient is rounded
+// once.
 #pragma once
 
 #include "rows/chunk.h"
 
 namespace grpo_fast {
 
-// Statistics and coefficients of every row, (C,) each. entropy and grad_entropy may be null.
+// Statistics and gradient coefficients of the rows, (C,) each. entropy and grad_entropy may be
+// null.
 struct Coefficients {
   const float *lse, *logps, *entropy, *grad_logps, *grad_entropy;
 };
 
-// Writes zeros.
+// Fills `to` with zeros.
 template <class T>
 void write_zeros(T* to, int64_t columns) {
   std::memset(static_cast<void*>(to), 0, columns * sizeof(T));
 }
 
-// Writes the gradient of one row. `to` may be the logits, because a vector is read before it is
-// written.
+// Writes the gradient of one row. `to` may be the logits, because each vector is read before it is
+// overwritten.
 template <bool kSoftcap, class T>
 void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>& to,
                     const Coefficients& at, int64_t row) {
   const Columns<T> columns = chunk.row_of(logits, row);
   const double g = at.grad_logps[row], g_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
   T* out = chunk.start(to, row);
-  // Zeros instead of a product, because a row without coefficients may contain NaN.
+  // Write zeros instead of products with 0, because a row with coefficient 0 may contain NaN.
   if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
   const RowTransform transform = chunk.transform(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   const bool has_target = columns.target >= 0;
-  // Read now, because the loop may overwrite it.
+  // Read the target logit now, because the loop may overwrite it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
-  // lse was rounded to fp32. z_y - logp restores it with the digits of logp, which is usually
-  // smaller.
+  // The stored lse was rounded to fp32. If |logp| is smaller than |lse|, z_y - logp restores more
+  // digits.
   double lse = at.lse[row];
   if (has_target && std::fabs(logp) < std::fabs(lse))
     lse = final_logit<kSoftcap>(raw_target, transform) - logp;
   const float shift = static_cast<float>(lse);
-  // e^(z - lse) = e^(z - shift) e^(shift - lse): fold all row factors into `constant` and `linear`.
+  // All factors of the row are folded into `constant` and `linear`, because
+  // e^(z - lse) = e^(z - shift) e^(shift - lse).
   const double scale = -std::exp(shift - lse) * transform.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * g_entropy);
@@ -67,7 +70,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
     store_up_to(out + column, gradient(load_up_to(columns.x + column, left)), left);
   }
   if (!has_target) return;
-  // The target's column, in fp64: g (1 - p) = -g expm1(logp).
+  // Compute the column of the target in fp64, with g (1 - p) = -g expm1(logp).
   const double p = std::exp(logp), scaled = static_cast<double>(raw_target) * transform.inner;
   const double capped = kSoftcap ? std::tanh(scaled) : 0;
   double dz = -g * std::expm1(logp);

@@ -1,4 +1,5 @@
-// Formulas of elementwise layers in fp32, one row at a time. Grad is the gradient of y.
+// Formulas of elementwise layers in fp32, one row at a time. `grad` is the gradient with respect to
+// y.
 //
 //   RMSNorm   y = w x r, r = 1 / sqrt(mean(x^2) + eps)
 //             dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
@@ -7,7 +8,7 @@
 //   rotary    y = x cos + (-x_high, x_low) sin, by halves of a head's columns
 //             dx = grad cos + (grad_high sin_high, -grad_low sin_low)
 //
-// Rounding: sums of a row are fp32 per lane and fp64 across lanes.
+// Rounding: sums over a row are fp32 in each lane, and fp64 across lanes.
 #pragma once
 
 #include <cmath>
@@ -16,12 +17,12 @@
 
 namespace grpo_fast {
 
-// x in the first `count` lanes, 0 in the others.
+// Returns x in the first `count` lanes, and 0 in the other lanes.
 GRPO_FAST_INLINE Floats first(Floats x, int64_t count) {
   return count < kLanes ? keep_where(lane_numbers() < static_cast<int32_t>(count), x) : x;
 }
 
-// RMSNorm of a row. Stores r for the backward pass.
+// Computes RMSNorm of one row, and stores r for the backward pass.
 inline void norm_row(const float* x, const float* w, float eps, int64_t columns, float* y,
                      float* r) {
   Floats sums{};
@@ -36,7 +37,7 @@ inline void norm_row(const float* x, const float* w, float eps, int64_t columns,
   });
 }
 
-// Gradient of a row. Adds the row's part of dw.
+// Computes dx of one row, and adds the row's term to dw.
 inline void norm_row_backward(const float* grad, const float* x, const float* w, float r,
                               int64_t columns, float* dx, float* dw) {
   Floats sums{};
@@ -53,20 +54,20 @@ inline void norm_row_backward(const float* grad, const float* x, const float* w,
   });
 }
 
-// sigmoid(x), and 1 - sigmoid(x) without cancellation.
+// The value of sigmoid(x), and 1 - sigmoid(x) computed without cancellation.
 struct Sigmoid {
   Floats value, rest;
 };
 
 GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
-  // Only e^-|x| is evaluated, which cannot overflow.
+  // Evaluate only e^-|x|, which cannot overflow.
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(-size)), large = 1.0f / (1.0f + a), small = a * large;
   const Ints is_negative = x < splat(0);
   return {is_negative ? small : large, is_negative ? large : small};
 }
 
-// y = silu(gate) * up.
+// Computes y = silu(gate) * up for one row.
 inline void swiglu_row(const float* gate, const float* up, int64_t columns, float* y) {
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
     const Floats g = load_up_to(gate + j, count);
@@ -74,7 +75,7 @@ inline void swiglu_row(const float* gate, const float* up, int64_t columns, floa
   });
 }
 
-// Gradients of gate and up.
+// Computes the gradients of gate and up for one row.
 inline void swiglu_row_backward(const float* grad, const float* gate, const float* up,
                                 int64_t columns, float* dgate, float* dup) {
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
@@ -86,7 +87,8 @@ inline void swiglu_row_backward(const float* grad, const float* gate, const floa
   });
 }
 
-// Rotates pairs of the first and the second half of the columns. kInverse computes the gradient.
+// Rotates the pairs that consist of a column of the first half and its partner in the second half.
+// kInverse computes the gradient instead.
 template <bool kInverse>
 inline void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
                    float* y) {

@@ -1,36 +1,37 @@
-// Loss of a token-level objective at one row. The loss functions are generated from Python.
+// Loss of a token-level objective for one row. The loss functions are generated from Python.
 //
-// Rounding: fp64.
+// Rounding: all numbers are fp64.
 #pragma once
 
 #include "loss_functions.h"  // generated from objective/ by kernels/cpu/loss_codegen.py
 
 namespace grpo_fast {
 
-// The numbers of loss function and KL estimator, and their hyperparameters.
+// Indices of the loss function and of the KL estimator, with their hyperparameters.
 struct LossFunction {
   int64_t objective, kl;
   bool kl_times_ratio;
   double p[4], kl_p[2];
 };
 
-// Per-row inputs of the loss, (C,) each. All but the first two may be null.
+// Inputs of the loss for each row, (C,) each. Only advantages and policy_weights are required; the
+// other pointers may be null.
 struct RowTerms {
   const float *advantages, *policy_weights, *kl_weights, *old_logps, *ref_logps, *grad_entropy;
 };
 
-// Returns (policy_weight l + kl_weight KL, its derivative) at a logp. A NaN logp gives NaN:
-// comparisons in the loss function or a weight of 0 would hide it.
+// Returns policy_weight * loss + kl_weight * KL at one logp, with its derivative. A NaN logp is
+// returned first, because comparisons in the loss function or a weight of 0 would hide it.
 inline ValueAndSlope row_loss(const LossFunction& function, const RowTerms& terms, int64_t row,
                               double logp) {
   if (std::isnan(logp)) return {logp, logp};
   double log_ratio = terms.old_logps ? logp - terms.old_logps[row] : 0.0;
-  // Keep the ratio finite.
+  // Limit the log ratio, so that the ratio stays finite.
   if (log_ratio > kLogRatioMax) log_ratio = kLogRatioMax;
   const double weight = terms.policy_weights[row];
   const double kl_weight = terms.kl_weights && terms.ref_logps ? terms.kl_weights[row] : 0;
   ValueAndSlope sum{0, 0};
-  // A term with weight 0 is skipped, because its inputs may be NaN.
+  // Skip a term with weight 0, because its inputs may be NaN.
   if (weight != 0) {
     sum = objective(function.objective, logp, log_ratio, terms.advantages[row], function.p);
     sum = {weight * sum.value, weight * sum.slope};

@@ -1,8 +1,9 @@
-// lse, log-probability of the target and entropy of one row.
+// lse, log-probability of the target, and entropy of one row.
 //
-// All are computed from sums over the columns except the target. If p -> 1, log1p(rest / e_y) keeps
-// digits that 1 + rest would round away.
-// Rounding: sums as in sums.h, results in fp64.
+// All three are computed from sums over the columns without the target. If p is close to 1,
+// log1p(rest / e_y) keeps digits that 1 + rest would round away (e_y is the exponential of the
+// target).
+// Rounding: sums are rounded as in sums.h. Results are fp64.
 #pragma once
 
 #include <cmath>
@@ -11,31 +12,32 @@
 
 namespace grpo_fast {
 
-// Results for one row.
+// Statistics of one row.
 struct RowStatistics {
   double lse, logp, entropy;
 };
 
-// rest = sum e^t and moment = sum e^t * t over some columns except the target, t = z - shift.
+// Sums over some columns except the target, with t = z - shift: rest = sum e^t and
+// moment = sum e^t * t.
 struct PartialSums {
   float shift;
   double rest, moment;
 };
 
-// z of one element in fp64. For the target, whose logit enters logp directly.
+// Returns z of one element in fp64. This is used for the target, whose logit enters logp directly.
 template <bool kSoftcap>
 inline double final_logit(float raw, const RowTransform& transform) {
   const double scaled = static_cast<double>(raw) * transform.inner;
   return kSoftcap ? transform.outer * std::tanh(scaled) : scaled;
 }
 
-// Joins the lanes.
+// Adds up the lanes of the totals.
 inline PartialSums partial(float shift, const Totals& totals) {
   return {shift, sum_lanes(totals.sum), sum_lanes(totals.moment)};
 }
 
-// Adds the target and computes the results. z_target is null for a row without target, whose logp
-// is NaN.
+// Adds the target to the sums and computes the statistics. z_target is null for a row without a
+// target, and logp of this row is NaN.
 inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   const double t = z_target ? *z_target - sums.shift : 0;
   const double e = z_target ? std::exp(t) : 0, total = sums.rest + e, log_total = std::log(total);
@@ -44,14 +46,14 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   row.logp = !z_target        ? std::numeric_limits<double>::quiet_NaN()
              : e >= sums.rest ? 0.0 - std::log1p(sums.rest / e)
                               : t - log_total;
-  // e * t is 0 * -inf for a target at -inf.
+  // For a target at -inf, e * t would be 0 * -inf, which is NaN.
   const double entropy = log_total - (sums.moment + (e == 0 ? 0 : e * t)) / total;
   row.entropy = entropy < 0 ? 0 : entropy;
   return row;
 }
 
-// The shift: z of the largest raw * inner. It is finite even if all columns are -inf, so that -inf
-// - shift is -inf and not NaN.
+// Returns the shift, which is z of the largest raw * inner. The shift is finite even if all columns
+// are -inf, so that -inf - shift is -inf and not NaN.
 template <bool kSoftcap>
 inline float shift_of(float largest, const RowTransform& transform) {
   if (largest == -kInfinity)
@@ -59,9 +61,9 @@ inline float shift_of(float largest, const RowTransform& transform) {
   return kSoftcap ? transform.outer * std::tanh(largest) : largest;
 }
 
-// Statistics of a stored row, which is read from memory once: a block of kBlock columns stays in L1
-// between the search for the maximum and the exponentials. Without kEntropy the entropy is
-// undefined.
+// Computes the statistics of a stored row, which is read from memory once. A block of kBlock
+// columns stays in L1 between the search for the maximum and the exponentials. Without kEntropy,
+// the entropy is undefined.
 template <bool kSoftcap, bool kEntropy, class T>
 RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transform) {
   float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, transform);
@@ -69,8 +71,8 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
-    // Rescale the sums to the new maximum. moment = sum e (z - shift) changes with the shift as
-    // well.
+    // Rescale the sums to the new maximum. moment = sum e (z - shift) contains the shift itself, so
+    // it also needs a second term.
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);
@@ -87,7 +89,7 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   return finished(partial(shift, totals), &z_target);
 }
 
-// Sums of a run relative to its maximum.
+// Returns the sums of one run, relative to the maximum of the run.
 template <bool kSoftcap, bool kEntropy>
 PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   const float shift = shift_of<kSoftcap>(largest_of(run, transform.inner), transform);
@@ -96,7 +98,7 @@ PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   return partial(shift, totals);
 }
 
-// Sums of a row from those of its runs, added in order.
+// Joins the sums of the runs of a row, in order.
 inline PartialSums joined(const PartialSums* runs, int64_t count) {
   PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
   for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, runs[i].shift);

@@ -1,8 +1,8 @@
-// Softmax sums over a run of columns: sum e^t and sum e^t * t, t = z - shift.
+// Softmax sums over a run of columns: sum e^t and sum e^t * t, with t = z - shift.
 //
-// z_j = raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap.
-// Rounding: fp32 in a run of columns, fp64 across runs. The order of additions depends on V and the
-// target only, not on the thread or other rows.
+// z_j is raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap.
+// Rounding: sums are fp32 in a run of columns, and fp64 across runs. The order of the additions
+// depends on V and the target only, not on the thread or on other rows.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace grpo_fast {
 
 constexpr int64_t kBlock = 2048;  // columns between two updates of the maximum
-constexpr int64_t kRun = 512;  // columns summed in fp32
+constexpr int64_t kRun = 512;  // columns that are summed in fp32
 static_assert(kBlock % kRun == 0 && kRun % (4 * kLanes) == 0);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -24,7 +24,8 @@ struct RowTransform {
   double chain;  // dz/draw = chain, times 1 - tanh^2 under a soft cap
 };
 
-// Columns of a row. `target` is the target's position in them, or a number out of range.
+// View of the columns of a row. `target` is the position of the target in the view, or a number
+// outside the view.
 template <class T>
 struct Columns {
   const T* x;
@@ -35,19 +36,20 @@ struct Columns {
   }
 };
 
-// Sums by lane. `largest` e^t is tracked only on request.
+// Sums of each lane. `largest` is the largest e^t, which is tracked only if the emitter requests
+// it.
 struct Totals {
   Doubles sum = {}, moment = {};
   Floats largest = {};
 };
 
-// The exponent of one vector and the slope of the soft cap.
+// The exponent of each lane, and the slope of the soft cap.
 struct Exponent {
-  Floats t;  // z - shift, one FMA: exact near the shift even for a large |z|
+  Floats t;  // z - shift by one FMA: exact near the shift even for a large |z|
   Floats slope;  // 1 - tanh^2 under a soft cap, else 1
 };
 
-// Computes exponent and slope of raw logits.
+// Computes the exponents and slopes of a vector of raw logits.
 template <bool kSoftcap>
 GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, float shift) {
   if constexpr (kSoftcap) {
@@ -57,7 +59,7 @@ GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, fl
   return {fma(raw, transform.inner, -shift), splat(1.0f)};
 }
 
-// Returns the largest raw * inner. A NaN is skipped here, and appears in the sums.
+// Returns the largest raw * inner. A NaN is skipped here, but it later makes the sums NaN.
 template <class T>
 inline float largest_of(const Columns<T>& columns, float inner) {
   Floats a = splat(-kInfinity), b = a, c = a, d = a;
@@ -73,14 +75,14 @@ inline float largest_of(const Columns<T>& columns, float inner) {
   return max_lane(max(max(a, b), max(c, d)));
 }
 
-// The default for `emit`: does nothing.
+// The default emitter of add_run, which does nothing.
 struct Ignore {
   static constexpr bool kFindsLargest = false;
   GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(t); }
   GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
 };
 
-// One chain of sums.
+// Accumulators of one chain of additions.
 template <bool kEntropy, class Emit>
 struct Sums {
   Floats sum = {}, moment = {}, largest = {};
@@ -111,8 +113,8 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransf
   }
 }
 
-// Adds a run of at most kRun columns without the target. emit(column, count, e^t, slope) is called
-// for every vector, with e^t = 0 in the target's lane.
+// Adds a run of at most kRun columns to the totals, without the target. emit(column, count, e^t,
+// slope) is called for every vector. In the lane of the target, e^t is 0.
 template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
 GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transform, float shift,
                               Totals& totals, const Emit& emit = {}) {
@@ -120,7 +122,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
   using Lanes = Sums<kEntropy, Emit>;
   Lanes sums[4];  // four chains hide the latency of additions
   const auto add_whole = [&](int64_t begin, int64_t end) GRPO_FAST_BODY {
-    // Local copies, so that the sums stay in registers.
+    // Use local copies, so that the compiler keeps the sums in registers.
     Lanes a = sums[0], b = sums[1], c = sums[2], d = sums[3];
     const auto add = [&](Lanes& to, int64_t column) GRPO_FAST_BODY {
       const Exponent found = exponent<kSoftcap>(load(run.x + column), transform, shift);
@@ -129,7 +131,8 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
       emit(column, kLanes, e, found.slope);
     };
     for (int64_t column = begin; column < end; column += kStep) {
-      // The search for the next block's maximum would otherwise wait for memory.
+      // Prefetch the next block, because the search for its maximum would otherwise wait for
+      // memory.
       prefetch<kStep>(run.x + column + kBlock);
       add(a, column), add(b, column + kLanes);
       add(c, column + 2 * kLanes), add(d, column + 3 * kLanes);
@@ -140,7 +143,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
     add_ragged<kSoftcap>(run.part(first, size), first, transform, shift, sums, emit);
   };
   const int64_t whole = run.count / kStep * kStep, target = run.target;
-  // The step with the target is added with masks.
+  // The step that contains the target needs masks, so it is added separately.
   const int64_t odd = target >= 0 && target < whole ? target / kStep * kStep : whole;
   add_whole(0, odd);
   if (odd < whole) {

@@ -1,21 +1,22 @@
-// LM head fused with log-softmax: hidden -> log-probabilities and exponentials, without stored
-// logits.
+// LM head fused with log-softmax. It computes log-probabilities and exponentials from hidden
+// states, without storing the logits.
 //
-// The gradient of sum g * logp, with the exponentials E of dominant.h, is
+// The gradient of sum g * logp follows from the exponentials E of dominant.h:
 //
 //   d raw_j = g unit E_j,              unit = -e^(s - lse) logit_scale / temperature
 //   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
 //
-// The shift s must be known before the row is computed. s = z[target] costs one dot product per
-// row, and lse - s = -logp, so one exponential serves E and the sum. Rows with -logp > kMaxNll,
-// with NaN or without a target are summed again relative to their maximum, and their E is computed
-// again with s = lse.
+// The shift s must be known before the row is computed. The choice s = z[target] costs one dot
+// product per row. It gives lse - s = -logp, so one exponential serves both E and the sum. Rows
+// with -logp > kMaxNll, with NaN or without a target are summed again relative to their maximum.
+// Their E is then computed again with s = lse.
 //
-// Layout: a row is divided into slices of kSliceColumns columns, whose sums are joined in order.
+// Layout: a row is divided into slices of kSliceColumns columns, and the sums of the slices are
+// joined in order.
 //
-// Rounding: as in sums.h. A row's bits do not depend on other rows, on the threads, or on what is
-// stored.
-// Parallel: over blocks of the product (gemm/multiply.h).
+// Rounding: sums are rounded as in sums.h. The bits of a row do not depend on other rows, on the
+// threads, or on the requested outputs.
+// Parallel: threads compute blocks of the product (gemm/multiply.h).
 #pragma once
 
 #include <numeric>
@@ -27,49 +28,49 @@
 namespace grpo_fast {
 
 constexpr int64_t kSliceColumns = 256;
-constexpr int64_t kGroupRows = 1024;  // per group; the partial sums take 24 bytes per slice and row
+constexpr int64_t kGroupRows = 1024;  // rows per group; their partial sums take 24 bytes per slice
 constexpr double kMaxNll = 20.0;  // limit of lse - z[target] for s = z[target], in nats
 static_assert(kSliceColumns % kPanel == 0 && kSliceColumns <= kRun);
 
-// Destinations of the results. At most one of the (T, V) matrices is set.
+// Destinations of the results. At most one of the three (T, V) matrices is set.
 struct SweepOutputs {
   RowOutputs rows;
-  float *unit, *target_unit;  // (T,), set with exponentials
+  float *unit, *target_unit;  // (T,), written together with exponentials
   Matrix<float> logits, exponentials;
-  Matrix<Positive16> exponentials16;  // weights
+  Matrix<Positive16> exponentials16;
 
   bool has_exponentials() const { return exponentials.data || exponentials16.data; }
 };
 
-// One pass over all rows. Without kEntropy the entropies are undefined.
+// One pass over all rows. Without kEntropy, the entropies are undefined.
 template <bool kSoftcap, bool kEntropy>
 class Sweep {
  public:
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
         dominant_(to.exponentials16.data ? chunk.rows : 0) {
-    // The shift of every row: z of its target.
+    // The shift of every row starts as z of its target.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
       shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
     }
   }
 
-  // Runs all steps. is_known: lse and logps are given. Returns the dominant elements of 16-bit
-  // exponentials.
+  // Runs all steps. is_known means that lse and logps are given. Returns the dominant elements of
+  // 16-bit exponentials.
   std::vector<Dominant> run(bool is_known) {
-    // 1. All rows, relative to their targets.
+    // 1. Compute all rows relative to their targets.
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)
       each(all, true, [&](const Piece& piece) { return sum_and_store(piece, false); });
-    // 2. Rows that are far above their targets, relative to their maximum.
+    // 2. Sum the rows again whose lse is far above the target logit, relative to their maximum.
     const Rows high_nll = high_nll_rows();
     if (!is_known)
       each(high_nll, true, [&](const Piece& piece) {
         return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
       });
-    // 3. Exponentials that need s = lse.
+    // 3. Write the exponentials that need s = lse.
     if (!to_.has_exponentials()) return {};
     for (const int64_t row : high_nll) shifts_[row] = to_.rows.lse[row];
     if (to_.exponentials16.data) dominant_.settle(exponential_sums(), high_nll);
@@ -88,8 +89,8 @@ class Sweep {
     Columns<float> run;
   };
 
-  // Calls sum_of(piece) for every slice of the given rows. With `joins`, computes the statistics of
-  // the rows.
+  // Calls sum_of(piece) for every slice of the given rows. If `joins` is set, the statistics of the
+  // rows are computed from the returned sums.
   template <class SumOf>
   void each(const Rows& rows, bool joins, const SumOf& sum_of) {
     const int64_t slices = (chunk_.columns + kSliceColumns - 1) / kSliceColumns;
@@ -115,8 +116,8 @@ class Sweep {
     }
   }
 
-  // Sums a slice relative to the row's shift and stores the requested output. has_sum: the row's
-  // sum is known.
+  // Sums a slice relative to the shift of its row, and stores the requested output. has_sum means
+  // that the sum of the row is already known.
   PartialSums sum_and_store(const Piece& piece, bool has_sum) {
     const int64_t row = piece.row, column = piece.column;
     const Columns<float>& run = piece.run;
@@ -139,8 +140,8 @@ class Sweep {
     return sums;
   }
 
-  // Rows without target, with NaN, or with lse - s > kMaxNll. The comparison is negated so that NaN
-  // counts.
+  // Returns the rows without a target, with NaN, or with lse - s > kMaxNll. The comparison is
+  // negated so that it is true for NaN.
   Rows high_nll_rows() const {
     Rows high_nll;
     for (int64_t row = 0; row < chunk_.rows; ++row) {
@@ -150,7 +151,8 @@ class Sweep {
     return high_nll;
   }
 
-  // The sum of every row's exponentials, computed from its statistics: (1 - p_y) e^(lse - s).
+  // Returns the sum of the exponentials of each row, computed from its statistics as
+  // (1 - p_y) e^(lse - s).
   std::vector<double> exponential_sums() const {
     std::vector<double> sums(chunk_.rows);
     for (int64_t row = 0; row < chunk_.rows; ++row) {
@@ -160,7 +162,7 @@ class Sweep {
     return sums;
   }
 
-  // Writes the factors that turn exponentials into d-logits.
+  // Writes the factors that turn exponentials into gradients of the raw logits.
   void write_units() const {
     for (int64_t row = 0; row < chunk_.rows; ++row) {
       const RowTransform transform = chunk_.transform(row);
@@ -178,7 +180,7 @@ class Sweep {
   const SweepOutputs& to_;
   std::vector<float> shifts_;   // s of every row
   std::vector<float> targets_;  // raw logits of the targets, from the product
-  DominantExponentials dominant_;  // used for Positive16
+  DominantExponentials dominant_;  // used for Positive16 only
 };
 
 }  // namespace grpo_fast

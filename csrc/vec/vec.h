@@ -1,10 +1,12 @@
-// Vector layer: operations on kLanes floats, written with the vector extensions of GCC and clang.
+// Vector operations on kLanes floats, written with the vector extensions of GCC and clang.
 //
-// The compiler maps them to zmm (16 lanes), ymm (8) or 128-bit registers (4). It splits vectors
-// that are wider than the machine's registers, so the 16-lane code is also tested on AVX2.
+// The compiler maps a vector to a zmm register (16 lanes), a ymm register (8 lanes) or a 128-bit
+// register (4 lanes). It splits vectors that are wider than the registers of the CPU, so the
+// 16-lane code can also be tested with AVX2.
 //
-// Rounding: built with -ffp-contract=off. A multiply-add with one rounding is written as fma(), so
-// all instances of a template agree bit for bit.
+// Rounding: the build uses -ffp-contract=off, so the compiler never fuses a product with an
+// addition. Code that needs a single rounding calls fma(). All instances of a template therefore
+// agree bit for bit.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +20,7 @@
 #endif
 
 #define GRPO_FAST_INLINE [[gnu::always_inline]] inline
-#define GRPO_FAST_BODY __attribute__((always_inline))  // for lambdas
+#define GRPO_FAST_BODY __attribute__((always_inline))  // always_inline for lambdas
 
 #if !defined(GRPO_FAST_LANES)
 #if defined(__AVX512F__)
@@ -30,8 +32,8 @@
 #endif
 #endif
 
-// GRPO_FAST_X86(max_ps) is the intrinsic for kLanes floats. Undefined if the machine lacks such
-// registers.
+// GRPO_FAST_X86(max_ps) expands to the x86 intrinsic for kLanes floats. The macro is undefined if
+// the target has no registers of this width.
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
 #define GRPO_FAST_X86(name) _mm512_##name
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && GRPO_FAST_LANES == 8
@@ -56,7 +58,8 @@ GRPO_FAST_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-// All lanes x. x - 0 keeps -0 and NaN.
+// Returns a vector with x in every lane. x - 0 keeps -0 and NaN, whereas x + 0 would turn -0 into
+// 0.
 GRPO_FAST_INLINE Floats splat(float x) {
   return x - Floats{};
 }
@@ -67,7 +70,7 @@ GRPO_FAST_INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// a where a > b, else b. A NaN in b is kept, a NaN in a is dropped.
+// Returns a where a > b, else b, for each lane. A NaN in b is kept. A NaN in a is dropped.
 GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #if defined(GRPO_FAST_X86)
   return GRPO_FAST_X86(max_ps)(a, b);  // g++ 12 compiles the line below to two instructions
@@ -76,12 +79,12 @@ GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #endif
 }
 
-// a where a < b, else b. A NaN in a is dropped.
+// Returns a where a < b, else b, for each lane. A NaN in b is kept. A NaN in a is dropped.
 GRPO_FAST_INLINE Floats min(Floats a, Floats b) {
   return a < b ? a : b;
 }
 
-// a * b + c, rounded once if the machine has FMA.
+// Returns a * b + c. The result is rounded once if the target has FMA, otherwise twice.
 GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(GRPO_FAST_X86)
   return GRPO_FAST_X86(fmadd_ps)(a, b, c);
@@ -93,18 +96,19 @@ GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The same with scalars for b or c.
+// Overload that also accepts scalars for b and c.
 template <class B, class C>
 GRPO_FAST_INLINE Floats fma(Floats a, B b, C c) {
   return fma(a, b - Floats{}, c - Floats{});
 }
 
-// x where the mask is set, else 0. A bitwise AND, so NaN and inf are dropped as well.
+// Returns x where the mask is set, else 0. The bitwise AND also clears NaN and inf, which a product
+// with 0 would turn into NaN.
 GRPO_FAST_INLINE Floats keep_where(Ints mask, Floats x) {
   return bit_cast<Floats>(bit_cast<Ints>(x) & mask);
 }
 
-// Converts a comparison result to bits: bit i is set if lane i is true.
+// Converts the result of a comparison to an integer. Bit i is set if lane i is true.
 GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
   return _mm512_cmplt_epi32_mask(bit_cast<__m512i>(mask), _mm512_setzero_si512());
@@ -124,7 +128,7 @@ inline void each_lane(Ints mask, int64_t count, const Body& body) {
   for (; bits; bits &= bits - 1) body(__builtin_ctz(bits));
 }
 
-// The largest lane.
+// Returns the largest number of all lanes.
 GRPO_FAST_INLINE float max_lane(Floats x) {
   float best = x[0];
   for (int lane = 1; lane < kLanes; ++lane) best = x[lane] > best ? x[lane] : best;
@@ -135,7 +139,7 @@ GRPO_FAST_INLINE Doubles widen(Floats x) {
   return __builtin_convertvector(x, Doubles);
 }
 
-// Adds the upper half of the lanes to the lower half until one is left.
+// Adds the upper half of the lanes to the lower half, and repeats this until one lane remains.
 template <int kCount>
 GRPO_FAST_INLINE double sum_of(const double* lanes) {
   if constexpr (kCount == 1) {
@@ -150,29 +154,34 @@ GRPO_FAST_INLINE double sum_of(const double* lanes) {
   }
 }
 
-// The sum of all lanes in a fixed pairwise order. Half-width vectors are used, because a loop over
-// lanes costs a fifth of a pass without gradient.
+// Returns the sum of all lanes, added in a fixed pairwise order. The additions use half-width
+// vectors, because a loop over the lanes would take a fifth of the time of a pass without gradient.
 GRPO_FAST_INLINE double sum_lanes(Doubles x) {
   return sum_of<kLanes>(reinterpret_cast<const double*>(&x));
 }
 
-// ---- functions ----
+// ---- transcendental functions ----
 
-// exp is 0 below this: the rounded exponent is -127, for which the scale factor has no bits set.
+// The smallest argument of exp_floored. The result is 0 there, because the rounded binary exponent
+// is -127 and the bits of the scale factor are all 0.
 constexpr float kExpFloor = -88.0f;
 
-// The argument for exp_floored. NaN is kept; -inf becomes finite, so that 0 * x is 0 later.
+// Returns max(kExpFloor, x), the argument for exp_floored. NaN is kept. -inf becomes finite, so
+// that a later product 0 * x is 0 and not NaN.
 GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
   return max(splat(kExpFloor), x);
 }
 
-// e^x for kExpFloor <= x <= 88, with a relative error of at most 1e-7, and exactly 0 below -87.7. x
-// = n ln 2 + f; e^f is a minimax polynomial of degree 6 (3e-9, Remez), 2^n is built from bits.
+// Returns e^x for kExpFloor <= x <= 88. The relative error is at most 1e-7, and the result is
+// exactly 0 below -87.7.
+//
+// With x = n ln 2 + f, e^f is a minimax polynomial of degree 6 (Remez, error 3e-9), and 2^n is
+// built from its exponent bits.
 GRPO_FAST_INLINE Floats exp_floored(Floats x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);
   const Floats n = shifted - kRounder;
-  Floats f = fma(n, -0.693359375f, x);  // exact even without FMA: the constant has 10 bits
+  Floats f = fma(n, -0.693359375f, x);  // exact even without FMA, because the constant has 10 bits
   f = fma(n, 2.12194440054690583e-4f, f);
   Floats p = fma(f, 0.0013814540579915047f, 0.00836874544620514f);
   p = fma(p, f, 0.04166838899254799f);
@@ -183,21 +192,21 @@ GRPO_FAST_INLINE Floats exp_floored(Floats x) {
   return p * bit_cast<Floats>((bit_cast<Ints>(shifted) + 127) << 23);
 }
 
-// tanh and its derivative.
+// Value and derivative of tanh.
 struct TanhAndSlope {
   Floats value;
   Floats slope;  // 1 - tanh^2, without cancellation
 };
 
-// tanh with a relative error of 2e-7. Both results are finite except for NaN.
+// Computes tanh with a relative error of 2e-7, and its derivative. Both are finite unless x is NaN.
 GRPO_FAST_INLINE TanhAndSlope tanh_and_slope(Floats x) {
   const Ints sign = bit_cast<Ints>(x) & INT32_MIN;
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(size * -2.0f));
   const Floats q = 1.0f / (1.0f + a);
   const Floats square = x * x;
-  // For |x| < 0.6 use a polynomial (3e-9), because 1 - a cancels.
-  Floats p = fma(square, -0.005905868485569954f, 0.02080538496375084f);  // |x| < 0.6: 3e-9
+  // For |x| < 0.6 use a polynomial (error 3e-9), because 1 - a would lose digits to cancellation.
+  Floats p = fma(square, -0.005905868485569954f, 0.02080538496375084f);
   p = fma(p, square, -0.053786683827638626f);
   p = fma(p, square, 0.13331958651542664f);
   p = fma(p, square, -0.33333298563957214f);

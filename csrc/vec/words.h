@@ -1,35 +1,35 @@
-// Vector versions of the functions that generated formulas call. They agree with the versions on
-// double.
+// Vector versions of the functions that the generated formulas call. Each function also has a
+// scalar version in fp64, and both versions return the same numbers up to rounding.
 #pragma once
 
 #include "vec/vec.h"
 
 namespace grpo_fast {
 
-// a or b by lane.
+// Returns a in the lanes where the condition is true, else b.
 GRPO_FAST_INLINE Floats where(Ints condition, Floats a, Floats b) {
   return condition ? a : b;
 }
 
-// x limited to [low, high]. NaN is kept.
+// Limits x to [low, high]. NaN is kept.
 GRPO_FAST_INLINE Floats clamp(Floats x, Floats low, Floats high) {
   return x < low ? low : x > high ? high : x;
 }
 
-// |x|.
+// Returns |x|.
 GRPO_FAST_INLINE Floats magnitude(Floats x) {
   return bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
 }
 
-// e^x - 1 for kExpFloor <= x <= 0, without cancellation. x = n ln 2 + f as in exp_floored, and e^x
-// - 1 = 2^n (e^f - 1) + (2^n - 1).
+// Returns e^x - 1 for kExpFloor <= x <= 0, without cancellation. With x = n ln 2 + f as in
+// exp_floored, the result is 2^n (e^f - 1) + (2^n - 1).
 GRPO_FAST_INLINE Floats expm1_floored(Floats x) {
   constexpr float kRounder = 12582912.0f;
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);
   const Floats n = shifted - kRounder;
   Floats f = fma(n, -0.693359375f, x);
   f = fma(n, 2.12194440054690583e-4f, f);
-  Floats p = fma(f, 0.00019841270f, 0.0013888889f);  // Taylor: |f| <= 0.347, error 1e-8
+  Floats p = fma(f, 0.00019841270f, 0.0013888889f);  // Taylor series for |f| <= 0.347, error 1e-8
   p = fma(p, f, 0.0083333333f);
   p = fma(p, f, 0.041666667f);
   p = fma(p, f, 0.16666667f);
@@ -38,7 +38,7 @@ GRPO_FAST_INLINE Floats expm1_floored(Floats x) {
   return fma(scale, fma(f * f, p, f), scale - 1.0f);
 }
 
-// e^x - 1 - x for |x| <= 0.5 by its series, with a relative error of 5e-8.
+// Returns e^x - 1 - x for |x| <= 0.5 from its Taylor series, with a relative error of 5e-8.
 GRPO_FAST_INLINE Floats expm1_minus(Floats x) {
   Floats p = fma(x, 2.4801587e-5f, 1.9841270e-4f);
   p = fma(p, x, 1.3888889e-3f);
@@ -49,8 +49,9 @@ GRPO_FAST_INLINE Floats expm1_minus(Floats x) {
   return x * x * p;
 }
 
-// log(1 + x) for -1 < x <= 1, within two units in the last place. 1 + x = 2^k (1 + f), and the
-// rounding error of 1 + x is added to f. The polynomial is that of Cephes' logf.
+// Returns log(1 + x) for -1 < x <= 1, to within two units in the last place. 1 + x is split into
+// 2^k (1 + f), and the rounding error of 1 + x is added to f. The polynomial comes from logf of the
+// Cephes library.
 GRPO_FAST_INLINE Floats log1p_above(Floats x) {
   const Floats y = x < splat(-0.99999994f) ? splat(-0.99999994f) : x, v = 1.0f + y;
   const Floats lost = y - (v - 1.0f);

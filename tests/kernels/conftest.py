@@ -10,7 +10,7 @@ from grpo_fast.kernels.cpu import gemm, layers
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Use the csrc product on every CPU, and record its output shapes."""
+    """Use the csrc product on every CPU. Yield a list that records the shapes of its outputs."""
     monkeypatch.setenv("GRPO_FAST_GEMM", "own")
     route.gemm_choice.cache_clear()
     counted = []

@@ -1,6 +1,6 @@
 """Expected values of the kernels in fp64, computed with `tests.oracles` and without package code.
 
-In Triton's interpreter, `only_memory_of` and `reversed_programs` are the interpreter's checks.
+In Triton's interpreter, `only_memory_of` and `reversed_programs` are the checks of triton_tools.
 Elsewhere they do nothing.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["only_memory_of", "reversed_programs"]
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Set the number of torch's threads inside the block."""
+    """Set the number of torch threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -40,7 +40,7 @@ def torch_threads(count: int) -> Iterator[None]:
 def final(
     raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0
 ):
-    """Return z and dz/draw, fp64 (C, V)."""
+    """Return the transformed logits z and the derivative dz/draw, both (C, V) fp64."""
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:
         bent = z / softcap
@@ -51,10 +51,10 @@ def final(
 
 
 def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lse, logp and entropy of fp64 logits.
+    """Return lse, logp and entropy of fp64 logits, each (C,) fp64.
 
-    As p → 1, z_y − lse would lose all digits of 1 − p even in fp64, so logp is computed from the
-    other columns. A row with +inf has no distribution and gives NaN.
+    As p → 1, z_y − lse would lose all digits of 1 − p even in fp64. logp is therefore computed from
+    the other columns. A row with +inf has no distribution, so its results are NaN.
     """
     lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
     lse = torch.where(lse == torch.inf, torch.nan, lse)
@@ -67,7 +67,7 @@ def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gradient(
     z: Tensor, slope: Tensor, target: Tensor, g: Tensor, g_entropy: Tensor | None = None
 ) -> Tensor:
-    """Return d (Σ g·logp + g_entropy·H) / d raw."""
+    """Return the gradient of Σ g·logp + g_entropy·H with respect to the raw logits, (C, V) fp64."""
     lse, lp, entropy = statistics(z, target)
     logp = z - lse[:, None]
     p = logp.exp()
@@ -80,9 +80,11 @@ def gradient(
 def loss_and_slope(
     lp, old, ref, advantages, policy_weights, kl_weights, config
 ) -> tuple[Tensor, Tensor]:
-    """Return policy_weights·ℓ + kl_weights·KL of every row in fp64, and its derivative by logp.
+    """Return policy_weights·ℓ + kl_weights·KL of every row and its derivative with respect
+    to logp, each (C,) fp64.
 
-    The oracle of completions is used: in a token-level loss, rows do not depend on each other.
+    All rows form one completion of the oracle, because rows do not depend on each other in a
+    token-level loss.
     """
     lp = lp.detach().double().requires_grad_()
     known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}

@@ -27,7 +27,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 class TinyRMSNorm(nn.Module):
-    """Llama's RMSNorm, or Gemma's with `offset` 1."""
+    """RMSNorm of Llama, or RMSNorm of Gemma with `offset` 1."""
 
     def __init__(self, size, offset=0):
         super().__init__()
@@ -41,7 +41,9 @@ class TinyRMSNorm(nn.Module):
 
 
 def pair_of(family="Llama"):
-    """Return a model with fast layers and eager attention, and its plain copy."""
+    """Return a model with fast layers and a copy with the original layers,
+    both with eager attention.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(

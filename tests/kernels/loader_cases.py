@@ -1,8 +1,10 @@
-"""Script with one loss or run per case, where the C++ kernels may be missing.
+"""Script that computes a loss or runs a training for each case, where the
+C++ kernels may be missing.
 
 Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case runs in a forked process
-with a separate cache, so only the import of torch is shared. LIBRARY is a compiled rows.cpp, which
-cases that need a compiler copy. Each case writes FOLDER/<case>/{out,err,statuses}.
+with a separate cache, so that torch is imported only once. LIBRARY is a compiled rows.cpp. Cases
+that need a compiler use a script that copies LIBRARY. Each case writes
+FOLDER/<case>/{out,err,statuses}.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def case(work: Work) -> Callable[[Prepare], Prepare]:
 
 
 def one_loss() -> None:
-    """Compute a loss twice and print the backend's name."""
+    """Compute a loss twice and print the name of the backend."""
     hidden, ids = torch.ones(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
     lengths = torch.tensor([0, 3], dtype=torch.int32)
     for _ in range(2):
@@ -75,19 +77,20 @@ def script(folder: Path, text: str) -> str:
     path = folder / f"compiler-{os.getpid()}"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-    return str(path.replace(folder / "compiler"))  # one that another process may be running
+    return str(path.replace(folder / "compiler"))  # atomic, because another process may run it
 
 
 def copying(folder: Path, before: str = "true") -> None:
     find_output = 'while [ "$1" != -o ]; do shift; done'
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
     compiler = " ".join(csrc_loader.compiler() or ["false"])
-    others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'  # a run has attention
+    # Other sources than rows.cpp are compiled, because a run also needs the attention library.
+    others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'
     os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
-    os.environ["GRPO_FAST_GEMM"] = "vendor"  # the only other library that a loss asks for here
+    os.environ["GRPO_FAST_GEMM"] = "vendor"  # otherwise a loss would also build the gemm library
 
 
-# Cases that only set environment variables. {} is the case's folder.
+# Cases that only set environment variables. {} stands for the folder of the case.
 for _name, _variables in {
     "no_compiler": {"PATH": "{}"},
     "idle_compiler": {"CXX": "true"},
@@ -116,7 +119,9 @@ def nobody(folder: Path) -> None:
 
 
 def give_away(path: Path) -> None:
-    """Make a path, or every path, appear to belong to a different user."""
+    """Change the owner of a path. Without root, make every path appear to
+    belong to a different user.
+    """
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
     else:
@@ -143,7 +148,7 @@ def not_a_folder(folder: Path) -> None:
 
 
 def compiled() -> Path:
-    """Compile a library into the cache, as an earlier process would have."""
+    """Compile a library into the cache, as an earlier process would have done."""
     path, reason = csrc_loader.compile_library("rows")
     assert path is not None, reason
     return path

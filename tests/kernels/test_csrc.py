@@ -1,4 +1,6 @@
-"""The library of the C++ kernels: loading, building, generated loss functions, instruction sets."""
+"""Tests of the C++ kernel library: loading, building, generated loss
+functions, instruction sets.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ needs_library = pytest.mark.skipif(
 )
 
 
-# ---- the printer ----
+# ---- generated loss functions ----
 
 
 def a_new_loss(logp, log_ratio, advantage, low, high):
@@ -57,8 +59,8 @@ tl = torch
 
 @pytest.mark.skipif(csrc_loader.compiler() is None, reason="no C++ compiler")
 def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
-    """Generated and compiled C++ functions equal the Python functions in fp64, for all losses and a
-    new one.
+    """Compare the compiled C++ functions with the Python functions in fp64, for
+    all losses and a new one.
     """
     leaves = [*loss_codegen.objective_functions(), a_new_loss]
     text = loss_codegen.print_header(leaves, loss_codegen.kl_functions())
@@ -143,7 +145,7 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:
-    """Replace the compiler."""
+    """Write a dummy library instead of running the compiler."""
     output.write_text("x")
 
 
@@ -151,7 +153,7 @@ def write_something(command: list[str], flags: list[str], source: Path, output: 
 def test_loader_builds_again_what_does_not_load(tmp_path: Path, monkeypatch) -> None:
     """A library that does not load is compiled again.
 
-    `_open` replaces dlopen, because a library cannot be loaded twice in a process.
+    The test replaces `_open`, which calls dlopen, because a process cannot load a library twice.
     """
     opened = []
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path))
@@ -201,10 +203,10 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Rows and products pass their tests with the 4-lane baseline and with AVX2.
+    """Run the tests of rows and products with the 4-lane baseline and with AVX2.
 
-    AVX2 runs with 8 lanes where the native build has AVX-512, else with 16 (the AVX-512 source,
-    split).
+    AVX2 runs with 8 lanes if the native build has AVX-512. Otherwise it runs with 16 lanes, so that
+    the compiler splits the vectors of the AVX-512 source.
     """
     command = csrc_loader.compiler()
     assert command is not None
@@ -219,7 +221,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         names = "numerics and cpu and not 151936 and not per_row and not 5000 or every_layout or "
         names += "beside_a_bf16 or values_against or a_head and cpu or no_other_row"
         files = [f"tests/kernels/test_{x}.py" for x in FILES] + [ATTENTION]
-        files += [DECODER] * (instruction_set == "avx2")  # without it no products
+        files += [DECODER] * (instruction_set == "avx2")  # the decoder needs FMA
         options = ["-q", "-x", "-p", "no:cacheprovider", "-k", names]
         line = [sys.executable, "-m", "pytest", *options, *files]
         processes.append(

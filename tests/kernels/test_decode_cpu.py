@@ -1,6 +1,6 @@
-"""Decoding attention in C++ against fp64.
+"""Tests of decoding attention in C++ against fp64.
 
-Covers sizes around tiles and registers, groups of unequal size, windows, NaN and uninitialised
+They cover sizes around tiles and registers, groups of unequal size, windows, NaN and uninitialised
 memory.
 """
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Rollout:
-    """Completions that grow by one random token per step, with the exact attention in fp64."""
+    """Completions that grow by one random token per step, with their exact attention in fp64."""
 
     def __init__(self, lengths, counts, heads, repeats, depth, most, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ class Rollout:
         self.own = ()
 
     def step(self, time, scale, window=None, rows=slice(None)):
-        """Run `decode_` for token `time`, growing the cache one tile at a time."""
+        """Run `decode_` for token `time`. The cache grows by one tile whenever it is full."""
         k, v = (x[time][:, rows] for x in self.new)
         if time % decode.TILE == 0:
             self.own = decode.grow_tiles(self.own, self.tiles, v.shape[1], time + 1)
@@ -55,7 +55,8 @@ class Rollout:
         return torch.stack(out)
 
 
-# (prompt lengths, completions of each prompt, key-value heads, queries per head, D)
+# Each case has prompt lengths, completions of each prompt, key-value heads, queries per head, and
+# D.
 CASES = [
     ([5], [1], 1, 1, 8), ([16, 3, 17], [4, 1, 6], 2, 2, 32), ([40, 33], [3, 5], 1, 3, 20),
     ([1, 70], [2, 9], 3, 1, 64), ([31, 32], [5, 4], 1, 7, 131),
@@ -71,13 +72,13 @@ def test_values_against_fp64(case, window):
         if time in (0, 1, 14, 15, 16, 17, 31, 33):
             exact = rollout.expected(time, 0.3, window)
             of_torch = rollout.expected(time, 0.3, window, torch.float32)
-            rounding = 4 * 2**-23 * case[4] ** 0.5  # of a dot product of D terms
+            rounding = 4 * 2**-23 * case[4] ** 0.5  # for a dot product of D terms
             allowed = 2 * (of_torch - exact).abs().max() + rounding
             assert (found - exact).abs().max() <= allowed
 
 
 def test_large_scores_leave_one_token():
-    """With scores in the thousands one token gets all the weight, and nothing overflows."""
+    """With scores in the thousands, one token gets all the weight, and nothing overflows."""
     rollout = Rollout([20], [2], 1, 2, 32, most=2)
     for time in range(2):
         found = rollout.step(time, 1e4)
@@ -97,7 +98,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads():
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])
 def test_nan_stays(which):
-    """A NaN reaches exactly the rows that see it."""
+    """A NaN appears in exactly the rows that attend to it."""
     rollout = Rollout([17], [3], 1, 2, 32, most=2)
     rollout.step(0, 0.2)
     if which == "query":

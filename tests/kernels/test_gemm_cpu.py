@@ -1,4 +1,4 @@
-"""The csrc matrix product: values in every layout, bit invariance, and when it is used."""
+"""Tests of the csrc matrix product: values in every layout, bit invariance, and when it is used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# torch's AMX product runs where oneDNN has bf16 instructions.
+# torch's AMX product is available if oneDNN has bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
-# Cover every remainder of the micro-kernel's 6 rows (32 for AMX), panels of 16 or 64 columns, and
-# slices of 256 words of k.
+# The shapes cover every remainder of 6 rows of the micro-kernel (32 rows with AMX), of panels of 16
+# or 64 columns, and of slices of 256 words of k.
 SHAPES = [
     (1, 1, 1), (5, 7, 3), (6, 64, 16), (13, 65, 17), (14, 70, 9), (100, 130, 700), (257, 33, 1025),
     (700, 20, 5), (33, 600, 511),
@@ -36,7 +36,7 @@ SHAPES = [
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Clear the cached decisions before and after a test."""
+    """Clear the cached routing decisions before and after a test."""
 
     def clear() -> None:
         for cache in (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice):
@@ -53,8 +53,8 @@ def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """Return random (rows, columns) inside a larger matrix of NaN, or the transpose of such a
-    matrix.
+    """Return a random (rows, columns) matrix as a view of a larger matrix of NaN. With
+    `transposed`, the larger matrix stores the transpose.
     """
     stored = (columns, rows) if transposed else (rows, columns)
     x = torch.full((stored[0] + 2, stored[1] + 3), torch.nan, dtype=dtype)[1:-1, 1:-2]
@@ -63,7 +63,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Ten
 
 
 def positive16(x: Tensor) -> Tensor:
-    """Round x ≥ 0 to Positive16, inside a larger matrix."""
+    """Round x ≥ 0 to Positive16. Return a view of a larger matrix, in the layout of x."""
     stored = x if x.stride(1) == 1 else x.t()
     out = torch.full((stored.shape[0] + 2, stored.shape[1] + 3), -1, dtype=torch.int16)[1:-1, 1:-2]
     out.copy_(
@@ -84,7 +84,7 @@ def multiply(
     scales: Tensor | None = None,
 ) -> Tensor:
     (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
-    # A vector can be read as transposed or not; `scales` need the transposed reading.
+    # A vector can be read in both layouts, but `scales` need the transposed layout.
     if a.shape[0] == 1 or a.shape[1] == 1:
         a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
     layout = a_transposed, b_transposed, add, tiles
@@ -106,7 +106,7 @@ def test_every_layout_gives_the_fp64_product(
         before = start[:, 1:-1].double() * add
         truth = a.double() @ b.double() + before
         bound = 1e-6 * (a.double().abs() @ b.double().abs() + before.abs())
-        # bf16: the sum is rounded before and after it is added.
+        # A bf16 result has one rounding, whose relative error is at most 2^-8.
         bound += 2**-8 * truth.abs() if out_dtype == torch.bfloat16 else 0
         assert ((out[:, 1:-1].double() - truth).abs() <= bound).all()
         assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # neighbouring memory is untouched
@@ -130,19 +130,19 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
     some = (slice(1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))
     for rows, columns in some:
         assert torch.equal(product(a[rows], b[:, columns]), results[0][rows, columns])
-    # Column-major operands.
+    # The bits must not depend on the storage order of the operands.
     assert torch.equal(product(a.t().contiguous().t(), b.t().contiguous().t()), results[0])
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
 def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles: bool) -> None:
-    """An fp32 a with a bf16 or fp32 b. A transposed a can be scaled by k."""
+    """Multiply an fp32 a by a bf16 or fp32 b. A transposed a can also be scaled along k."""
     torch.manual_seed(0)
     bound = 1e-6 if dtype == torch.float32 else 2**-15
     for (m, n, k), is_transposed in itertools.product(SHAPES, (False, True)):
         a, straight = matrix(m, k, torch.float32, is_transposed), matrix(k, n, dtype, False)
         scales = torch.randn(k).index_fill(0, torch.tensor(0), 0.0)
-        # A transposed b has no scales.
+        # A transposed b is multiplied without scales.
         for by, b in ((None, straight), (scales, straight), (None, matrix(k, n, dtype, True))):
             if by is None or (is_transposed and not tiles):
                 out = multiply(a, b, torch.empty(m, n), tiles=tiles, scales=by)
@@ -152,7 +152,7 @@ def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles:
 
 
 def test_a_number_without_a_sign_has_two_digits_more() -> None:
-    # All numbers are above 2^-98, the smallest positive Positive16.
+    # All numbers exceed 2^-98, the smallest positive Positive16.
     some = (0.5 + torch.rand(1000) / 2) * torch.logspace(-27, 9, 1000)
     x = torch.cat([some, torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])])
     back = widened(positive16(x[None]))[0]
@@ -164,8 +164,8 @@ def test_a_number_without_a_sign_has_two_digits_more() -> None:
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
-    """Positive16 with a bf16 b has the bits of the same numbers in bf16, except in rows with heavy
-    elements.
+    """A Positive16 a times a bf16 b gives the same bits as a bf16 a, except in
+    rows with heavy elements.
     """
     torch.manual_seed(0)
     for m, n, k in SHAPES:
@@ -191,10 +191,10 @@ def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 @pytest.mark.parametrize("count", [1, 10])
 def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool) -> None:
-    """Elements of 1.006 among small ones: only their rounding (to 1.0078) matters, and it is
-    corrected.
+    """The product corrects the rounding error of elements of 1.006 that dominate a row of small
+    numbers. bf16 rounds these elements to 1.0078.
 
-    With 10 equal elements each has a 10th of the squares.
+    With 10 equal elements, each has a tenth of the sum of squares of its row.
     """
     torch.manual_seed(0)
     m, n, k = 300, 150, 700
@@ -203,7 +203,7 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
     a *= torch.logspace(0, -3, m)[:, None]
     truth = widened(positive16(a)).double() @ b.double()
     error = []
-    for stored in (a, a.t().contiguous().t()):  # heavy elements are looked for in a transpose
+    for stored in (a, a.t().contiguous().t()):  # only a transposed a has heavy elements
         out = multiply(positive16(stored), b, torch.empty(m, n), tiles=tiles)
         error.append(((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max())
     assert error[0] > 1e-3 and error[1] < 1e-4
@@ -211,7 +211,7 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
-    """Equal ids are added in order for any blocks and threads. Some rows have no id."""
+    """Rows with equal ids are added in order, for any blocks and threads. Some rows have no id."""
     torch.manual_seed(0)
     m, n, k = 700, 1100, 40
     a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
@@ -234,8 +234,8 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
-    """The epilogue of dH: scale rows, add one row of W each. A scale of 0 gives zeros for
-    NaN, too.
+    """Check the epilogue of dH, which scales rows and adds one row of W to each row. A scale of
+    0 gives zeros, even for NaN.
     """
     torch.manual_seed(0)
     m, n, k = 700, 130, 40  # several blocks of rows
@@ -301,8 +301,8 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """fp32 uses csrc except on Intel CPUs, unless GRPO_FAST_GEMM decides; bf16 needs 16-bit
-    instructions.
+    """fp32 uses the csrc product except on Intel CPUs, unless GRPO_FAST_GEMM selects a product.
+    bf16 needs 16-bit instructions.
     """
     has_fma, _, _ = torch.ops.grpo_fast_gemm.features()
     for choice, vendor, expected in [
@@ -351,8 +351,8 @@ def test_a_wrong_bf16_product_is_not_used(
 def test_the_self_check_does_not_see_the_modes_of_the_first_call(
     mode: Callable[[], AbstractContextManager[object]], fresh: None
 ) -> None:
-    """The self-check's verdict is cached for the process, so the caller's modes must not influence
-    it.
+    """The result of the self-check is cached for the process, so the modes of the first
+    caller must not influence it.
     """
     expected = gemm_cpu.unavailable(torch.bfloat16)
     gemm_cpu.unavailable.cache_clear()
@@ -361,7 +361,9 @@ def test_the_self_check_does_not_see_the_modes_of_the_first_call(
 
 
 def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a 16-bit product, W is converted in pieces, and the results are the same."""
+    """If there is no 16-bit product, W is converted in pieces. The results
+    equal those of one piece.
+    """
     torch.manual_seed(0)
     h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)
     results = []

@@ -1,6 +1,6 @@
-"""GPU behaviour tested without a GPU: device selection and rounding of products.
+"""Tests of GPU behaviour that need no GPU: device selection and rounding of products.
 
-Two GPUs are simulated by patched functions, and tensor-core sums by fp64 sums.
+Patched functions simulate two GPUs, and fp64 sums simulate those of tensor cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.kernels.triton_tools.launcher import HAS_TRITON
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Simulate two GPUs. Number 0 is current, and `gpus.tensor` is on number 1."""
+    """Simulate two GPUs. GPU 0 is current, and `gpus.tensor` is on GPU 1."""
     here = SimpleNamespace(current=0)
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 2982), (79.25, 1690), (48.5, 1034), (48, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """The workspace is at least 1 GiB, also if torch sees no GPU."""
+    """The workspace has at least 1 GiB, even if torch sees no GPU."""
     memory = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -89,8 +89,8 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 
 
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
-    """The product dH = d·W returns fp32, because a GPU that writes 16 bits may round parts of the
-    sum.
+    """The product dH = d·W returns fp32, because a GPU that writes 16 bits
+    may round partial sums.
     """
     with OnGpu():
         d, weight = (
@@ -101,7 +101,7 @@ def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
 
 
 def test_powers_of_two_are_exact(monkeypatch):
-    """Powers of two are exact even where `pow`, on which torch.ldexp is based, is not."""
+    """Powers of two are exact even if `pow`, which torch.ldexp calls, is not exact."""
     monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
     exponents = torch.arange(-126, 128, dtype=torch.int32)
     exact = torch.tensor([2.0**e for e in range(-126, 128)])
@@ -118,8 +118,8 @@ def test_powers_of_two_are_exact(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
-    """The large tile is used for every epilogue that compiles without spills (see
-    test_triton_compile.py).
+    """Every epilogue that compiles without spills uses the large tile.
+    test_triton_compile.py checks the spills.
     """
     from grpo_fast.kernels.gpu import linear
     from grpo_fast.kernels.types import LogitTransform

@@ -1,7 +1,7 @@
-"""`grad_filter`: gradient GEMMs over a subset of the columns, with an exact reported share and
-valid bounds.
+"""Tests of `grad_filter`, which computes the gradient GEMMs over a subset of the columns.
 
-Runs again in Triton's interpreter (test_triton_interpreter.py).
+The reported share of skipped gradient is exact, and the error bounds hold.
+test_triton_interpreter.py runs the tests again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ CONFIGS = {
 
 
 def problem(spread, dtype=torch.float64):
-    """Return a problem whose logits have this standard deviation: 0.5 is flat, 12 is peaked."""
+    """Return a problem whose logits have the standard deviation `spread`:
+    0.5 is flat, 12 is peaked.
+    """
     g = torch.Generator().manual_seed(5)
     hidden = torch.randn(T, H, generator=g, dtype=torch.float64)
     weight = torch.randn(V, H, generator=g, dtype=torch.float64) * spread / H**0.5
@@ -50,7 +52,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
 
 @pairs(rows=ROWS, tolerance=[1e-1, 1e-2, 1e-4], config=CONFIGS.items())
 def test_bounds(config, tolerance, rows, monkeypatch):
-    """The reported share is exact and at most the tolerance; gradients are within their bounds."""
+    """The reported share is exact and at most the tolerance. Gradients are within their bounds."""
     monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
     exact, exact_grads = run(leaves, ids, advantages, config)
@@ -85,7 +87,9 @@ def test_backends(dtype, backend, config, rows, monkeypatch):
 
 @pairs(backend=BACKENDS, dtype=DTYPES)
 def test_the_reported_share_counts_the_target(backend, dtype):
-    """With one row, db equals its d-logits: the missing part is the share. Half is the target's."""
+    """With one row, db is the gradient of its logits, so the missing part of db is the reported
+    share. The target holds half of the total.
+    """
     (hidden, weight, bias), _, _ = problem(12, dtype)
 
     def gradient(**kw):
@@ -114,7 +118,9 @@ def test_a_flat_softmax_keeps_everything():
 
 
 def test_masses_hold_the_coefficients():
-    """A column used only by rows without coefficient is skipped first."""
+    """The mass of a column includes the coefficients of the rows. The lightest
+    columns are skipped first.
+    """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])
     masses = column_masses(d)

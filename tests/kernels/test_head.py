@@ -1,6 +1,7 @@
-"""Head kernels (hidden → logps and exponentials): fp64 values, bit invariance, unusual rows.
+"""Tests of the head kernels, which compute logps and exponentials from hidden states.
 
-They run in C++ here, and in Triton's interpreter in test_triton_interpreter.py.
+They check fp64 values, bit invariance and unusual rows. The C++ kernels run here, and the Triton
+kernels run in test_triton_interpreter.py.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ else:
         logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials
     )
     HEAD_KERNELS = [pytest.param(head_kernels, id="cpu", marks=[NO_CPP])]
-# Storage dtype of exponentials, and the relative error of its rounding.
+# Storage dtype of the exponentials, and the relative error of rounding to it.
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
-# Rows around a tile of 64; hidden sizes and vocabularies around their tiles, vectors and slices.
+# The numbers of rows are around a tile of 64. Hidden sizes and vocabularies are around the sizes of
+# their tiles, vectors and slices.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
 SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
 TRANSFORMS = {
@@ -54,7 +56,7 @@ def head(request):
 
 
 def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
-    """Return hidden, weight, bias and targets. Raw logits are about as large as 2."""
+    """Return hidden, weight, bias and targets. The raw logits have a magnitude of about 2."""
     g = torch.Generator().manual_seed(rows + width + vocab)
     hidden, weight = torch.randn(rows, width, generator=g), torch.randn(vocab, width, generator=g)
     bias, weight = torch.randn(vocab, generator=g), weight * 2 / width**0.5
@@ -71,8 +73,8 @@ def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
-    """Return statistics, units (2, T) and exponentials, which are written to a view inside a NaN
-    buffer.
+    """Return statistics, units (2, T) and exponentials (T, V). The exponentials are written to a
+    view of a larger buffer of NaN.
     """
     rows, vocab = len(hidden), len(weight)
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
@@ -92,10 +94,10 @@ def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
 
 
 def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
-    """Compare d-logits with fp64, by element and in total.
+    """Compare the gradient of the logits with fp64, for each element and in the norm.
 
-    The bound allows one rounding at the store (none in the target's column) and the fp32 error of
-    the logit.
+    The bound allows one rounding of a stored exponential (none in the target's column) and the fp32
+    error of the logit.
     """
     g = torch.linspace(-1, 1, len(ids) + 1)[1:]
     z, slope = formulas.final(raw_of(hidden, weight, bias), *transform)
@@ -109,8 +111,8 @@ def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
 
 @pairs(shape=SHAPES, name=TRANSFORMS, dtype=[torch.float32, torch.bfloat16])
 def test_values_against_fp64(head, shape, name, dtype) -> None:
-    """Logps with and without entropy are exact, and storing logits or exponentials changes no bit
-    of them.
+    """Statistics with and without entropy are exact. Storing logits or exponentials
+    changes none of their bits.
     """
     transform = transform_of(name, shape[0])
     hidden, weight, bias, ids = problem(*shape, dtype)
@@ -139,7 +141,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     check_gradient(out, units, *given)
     bare, _, again = weigh(head, *given)
     assert bare[2] is None and torch.equal(again, out)
-    # Some rows computed from known statistics have the same bits.
+    # If only some rows are computed, from known statistics, they have the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
     part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
@@ -148,7 +150,9 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
-    """Neighbours, their number, order and NaN, strides, threads and program order change no bit."""
+    """The bits of a row do not depend on strides, threads, program order or other rows, even if
+    another row contains NaN.
+    """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
 
@@ -171,7 +175,9 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
 
 
 def test_any_strides_of_the_weight(head) -> None:
-    """Results agree for any strides, but not bit for bit: unaligned rows may use a smaller tile."""
+    """Results agree for any strides of the weight. Their bits may differ, because unaligned
+    rows may use a smaller tile.
+    """
     hidden, weight, bias, ids = problem(5, 24, 100)
     wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
     expected = head.logps(hidden, weight, bias, ids, LogitTransform(), return_entropy=True)
@@ -183,9 +189,9 @@ def test_any_strides_of_the_weight(head) -> None:
 @pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
-    """A row with an unlikely target uses its lse as shift.
+    """A row with an unlikely target uses its lse as the shift of its exponentials.
 
-    d-logits and statistics equal fp64, exponentials are finite, and neighbours keep their bits.
+    Gradients and statistics equal fp64, exponentials are finite, and neighbours keep their bits.
     """
     vocab, ids = 300, torch.arange(T) % 300
     weight, hidden = torch.zeros(vocab, 8), torch.zeros(T, 8)
@@ -210,7 +216,7 @@ def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) ->
 
 
 def test_confident_tokens(head) -> None:
-    """For p up to 1 - 1e-7, 1 - p keeps its digits. z[target] - lse would lose them."""
+    """For p up to 1 - 1e-7, 1 - p keeps its digits, which z[target] - lse would lose."""
     margins = torch.linspace(5, 16, 12)
     hidden = torch.stack([margins, torch.full_like(margins, 2.0)], 1).bfloat16()
     weight, ids = torch.zeros(64, 2), torch.full((12,), 9)
@@ -237,7 +243,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
         bad = hidden.clone()
         bad[3, column] = value
         stats, units, out = weigh(head, bad, weight, bias, ids, transform, return_entropy=True)
-        # A soft cap makes inf finite.
+        # A soft cap makes the logits of an infinite hidden state finite.
         z, _ = formulas.final(raw_of(bad, weight, bias), *transform)
         expected = formulas.statistics(z, ids)[1]
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
@@ -251,7 +257,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
 
 @pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
 def test_a_row_without_a_target(head, level: float) -> None:
-    """The lse is correct, although no target's logit is available as shift."""
+    """The lse is correct, although no target logit is available as the shift."""
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
     bias = bias + level
@@ -280,7 +286,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     )
     check_gradient(out, units, hidden, weight, bias, ids, transform)
     assert (out[:, bias == -math.inf] == 0).all()
-    ids[3] = -100  # summed relative to each slice's maximum
+    ids[3] = -100  # the row is summed relative to the maximum of each slice
     lse = head.logps(hidden, weight, bias, ids, transform, return_entropy=False)[0]
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 
@@ -293,7 +299,7 @@ def test_no_rows(head) -> None:
     assert stats[0].shape == (0,) and units.shape == (2, 0)
 
 
-# ---- of the CPU alone
+# ---- CPU kernels only
 
 
 @NO_CPP
@@ -314,8 +320,8 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
 @NO_CPP
 @pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
-    """Exactly the exponentials above 1/16 of their row's sum are returned, also if the target is
-    unlikely.
+    """The returned exponentials are exactly those above 1/16 of the sum of their row, even
+    if the target is unlikely.
     """
     V, transform = 1031, transform_of(name, T)
     hidden, weight, _, ids = problem(T, 48, V)
@@ -338,7 +344,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
 
 @NO_CPP
 def test_more_rows_than_a_group() -> None:
-    """Rows are processed in groups of 1024, and none is lost between groups."""
+    """Rows are processed in groups of 1024. No row is lost between two groups."""
     hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
     given = hidden, weight, None, torch.arange(1030) % 300, LogitTransform()
     found = linear_cpu.head_logps(*given, return_entropy=False)
@@ -383,7 +389,9 @@ def test_what_it_does_not_take() -> None:
 
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are used for vocabularies of at least 2048 columns, if products use csrc."""
+    """The kernels are used for vocabularies of at least 2048 columns, if the
+    dtype uses the csrc product.
+    """
     monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
     for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):
         found = route.head_route("cpu", torch.empty(columns, 1, dtype=dtype)).kernels.head_logps

@@ -1,4 +1,4 @@
-"""torch.compile of a model with fast CPU layers: values, and no graph break."""
+"""Tests of torch.compile on models with fast CPU layers: equal values and no graph break."""
 
 from __future__ import annotations
 

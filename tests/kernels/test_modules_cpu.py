@@ -1,4 +1,6 @@
-"""Replacement of a model's layers by fast CPU layers: trials, hooks, patches and copies."""
+"""Tests of the replacement of model layers by fast CPU layers: trials,
+hooks, patches and copies.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = [NEEDS_KERNELS, pytest.mark.usefixtures("calls")]
 
 
 def test_a_model_keeps_its_names_and_its_gradients(calls):
-    """Copies, hooks and activation checkpointing work; subclasses are not replaced."""
+    """Copies, hooks and activation checkpointing work. A subclass of Linear is not replaced."""
 
     class Other(nn.Linear):
         pass
@@ -67,13 +69,15 @@ def test_norms_of_another_formula_keep_their_own():
         ("Mistral", ["MLP", "Attention", "RMSNorm"]),
         ("Qwen2", ["MLP", "Attention", "RMSNorm"]),
         ("Qwen3", ["MLP", "Attention", "RMSNorm"]),
-        ("Gemma2", ["Attention", "RMSNorm"]),  # GELU; the norms fail their trial
-        ("Cohere", ["MLP"]),  # rotates neighbours, not halves
-        ("Phi3", ["Attention", "RMSNorm"]),  # gate and up in one matrix
+        ("Gemma2", ["Attention", "RMSNorm"]),  # the MLP uses GELU; the norms fail their trial
+        ("Cohere", ["MLP"]),  # it rotates neighbouring columns, not halves
+        ("Phi3", ["Attention", "RMSNorm"]),  # gate and up are one matrix
     ],
 )
 def test_families(family, fast):
-    """Logits and gradients equal those of a plain copy, and the expected classes are replaced."""
+    """Logits and gradients equal those of an unchanged copy, and the
+    expected classes are replaced.
+    """
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0)
     torch.manual_seed(1)
@@ -106,7 +110,7 @@ def test_a_forward_of_somebody_elses_stays():
 @pytest.mark.parametrize("first", [0.0, 1e-30, torch.inf, torch.nan])
 @pytest.mark.parametrize("weight", [None, 0.0])
 def test_the_first_rows_and_weights_do_not_decide_about_a_norm(first, weight):
-    class OffsetRMSNorm(TinyRMSNorm):  # a class without a verdict
+    class OffsetRMSNorm(TinyRMSNorm):  # a new class, so no trial is cached
         pass
 
     model = OffsetRMSNorm(16, offset=1)

@@ -1,7 +1,7 @@
-"""The kernels for token sets of every engine, against fp64.
+"""Tests of the kernels for token sets, for every engine against fp64.
 
-Covers sizes around tiles, vectors and runs, the order of sums, factors of 0 with NaN, and
-uninitialised memory. Runs again in Triton's interpreter (test_triton_interpreter.py).
+They cover sizes around tiles, vectors and runs, the order of sums, factors of 0 with NaN, and
+uninitialised memory. test_triton_interpreter.py runs them again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# One id, less than a tile, exactly a tile, one more, several tiles, the full vocabulary.
+# Sizes of the sets: one id, less than a tile, exactly a tile, one id more, several tiles, and the
+# full vocabulary.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -33,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=ENGINES)
 def support_kernels(request):
-    if request.param == "cpu":  # must not silently fall back to torch
+    if request.param == "cpu":  # the test must not silently use torch
         assert loader.unavailable("support") is None
     return route.kernel_module("support", request.param)
 
@@ -48,7 +49,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_rows() -> SupportRows:
-    """Return sets in random order, with targets at the start, the end and in between."""
+    """Return token sets in random order. Their targets are at the start, at
+    the end and in between.
+    """
     g = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -60,14 +63,16 @@ TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
 
 
 def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """Return hidden, the index of its rows, weight and bias."""
+    """Return hidden, the index of the hidden row of each set, weight and bias."""
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
 
 
 def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
-    """Return (raw, stats, d-logits, slopes) in fp64 from masked logits; raw and d-logits are
-    (nnz,).
+    """Return raw logits, statistics, gradient of the logits and slopes in fp64,
+    computed from masked logits.
+
+    Raw logits and their gradient are (nnz,).
     """
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
@@ -90,12 +95,14 @@ def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slope
         )
 
 
-# Widths around vectors and blocks. With 300 columns a Triton program is limited to 128.
+# The widths are around vectors and blocks. With 300 columns, a Triton program is limited to 128
+# columns.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(support_kernels, width, dtype, name, monkeypatch):
-    """Logits, statistics and slopes are exact, and slopes change no bit of the others.
+    """Logits, statistics and slopes are exact. Computing slopes changes no
+    bit of the other results.
 
-    16-bit inputs are summed in fp32.
+    Sums of 16-bit inputs are fp32.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
@@ -111,8 +118,8 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 
 
 def test_any_strides(support_kernels):
-    """The kernels accept a transposed weight, as in tied embeddings, and columns of a wider
-    hidden.
+    """The kernels accept a transposed weight, as in tied embeddings, and a hidden tensor
+    whose columns are strided.
     """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
@@ -126,7 +133,9 @@ def test_any_strides(support_kernels):
 
 
 def test_a_certain_token_keeps_its_digits(support_kernels):
-    """log p near 0 and 1 - p near 0 keep their digits. A single id has a slope of exactly 0."""
+    """log p near 0 and 1 - p near 0 keep their digits. A set with one id has
+    a slope of exactly 0.
+    """
     hidden, index, weight, bias = tensors_of(20)
     bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
     tensors = hidden, index, weight * 0.01, bias
@@ -152,7 +161,7 @@ def test_nan_stays_in_its_row(support_kernels):
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_ragged_rows(kernels, transform, has_entropy):
-    """The row kernels accept rows of unequal length, stored one after another."""
+    """The row kernels accept rows of unequal length, which are stored one after another."""
     tensors, g = tensors_of(20), numbers(R, seed=5)
     g_entropy = numbers(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
@@ -164,7 +173,7 @@ def test_ragged_rows(kernels, transform, has_entropy):
         found = kernels.row_logps(raw[None], ROWS.places, transform, **options)
     for got, want in zip(found, stats, strict=True):
         assert got is None or (got - want).abs().max() <= 4e-6
-    raw[ROWS.rows == 2] = math.nan  # no coefficient: exact zeros, whatever it holds
+    raw[ROWS.rows == 2] = math.nan  # a row without coefficient gives exact zeros
     with only_memory_of(raw, *ROWS, g, g_entropy, transform.temperature, *found):
         own = ROWS.places, found, g, g_entropy, transform
         kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
@@ -172,12 +181,12 @@ def test_ragged_rows(kernels, transform, has_entropy):
     assert not raw[ROWS.rows == 2].any()
 
 
-# ---- sums of named rows
+# ---- sums of selected rows
 
 
 @pytest.mark.parametrize("width", [20, 1030])
 def test_dh_from_d_logits(support_kernels, width):
-    """A factor of 0 contributes nothing, even for NaN; a NaN factor is visible."""
+    """A factor of 0 contributes nothing, even if the weight is NaN. A NaN factor is visible."""
     weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
     weight[5] = math.nan
@@ -193,7 +202,7 @@ def test_dh_from_d_logits(support_kernels, width):
 def test_dw(support_kernels, width, dtype, indexed):
     """dW is exact for ids that occur often or never, and for factors of 0 with NaN or inf.
 
-    With `add`, existing values are kept. The program order changes no bit.
+    With `add`, dW is added to the existing values. The program order changes no bit.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -222,8 +231,8 @@ def test_dw(support_kernels, width, dtype, indexed):
 
 @pytest.mark.skipif(IS_INTERPRETER, reason="Triton adds a block of rows at once")
 def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
-    """1 + 1e8 - 1e8 is 0 in fp32, but 1 in the opposite order. Torch uses blocks of one row
-    here.
+    """In fp32, 1 + 1e8 - 1e8 is 0 in row order, but 1 in the opposite order. Torch
+    uses blocks of one row here.
     """
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
@@ -234,7 +243,9 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
 
 
 def test_many_rows_may_have_one_id(support_kernels):
-    """An id with more terms than a run of sums is exact, because sums of whole numbers are."""
+    """The sum is exact for an id with more terms than a run, because fp32
+    adds whole numbers exactly.
+    """
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
     out = torch.full((41, 70), torch.nan)
@@ -244,7 +255,7 @@ def test_many_rows_may_have_one_id(support_kernels):
     assert (out[40] == count).all() and not out[:40].any()
 
 
-@pytest.mark.skipif(IS_INTERPRETER, reason="of torch and C++")
+@pytest.mark.skipif(IS_INTERPRETER, reason="only torch and C++ search the targets")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_where_targets_stand(engine):
     support_kernels, ids = route.kernel_module("support", engine), torch.tensor([5, 2, 7, 7, 2, 0])

@@ -1,11 +1,12 @@
-"""Every shipped Triton configuration compiles for five architectures without spills, and no GPU is
-needed.
+"""Tests that compile every shipped Triton configuration for five architectures, without a GPU.
 
-Shared memory must be within the limit, and matrix units must be used.
+Registers must not spill, shared memory must be within the limit, and matrix units must be used.
 tests/kernels/triton_tools/shipped.py lists the configurations, and `python
-tests/kernels/triton_tools/report.py` prints the table. `make test` compiles for sm_90, which has
-most configurations. `make test-compile` and `make test-floor` compile for all architectures, and
-the candidates that no GPU has timed.
+tests/kernels/triton_tools/report.py` prints a table.
+
+`make test` compiles for sm_90, which has most configurations. `make test-compile` and `make
+test-floor` compile for all architectures. They also compile the candidates that have not been timed
+on a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def check(arch: str, other_triton: str | None = None) -> None:
 
 
 def test_the_entropy_changes_no_sum():
-    """Two tiles of one device sum a row's columns and hidden units in the same order."""
+    """The light and the heavy tile of a device add columns and hidden units in the same order,
+    so that requesting the entropy changes no sum.
+    """
     for key, light in configs._LIGHT.items():
         heavy = configs._LINEAR[key]
         assert (light.piece, light.block_h) == (heavy.piece, heavy.block_h)
@@ -74,7 +77,7 @@ def test_compiled_code(arch):
 
 @WHERE_ALL
 def test_the_candidate_loop_compiles():
-    """A 128 x 256 tile compiles without spills."""
+    """The candidate loop with a tile of 128 x 256 compiles without spills."""
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
 from benchmarks.gpu.candidates import Candidate, compile_one
@@ -113,7 +116,7 @@ print("compiled")
 
 @WHERE_ALL
 def test_live_tiles_compile():
-    """The candidate for `grad_filter` compiles without spills."""
+    """The candidate kernels for `grad_filter` compile without spills."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

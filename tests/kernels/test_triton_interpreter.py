@@ -1,8 +1,8 @@
-"""The Triton kernels in the interpreter: fp64 parity, edge cases, memory checks, program order,
-public functions.
+"""Tests of the Triton kernels in the interpreter: fp64 parity, edge cases, memory accesses, program
+order and public functions.
 
-The interpreter's cases are in tests/kernels/triton_tools/cases_*.py; cases of all engines are in
-the engines' tests (launcher.OF_ENGINES). All run in one process with TRITON_INTERPRET=1.
+Cases of the interpreter are in tests/kernels/triton_tools/cases_*.py. Cases of all engines are in
+the test files that launcher.OF_ENGINES lists. All cases run in one process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The workspace of the chunk loop: reuse on the CPU, its limits, and fast zeros."""
+"""Tests of the workspace of the chunk loop: reuse on the CPU, size limits, and fast zeros."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def take(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def test_the_next_call_gets_the_same_memory():
-    """Equal and smaller shapes reuse the memory."""
+    """Requests for equal and smaller shapes reuse the memory."""
     first = take(64, 512)
     memory.give_back_workspace(first)
     for rows, columns in ((64, 512), (32, 500), (1, 1), (64, 512)):
@@ -46,7 +46,9 @@ def test_the_next_call_gets_the_same_memory():
 
 
 def test_what_does_not_fit_is_allocated():
-    """Memory in use, a different dtype and a larger shape are not served from the spare."""
+    """New memory is allocated if the spare memory is in use, has a different
+    dtype or is too small.
+    """
     memory.give_back_workspace(take(8, 8))
     one, other = take(8, 8), take(8, 8)
     assert one.data_ptr() != other.data_ptr()
@@ -64,7 +66,7 @@ def test_large_ones_are_not_kept(monkeypatch):
 
 
 def test_none_of_inference_mode_is_kept():
-    """An inference tensor cannot be written outside inference mode."""
+    """An inference tensor is not kept, because it cannot be written outside inference mode."""
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
         assert not memory._spare
@@ -84,7 +86,7 @@ def test_zeros_are_zeros_that_can_be_written(shape, dtype):
 
 
 def test_memory_of_zeros_is_given_back():
-    """Dropped zeros are returned to the system."""
+    """The memory of deleted zeros returns to the system."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

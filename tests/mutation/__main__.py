@@ -1,18 +1,20 @@
-"""`python -m tests.mutation`: plant one bug at a time in a copy of the repository and run the tests.
+"""Mutation tests: plant one bug at a time in a copy of the repository and run the tests.
+
+    python -m tests.mutation [options]
 
     --list          print the bugs and check that every pattern fits; run nothing
-    --only NAME     the bugs whose name starts with NAME; may be repeated
-    --area FOLDER   the bugs below a folder, as csrc/gemm; may be repeated
-    --jobs N        work on N copies of the repository at the same time (default 1)
-    --library FILE  in place of our lists: bugs that cosmic-ray makes of a file; may be repeated
-    --most N        at most N bugs of each of these files, drawn with a fixed seed (default 40)
+    --only NAME     use only bugs whose name starts with NAME; may be repeated
+    --area FOLDER   use only bugs in a folder, such as csrc/gemm; may be repeated
+    --jobs N        use N copies of the repository at the same time (default 1)
+    --library FILE  use bugs that cosmic-ray generates for a file; may be repeated
+    --most N        use at most N generated bugs per file, with a fixed seed (default 40)
 
-Exit status: 0 when the tests catch at least 95% of the bugs (with `--library`: any number), 1 when
-they catch fewer, 2 when a pattern does not fit, when a test fails without a bug, or when a bug does
-not compile.
+The exit status is 0 if the tests catch at least 95% of the bugs, and 1 if they catch fewer. With
+`--library` it is 0 for any share. It is 2 if a pattern does not fit, if a test fails without a bug,
+or if a bug does not compile.
 
-The bugs are in csrc.py, gpu.py and head.py. `make mutation-python` has the library and uses it on
-objective/, loss/ and attention/.
+The bugs are defined in csrc.py, gpu.py and head.py. `make mutation-python` installs cosmic-ray and
+uses it on objective/, loss/ and attention/.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from tests.mutation.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
-# Imports that take seconds. A process imports them once and forks for every run of pytest.
+# Imports that take seconds. A process imports these modules once and forks for every run of pytest.
 PRELOADED = "pytest hypothesis torch torch._dynamo numpy pydantic transformers".split()
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
 
 
 class Plant(NamedTuple):
-    """A bug: in `file`, `old` occurs once and is replaced by `new`."""
+    """A bug that replaces `old`, which occurs once in `file`, by `new`."""
 
     file: str
     name: str
@@ -58,30 +60,30 @@ class Plant(NamedTuple):
 
     @property
     def engine(self) -> str:
-        """Who computes: "csrc", "triton" or "torch"."""
+        """The engine that computes in the suite: "csrc", "triton" or "torch"."""
         first = self.suite.partition("_")[0]
         return first if first in ("csrc", "triton") else "torch"
 
 
 def all_plants() -> list[Plant]:
-    """Return every bug of the three lists."""
+    """Return all bugs of the three lists."""
     lists = (head.PLANTS, csrc.PLANTS, gpu.PLANTS)
     return [Plant(file, *p) for files in lists for file, plants in files.items() for p in plants]
 
 
 def test_paths(words: list[str]) -> list[str]:
-    """Return the files and folders of a suite, which come before `-k`."""
+    """Return the files and folders of a suite, which are the words before `-k`."""
     before = words[: words.index("-k")] if "-k" in words else words
     return [f"tests/{word}" for word in before]
 
 
 def selection(words: list[str]) -> list[str]:
-    """Return a suite's `-k` and its expression, if any."""
+    """Return `-k` and its expression, or an empty list if the suite has none."""
     return words[words.index("-k") :] if "-k" in words else []
 
 
 def problems(plants: list[Plant]) -> list[str]:
-    """Return what is wrong with the lists, one sentence each."""
+    """Return the errors in the lists of bugs, one sentence for each error."""
     found = []
     names = [p.name for p in plants]
     for plant in plants:
@@ -103,7 +105,7 @@ def problems(plants: list[Plant]) -> list[str]:
 
 
 def environment(engine: str, cache: Path) -> dict[str, str]:
-    """Return the environment of an engine's tests, without settings of the caller's."""
+    """Return the environment for the tests of an engine, without the caller's settings."""
     ours = ("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     kept["GRPO_FAST_CACHE"] = str(cache)
@@ -132,23 +134,25 @@ class Copy:
                 shutil.copy2(source, folder / name)
 
     def write(self, file: str, text: str) -> None:
-        """Write a file. Python knows an outdated .pyc by size and second: each write has its own."""
+        """Write a file with a unique modification time. Python detects an outdated .pyc by size
+        and second, so two quick writes could look equal.
+        """
         path = self.folder / file
         path.write_text(text)
         self.writes += 1
         os.utime(path, (self.writes, self.writes))
 
     def start(self, suite: str) -> int:
-        """Run a suite in a forked process; return the process's id."""
+        """Run a suite in a forked process, and return the process id."""
         child = os.fork()
         if child:
             return child
-        os.setsid()  # so that a run that takes too long is ended with the processes that it started
+        os.setsid()  # so that a timeout also ends the processes that the tests started
         signal.alarm(TIMEOUT_S)
         handle = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        # The tests and the package must be the copy's, in this process and in those that it starts.
+        # This process and its children must import the tests and the package of the copy.
         os.chdir(self.folder)
         folders = [str(self.folder), str(self.folder / "tests")]
         sys.path[:] = folders + [path for path in sys.path if path not in ("", str(ROOT))]
@@ -181,7 +185,7 @@ class Copy:
 
 
 def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str, str]]:
-    """Test every bug, or every unchanged suite; return the tasks with their outcomes."""
+    """Test every bug, or every unchanged suite. Return the tasks with their outcomes."""
     waiting = deque(tasks)
     free = list(copies)
     running = {}
@@ -217,10 +221,10 @@ def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str,
 
 
 def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
-    """Test the bugs of one engine in this process; return their outcomes."""
+    """Test the bugs of one engine in this process, and return their outcomes."""
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.freeze()  # pytest collects garbage as it ends; torch's objects need not be looked at again
+    gc.freeze()  # pytest collects garbage at its end; frozen objects of torch are skipped
     copies = [Copy(folder / f"copy-{plants[0].engine}-{job}") for job in range(jobs)]
     unchanged = run(copies, list(dict.fromkeys(plant.suite for plant in plants)))
     if any(outcome != "passed" for _, outcome in unchanged):
@@ -229,7 +233,7 @@ def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
 
 
 def missing(engine: str, variables: dict[str, str]) -> str:
-    """Return why an engine cannot run on this machine, or nothing."""
+    """Return the reason why an engine cannot run on this machine, or an empty string."""
     if engine == "triton":
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
     if engine == "torch":
@@ -255,7 +259,7 @@ def options() -> argparse.Namespace:
 
 
 def selected(chosen: argparse.Namespace) -> tuple[list[Plant], list[str]]:
-    """Return the bugs that the command line selects, and what is wrong with the lists."""
+    """Return the bugs that the command line selects, and the errors in the lists."""
     if chosen.library:
         from tests.mutation import library
 
@@ -319,7 +323,8 @@ def main() -> int:
           f"{outcomes.count('SURVIVED')} survived, {errors} errors")  # fmt: skip
     if errors:
         return 2
-    # Some of the library's bugs change no result (x <= y where x is never y): a reader must judge.
+    # Some generated bugs change no result (x <= y where x never equals y), so a person must judge
+    # them.
     return 0 if chosen.library or share >= REQUIRED_SHARE else 1
 
 

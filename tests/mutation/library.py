@@ -1,9 +1,9 @@
-"""Bugs that the library cosmic-ray makes of a Python file: another operator, number or comparison.
+"""Bugs that cosmic-ray generates for a Python file: a different operator, number or comparison.
 
-The library's own runner starts Python, and with it torch, once for every bug (5 s); ours forks.
-Its operators edit text, so they see the leaves of objective/losses.py, whose source C++ and Triton
-read. (mutmut was tried: it renames each function and calls it through a trampoline, which hides
-this source.)
+cosmic-ray's runner starts Python and imports torch for every bug, which takes 5 s. `tests.mutation`
+forks instead. The bugs are edits of the source text, so they also reach C++ and Triton, which read
+the source of objective/losses.py. mutmut is unsuitable, because it renames each function and calls
+it through a trampoline, which hides this source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-# The tests of each folder: the quick ones that name numbers, gradients and refusals.
+# The suite for each folder. A suite is quick, and checks numbers, gradients and error messages.
 SUITES = {
     "grpo_fast/objective": "python_objective",
     "grpo_fast/loss": "python_loss",
@@ -25,7 +25,7 @@ SUITES = {
 
 
 class Behaviour(ast.NodeTransformer):
-    """Removes annotations and docstrings: a change there changes no result."""
+    """Syntax tree transformer that removes annotations, because they do not affect results."""
 
     def visit_AnnAssign(self, node):  # noqa: N802 (ast's name)
         node.annotation = ast.Constant(None)
@@ -41,7 +41,9 @@ class Behaviour(ast.NodeTransformer):
 
 
 def behaviour(code: str) -> str | None:
-    """Return the code's syntax tree without annotations; None where the code does not parse."""
+    """Return the syntax tree of the code without annotations. Return None if
+    the code does not parse.
+    """
     try:
         return ast.dump(Behaviour().visit(ast.parse(code)))
     except SyntaxError:
@@ -49,14 +51,16 @@ def behaviour(code: str) -> str | None:
 
 
 def is_telling(operator: str) -> bool:
-    """Return whether a library operator makes bugs of interest: x << y raises TypeError in any test."""
+    """Return whether bugs of an operator are worth testing. Every test would catch the other
+    bugs: for example, x << y raises TypeError.
+    """
     if "BinaryOperator" not in operator:
         return True
     return operator.rpartition("_")[2] in ("Add", "Sub", "Mul", "Div", "BitAnd", "BitOr")
 
 
 def changed(code: str, most: int) -> list[tuple[str, str]]:
-    """Return at most `most` pairs (operator, changed code), drawn with a fixed seed."""
+    """Return at most `most` pairs (operator, changed code), chosen with a fixed seed."""
     tree = get_ast(code)
     places = []
     for name in filter(is_telling, cosmic_ray.plugins.operator_names()):
@@ -80,7 +84,7 @@ def changed(code: str, most: int) -> list[tuple[str, str]]:
 
 
 def plants(root: Path, file: str, most: int) -> list[tuple]:
-    """Return the bugs of a file as the fields of `Plant`."""
+    """Return the generated bugs of a file. Each bug is a tuple with the fields of `Plant`."""
     code = (root / file).read_text()
     suite = next((suite for folder, suite in SUITES.items() if file.startswith(folder)), None)
     if suite is None:

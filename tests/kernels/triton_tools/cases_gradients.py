@@ -1,4 +1,4 @@
-"""Interpreter cases: the kernels around the gradient GEMMs, against fp64."""
+"""Interpreter cases for the kernels around the gradient GEMMs, against fp64."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def worst_row(actual, expected):
     return ((actual.double() - expected).norm(dim=-1)[size > 0] / size[size > 0]).max()
 
 
-# ---- the kernels alone
+# ---- single kernels
 
 
-# Widths below and above a block; padded and unpadded row counts.
+# One width is smaller than a block and one is larger. One case has padding rows and one has none.
 @pytest.mark.parametrize(("rows", "width"), [(32, 5), (3, 1030)])
 def test_dh_rows(rows, width):
     product, weight = numbers(32, width), numbers(50, width, seed=1).bfloat16()
@@ -47,7 +47,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # A transposed weight, as in tied embeddings.
+    # A transposed weight, as in tied embeddings, must give the same bits.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )
@@ -75,7 +75,9 @@ def test_times_pads_with_zeros():
 
 
 def targets_case(rows=90, width=300, vocab=1500):
-    """Token 7 is the target of a third of the rows, and likely in all rows."""
+    """Return a case in which token 7 is the target of a third of the rows,
+    and likely in all rows.
+    """
     generator = torch.Generator().manual_seed(5)
     hidden = (numbers(rows, width) + 2 * numbers(width, seed=1)).bfloat16()
     ids = torch.randint(vocab, (rows,), generator=generator)
@@ -95,7 +97,7 @@ def targets_case(rows=90, width=300, vocab=1500):
 
 def test_target_rows_in_fp32():
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
-    hidden[4] = NAN  # its coefficient is 0
+    hidden[4] = NAN  # the coefficient of this row is 0
     ordered, order = ids.sort(stable=True)
     results = []
     for programs in (contextlib.nullcontext(), reversed_programs()):
@@ -111,8 +113,8 @@ def test_target_rows_in_fp32():
 
 
 def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
-    """The error is at most 3% above one rounding, even where product and added rows nearly
-    cancel.
+    """The error is at most 3% larger than that of one rounding, even if the product and the
+    added rows nearly cancel.
     """
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)
@@ -154,7 +156,7 @@ def terms_of(rows=300):
 TOKEN_LEVEL = [(o.function, x) for x, o in OBJECTIVES.items() if o.ratio_kind in ("ratio", "sum")]
 
 
-@pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # the first of each leaf
+@pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # one name per function
 def test_coefficients(name):
     """The error is at most twice that of torch in fp32."""
     logps, terms = terms_of()
@@ -196,14 +198,14 @@ def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="tri
     return out.loss.detach(), leaves[0].grad, leaves[1].grad
 
 
-# With few tokens, one token determines most rows of dW. Nothing averages out the rounding of its E,
-# its scaled hidden row and the result.
+# With few tokens, one token determines most rows of dW. The roundings of its E, its scaled hidden
+# row and the result then do not average out.
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 64), (5, 40, 127), (200, 64, 400)])
 def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, vocab):
-    """Compare with torch's bf16 product of exact d-logits that were rounded once.
+    """Compare dW with torch's bf16 product of exact d-logits that were rounded once.
 
-    The total error must not exceed it by more than 10%, the worst row by more than 50%, and each
-    element must be within three roundings to bf16.
+    The total error may be 10% larger than that of the product, and the error of the worst row 50%
+    larger. Each element must be within three roundings to bf16.
     """
     hidden, weight, ids, advantages = make(rows, width, vocab)
     found = gradients_of(hidden, weight, ids, advantages)[2].double()
@@ -219,7 +221,9 @@ def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, v
 
 
 def chunks_of(monkeypatch, budget):
-    """Record the chunks of every head from here on, with `budget` bytes of exponentials."""
+    """Limit the exponentials to `budget` bytes. Return a list that records the
+    chunk sizes of every head.
+    """
     taken = []
     original = LinearHead.chunks
 
@@ -234,7 +238,9 @@ def chunks_of(monkeypatch, budget):
 
 
 def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
-    """70 rows of 1600 take 224,000 bytes in 16 bits, and an fp32 dW 256,000. One byte decides."""
+    """70 rows of 1600 take 224,000 bytes in 16 bits, and an fp32 dW takes 256,000 bytes. One
+    byte decides whether a single chunk is used.
+    """
     hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
     results = []
@@ -286,7 +292,7 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
 
 @pytest.mark.parametrize("active", [0, 69])
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
-    """The loss and every gradient become NaN, whether or not the row was skipped."""
+    """The loss and every gradient become NaN, whether the row is skipped or not."""
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0
     hidden[active, 3] = NAN

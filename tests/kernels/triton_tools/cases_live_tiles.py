@@ -1,4 +1,6 @@
-"""Interpreter cases: the `grad_filter` candidate of benchmarks/gpu/live_tiles.py, against fp64."""
+"""Interpreter cases for the `grad_filter` candidate of
+benchmarks/gpu/live_tiles.py, against fp64.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ T, H = 300, 24
 
 def problem():
     p = sparse.peaked(T, H, 456, "cpu")
-    p.hidden[5] = -p.weight[p.target_ids[5]] * 40  # -logp is large: computed twice
+    p.hidden[5] = -p.weight[p.target_ids[5]] * 40  # -logp is large, so it is computed twice
     return p
 
 
 def test_what_is_left_out_is_known():
-    """The tiles with the smallest masses are skipped. Masses are compared with d-logits in fp64."""
+    """The tiles with the smallest masses are skipped. Masses are compared with fp64
+    gradients of the logits.
+    """
     p, tolerance = problem(), 0.3
     slopes = p.grad_logps.clone()
     slopes[7] = 0.0
@@ -45,12 +49,12 @@ def test_what_is_left_out_is_known():
     assert dead.sum() <= tolerance * whole * (1 + 1e-4) < dead.sum() + lightest * (1 + 1e-4)
     log_sums[2, 9] = torch.nan
     seen = live_tiles.live_tiles(log_sums, found.stats[0], slopes, by_target, tolerance)
-    assert seen.is_live.all(), "a NaN is seen: nothing is left out"
+    assert seen.is_live.all(), "a NaN must be visible, so no tile is skipped"
 
 
 def test_whole_gradients(monkeypatch):
-    """Gradients are within the filter's bounds, as the benchmark checks on a GPU. Two pieces and
-    two tiles, with TMA.
+    """Gradients are within the bounds of the filter, as the benchmark checks on a GPU. The tile
+    has two pieces and uses TMA.
     """
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)
@@ -64,7 +68,7 @@ def test_whole_gradients(monkeypatch):
     sparse.check(p, found, exact)
     assert 0 < found[2].dropped <= tolerance * found[2].total
     errors = [(a - b).norm() / b.norm() for a, b in zip(found, exact, strict=False)]
-    assert min(errors) > 2 * ROUNDING, "it leaves out what shows"
+    assert min(errors) > 2 * ROUNDING, "the filter must skip a visible part"
     wrong = found[2]._replace(dropped=found[2].dropped / 1e3)
     with pytest.raises(ValueError, match="expected an error of at most"):
         sparse.check(p, (*found[:2], wrong), exact)

@@ -1,5 +1,5 @@
-"""Interpreter cases: candidate loops of slice_kernel have the bits of the shipped kernel, or are
-refused.
+"""Interpreter cases for the candidate loops of slice_kernel, which must give the same
+bits as the shipped kernel.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (repairs bf16)
 
 PLAIN = LogitTransform(1.0, None, 1.0)
-ROWS, HIDDEN, VOCAB = 70, 72, 200  # none is a multiple of its tile
+ROWS, HIDDEN, VOCAB = 70, 72, 200  # no size is a multiple of its tile
 
 
 @pytest.fixture(autouse=True)
 def config(monkeypatch):
-    """Use tiles of four pieces with tensor descriptors."""
+    """Use a tile of four pieces with tensor descriptors."""
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)
 
@@ -54,7 +54,7 @@ def test_logps_and_logits(loop):
 @pytest.mark.parametrize("loop", loops.REPLACED)
 @pytest.mark.parametrize("columns", [VOCAB, VOCAB + 3], ids=["stored by TMA", "stored by masks"])
 def test_exponentials(loop, columns):
-    """The target of one row is so unlikely that the row is computed twice."""
+    """One row is computed twice, because its target is unlikely."""
 
     def run():
         hidden, weight, bias, target = head()

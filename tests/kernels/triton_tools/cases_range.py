@@ -1,4 +1,4 @@
-"""Interpreter cases: offsets beyond 2^31 elements."""
+"""Interpreter cases for element offsets above 2^31."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.kernels.triton_tools.interpreter import only_memory_of
 
 @pytest.fixture
 def transposed():
-    """Return a (V, H) bf16 weight with contiguous columns, whose last elements are beyond 2^31.
+    """Return a (V, H) bf16 weight with contiguous columns. The offsets of its
+    last elements exceed 2^31.
 
-    Memory pages are not touched before they are written.
+    Only pages that are written use memory, because the mapping is lazy.
     """
     vocab, width = 262400, configs.SUPPORT_COLUMNS
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,7 +29,7 @@ def transposed():
 
 
 def test_a_transposed_head_beyond_2_to_the_31(transposed):
-    """The target's logit, dH and rows of a token set use 64-bit offsets."""
+    """The target logit, dH and the rows of a token set use 64-bit offsets."""
     weight, ids = transposed, torch.tensor([5, 7, 5])
     hidden = torch.randn(weight[ids].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide, ones, factors = weight[ids].double(), torch.ones(3), torch.tensor([0.5, 2.0, 1.0])
@@ -42,7 +43,7 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     with only_memory_of(*tensors, out, zeros):
         gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
     assert torch.equal(out, factors[:, None] * wide.float())
-    # hidden's columns are as far apart as those of W
+    # hidden is a view of W, so the offsets of its columns also exceed 2^31.
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
         found = support.head_rows(

@@ -1,4 +1,4 @@
-"""Interpreter cases: gradient scaling (kernels/gpu/scale.py)."""
+"""Interpreter cases for the scaling of gradients (kernels/gpu/scale.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES)
 def test_scaled(dtype, size, programs, monkeypatch):
-    """Every element is scaled once, also if a program takes several blocks. Powers of two are
-    exact.
+    """Every element is scaled once, even if a program processes several blocks.
+    Powers of two are exact.
     """
     monkeypatch.setattr(scale_triton, "PROGRAMS", programs)
     before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)

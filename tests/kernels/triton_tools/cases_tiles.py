@@ -1,7 +1,7 @@
-"""Interpreter cases: tiling of the head kernels, against fp64 and bit for bit.
+"""Interpreter cases for the tiling of the head kernels, against fp64 and bit for bit.
 
-Covers tensor descriptors, slices, groups of rows, and tiles that are computed twice. test_head.py
-checks values.
+They cover tensor descriptors, slices, groups of rows, and tiles that are computed twice.
+test_head.py checks the values of other tilings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD, TRANSFORM = HEAD_KERNELS[0].values[0], LogitTransform(1.0, None, 0.8)
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Return a function that sets the block sizes of all kernels."""
+    """Return a function that sets the block sizes of all head kernels."""
     return lambda *sizes, use_tma=False: monkeypatch.setattr(
         linear, "linear_config", lambda *_, **options: LinearConfig(*sizes, use_tma=use_tma)
     )
@@ -38,9 +38,9 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
 
 @pytest.mark.parametrize(("dtype", "block_v"), [(torch.bfloat16, 128), (torch.float16, 64)])
 def test_tensor_descriptors(blocks, dtype, block_v):
-    """TMA loads and stores are correct on rows, columns and depth that do not fill the last tile.
+    """TMA loads and stores are correct if rows, columns and depth do not fill the last tile.
 
-    Tiles with one and with several pieces give the same bits.
+    Tiles with one piece and tiles with several pieces give the same bits.
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
     ids %= 40  # tiles without a target use the short path
@@ -66,8 +66,8 @@ def test_tensor_descriptors(blocks, dtype, block_v):
 
 
 def test_several_slices(monkeypatch):
-    """Slices join to the same result. Columns at -inf fill one slice and the start of a
-    second one.
+    """Joining the slices gives the exact result. Columns at -inf fill one slice and
+    the start of another slice.
     """
     hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
     bias[:128] = bias[200:300] = -torch.inf
@@ -79,8 +79,8 @@ def test_several_slices(monkeypatch):
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
-    """The short path of the epilogue is exact for targets at both ends of a tile and outside the
-    vocabulary.
+    """The short path of the epilogue is exact for targets at both ends of a tile, and for
+    targets outside the vocabulary.
     """
     blocks(32, 64, 16, 4, 2, 32)
     hidden, weight, _, _ = problem(9, 16, 150)
@@ -106,13 +106,13 @@ def test_groups_of_row_blocks(monkeypatch, blocks):
 
 
 def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
-    """70 slices, which the join processes in blocks of 32, give the result of one slice and of
-    fp64.
+    """The join processes 70 slices in blocks of 32. Its result agrees with fp64, and so does the
+    result of a single slice.
     """
     slices = 70
     blocks(32, 32, 32, 4, 2, 32)
     hidden, weight, bias, _ = problem(40, 24, slices * 32, torch.float32)
-    # The maximum rises and falls from block to block.
+    # Let the maximum rise and fall from block to block, so that the join must rescale its sums.
     weight[16 * slices : 16 * slices + 32] *= 40
     ids = torch.arange(40) * (slices * 32 - 1) // 39
     for columns in (32, 1 << 20):
@@ -121,7 +121,9 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
 
 
 def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
-    """The second pass must not touch other tiles, otherwise it would not be free."""
+    """The second pass computes only tiles that contain a row with an unlikely target. Otherwise
+    it would double the cost.
+    """
     blocks(64, 64, 32, 4, 2, 32)
     hidden, weight, _, _ = problem(160, 16, 64)
     ids = torch.full((160,), 9)

@@ -1,10 +1,10 @@
-"""Repairs and checks for Triton's interpreter: bf16 arithmetic, out-of-bounds accesses, program
-order.
+"""Repairs and checks for Triton's interpreter: bf16 arithmetic, out-of-bounds
+accesses and program order.
 
 Import this module in a process with TRITON_INTERPRET=1, before any kernel runs. The interpreter
-stores bf16 as bit patterns in uint16, and most of its arithmetic works on the patterns. Here every
-bf16 value is converted to fp32, computed, and rounded to nearest even. (`tl.sum` of bf16 is not
-repaired: reduce in fp32, as all kernels do.)
+stores bf16 as bit patterns in uint16, and most of its arithmetic uses these patterns as integers.
+The repaired arithmetic converts each bf16 operand to fp32, computes, and rounds the result to
+nearest even. `tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_bf16(handle: Any) -> bool:
 
 
 def widen(handle: TensorHandle) -> TensorHandle:
-    """Convert a bf16 handle to fp32; return others unchanged."""
+    """Convert a bf16 handle to fp32. Return other handles unchanged."""
     if not is_bf16(handle):
         return handle
     bits = np.asarray(handle.data).astype(np.uint32) << np.uint32(16)
@@ -33,7 +33,7 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """Convert fp32 values to bf16, to nearest even. NaN is kept."""
+    """Round fp32 values to bf16, to nearest even. NaN is kept."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)
@@ -71,8 +71,8 @@ def _repaired_arithmetic(original: Any) -> Any:
 
 def _repaired_dot(original: Any) -> Any:
     def dot(self, a, b, accumulator, *rest):
-        # fp64, because a BLAS product in fp32 depends on the position of a row in the tile, unlike
-        # tensor cores.
+        # Multiply in fp64. In a BLAS product in fp32, the bits of a row depend on its position in
+        # the tile, which is not the case on tensor cores.
         product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
         total = (product + accumulator.data).astype(accumulator.data.dtype)
         return TensorHandle(total, accumulator.dtype.scalar)
@@ -86,8 +86,8 @@ _replace("create_fp_to_fp", _repaired_cast)
 _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
-# On every GPU, tl.maximum and tl.minimum return the other operand for a NaN (maxnum, minnum).
-# Triton 3.6's interpreter returns the NaN.
+# On every GPU, tl.maximum and tl.minimum return the other operand if one operand is NaN (maxnum,
+# minnum). The interpreter of Triton 3.6 returns the NaN.
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -95,7 +95,7 @@ InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.f
 def _with_index(original: Any) -> Any:
     def patch(tensor, scope):
         result = original(tensor, scope)
-        # numpy >= 2.4 refuses int() of a one-element array, which Triton 3.6's range() uses for
+        # numpy >= 2.4 refuses int() of a one-element array. range() of Triton 3.6 calls int() for
         # run-time lengths.
         scope.set_attr(
             tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
@@ -109,7 +109,9 @@ interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
 def _once_per_launch(original: Any) -> Any:
-    """Skip repeated patching of `triton.language` in nested calls, which takes half of the time."""
+    """Patch `triton.language` once per launch. Patching in nested calls
+    would take half of the time.
+    """
     patched: list[Any] = []
 
     def patch(function):
@@ -138,8 +140,8 @@ interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
 def _by_name(original: Any) -> Any:
-    """Cache numpy dtypes. The original builds a table in every call, which takes a tenth of the
-    time.
+    """Cache numpy dtypes. The original function builds a table in every call, which
+    takes a tenth of the time.
     """
     known: dict[str, np.dtype] = {}
 
@@ -153,9 +155,6 @@ def _by_name(original: Any) -> Any:
 
 interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
 
-
-# ---- memory check and program order
-# ---------------------------------------------------------------------------------
 
 # ---- memory check and program order
 _allowed: list[tuple[int, int]] | None = None
@@ -190,7 +189,8 @@ def _checked(kind: str, position: int | None) -> Any:
     return make
 
 
-# Unmasked accesses call the masked ones, so these two see all accesses (there are no atomics).
+# Unmasked accesses call the masked functions, so these two patches see all accesses. Kernels use no
+# atomics.
 _replace("create_masked_load", _checked("load", 0))
 _replace("create_masked_store", _checked("store", 1))
 
@@ -221,8 +221,8 @@ _replace("set_grid_idx", _reorder)
 def only_memory_of(*tensors: Any) -> Iterator[None]:
     """Raise IndexError for loads and stores outside the memory of these tensors, inside the block.
 
-    Arguments that are not tensors are ignored. Outputs that a function allocates are found by
-    patching `torch.empty` and `torch.empty_like`; their memory is filled with NaN and allowed.
+    Arguments that are not tensors are ignored. `torch.empty` and `torch.empty_like` are patched, so
+    that outputs which a function allocates are allowed as well. These outputs are filled with NaN.
     """
     global _allowed
     originals = torch.empty, torch.empty_like
@@ -258,7 +258,9 @@ def only_memory_of(*tensors: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reversed_programs() -> Iterator[None]:
-    """Run the programs of a grid from last to first, to reveal results that depend on the order."""
+    """Run the programs of a grid from last to first, to reveal results that
+    depend on their order.
+    """
     global _reverse
     _reverse = True
     try:

@@ -1,5 +1,5 @@
-"""Runner of the Triton checks in separate processes, because interpreter and compiler cannot share
-one.
+"""Runner of the Triton checks. It uses separate processes, because the interpreter and the
+compiler cannot share a process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ OF_ENGINES = (
     "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_hidden_rows "
     "loss/test_loss_extras loss/test_nan_is_seen loss/test_support"
 ).split()
-# Folder with a second Triton (3.6), installed by `pip install --target`.
+# Folder with a second Triton (3.6), which `pip install --target` installed.
 OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 
 def run_python(
     *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 1800
 ) -> str:
-    """Run Python with the repository and optionally a second Triton on the path; return its
-    output.
+    """Run Python with the repository on the path, and optionally a second Triton.
+    Return its standard output.
     """
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")
@@ -50,7 +50,7 @@ def run_python(
 
 
 def run_cases(other_triton: str | None = None) -> str:
-    """Run the interpreter's cases, and those of all engines (`loss_cases.row_backends`)."""
+    """Run the interpreter cases and the test files of all engines. Return the output of pytest."""
     options = ["-q", "-k", "triton", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     files = [*sorted(map(str, TOOLS.glob("cases_*.py"))), *(f"tests/{x}.py" for x in OF_ENGINES)]
     return run_python("-m", "pytest", *files, *options, interpret=True, other_triton=other_triton)

@@ -2,8 +2,8 @@
 
     python tests/kernels/triton_tools/report.py [sm_90 ...] [--json]
 
-Needs no GPU, compiles afresh (minutes for all architectures), and must run without
-TRITON_INTERPRET.
+The script needs no GPU and must run without TRITON_INTERPRET. It uses an empty compiler cache, so
+it takes minutes for all architectures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
 def lines(arch: str, *, counts_all: bool = True) -> list[dict]:
-    """Return one entry per compiled kernel; see `benchmarks.gpu.resources.resources`."""
+    """Return one entry for each compiled kernel.
+    `benchmarks.gpu.resources.resources` documents it.
+    """
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources
     from tests.kernels.triton_tools.shipped import shipped

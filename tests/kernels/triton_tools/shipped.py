@@ -1,4 +1,6 @@
-"""All shipped configurations, as calls of the public kernel functions inside `compile_launches`."""
+"""All shipped configurations, as calls of public kernel functions that
+`compile_launches` compiles.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ ROWS = 64
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
-    """Return the arguments of a head function, and whether it computes the entropy.
+    """Return the arguments of a head function, and whether the entropy is requested.
 
-    `options` may contain "b" (bias and temperatures by row), "t" (temperatures only), "c" (soft
-    cap) and "e" (entropy).
+    `options` may contain "b" (a bias, and a temperature per row), "t" (a temperature per row), "c"
+    (a soft cap) and "e" (the entropy).
     """
     hidden, weight = (
         torch.empty(ROWS, hidden_size, dtype=dtype),
@@ -47,7 +49,9 @@ def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> t
 def linear(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, store: bool = False
 ) -> None:
-    """Compile hidden -> logps, optionally storing fp32 logits."""
+    """Compile the kernels that compute logps from hidden states, and
+    optionally store fp32 logits.
+    """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, vocab) if store else None
     linear_triton.head_logps(*arguments, return_entropy=has_entropy, logits_out=out)
@@ -56,7 +60,9 @@ def linear(
 def written(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, known: bool = False
 ) -> None:
-    """Compile hidden -> 16-bit exponentials: both passes, or from known statistics."""
+    """Compile the kernels that write 16-bit exponentials, in two passes or
+    from known statistics.
+    """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
     v = torch.ones(ROWS)
@@ -72,7 +78,7 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     rows_triton.row_logps(logits, target, transform, return_entropy=True)
     rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
     if dtype == torch.float32:
-        # d-logits in 16 bits, logits in fp32.
+        # Here the logits are fp32 and their gradient has 16 bits.
         out = torch.empty(4, vocab, dtype=torch.bfloat16)
         rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform, out=out)
         rows_triton.row_loss_(
@@ -102,7 +108,7 @@ def surrounded(hidden_size: int) -> None:
 
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
-    """Compile the kernels for token sets; `options` as in `problem`."""
+    """Compile the kernels for token sets. `problem` documents `options`."""
     (hidden, weight, bias, ids, transform), has_entropy = problem(dtype, 1000, hidden_size, options)
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
@@ -121,7 +127,9 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
 
 
 def compared(kind: str, vocab: int) -> None:
-    """Compile divergences: with soft caps and gradient, values only, and for a vocabulary shard."""
+    """Compile the divergence kernels: with soft caps and gradient, for
+    values only, and for a shard.
+    """
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
     transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
     given = z, y, w, Divergence(kind), *transforms
@@ -140,7 +148,7 @@ def loss(config: LossConfig) -> None:
 
 
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
-    """Return a name for a call, and the call."""
+    """Return the name of a call, and the call as a function without arguments."""
     options = [f"{name}={x}" for name, x in more.items()]
     words = [f"{x.loss_type} {x.kl_estimator}" if isinstance(x, LossConfig) else x for x in given]
     name = " ".join(map(str, (function.__name__, *words, *options)))
@@ -148,10 +156,10 @@ def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, 
 
 
 def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield (name, call) of every configuration on `arch`.
+    """Yield the name and the call of every configuration on `arch`.
 
-    V = 32000 and H = 896 are aligned; 32001 and 897 are odd. sm_90, which has a large tile for
-    light epilogues, gets more combinations of options.
+    V = 32000 and H = 896 are aligned, but 32001 and 897 are odd. sm_90 gets more combinations of
+    options, because it has a large tile for light epilogues.
     """
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for vocab, hidden_size in ((32000, 896), (32001, 897)):
@@ -174,14 +182,15 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         yield call(compared, kind, vocab)
     for hidden_size in (896, 897):
         yield call(surrounded, hidden_size)
-    # Each number of warps, an odd width, and the maximum width.
+    # Cover each number of warps, an odd width, and the maximum width.
     for hidden_size in (897, 4096, 8192):
         yield call(supported, bf16, hidden_size, "bce")
     yield call(supported, fp32, 8192, "bce")
     yield call(loss, LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True))
     for dtype in (fp32, bf16):
         yield call(scaled, dtype)
-    # The loss functions do not depend on the architecture. There are fewer estimators than losses.
+    # The loss functions do not depend on the architecture, so one architecture is enough. The
+    # estimators are repeated, because there are fewer estimators than losses.
     if arch == "sm_90":
         token = {
             o.function: name

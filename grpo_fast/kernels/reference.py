@@ -136,7 +136,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:  # (C, V)
-    """Write the gradient with respect to the raw logits to `out`, or over the logits.
+    """Write the gradient with respect to the raw logits to `out`, or in place.
 
     It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
     are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is

@@ -165,7 +165,10 @@ class Dominant(NamedTuple):
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Return the elements in the given rows (of `count` rows), with the new row numbers."""
+        """Return the elements in the given rows, renumbered by their position in `rows`.
+
+        `count` is the number of rows before the selection.
+        """
         # places maps an old row number to its new one, or -1 if the row was dropped.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)

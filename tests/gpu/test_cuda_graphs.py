@@ -88,7 +88,7 @@ CONFIGS = {
 
 
 def gradients(total, leaves):
-    """Compute gradients without `torch.autograd.grad`, which would disable the mode."""
+    """Compute gradients without `torch.autograd.grad`, which would disable the `OnGpu` mode."""
     leaves = tuple(leaves)
     return _engine_run_backward(
         (total,), (torch.ones_like(total),), False, False, leaves, accumulate_grad=False

@@ -117,8 +117,8 @@ def test_deterministic_where_asked_for(has_window):
 def test_a_bf16_model_shared_packed_and_split(family, checkpointing):
     """Check a bf16 model with shared, packed and split rows against fp32 on the CPU.
 
-    The errors of the shared and the split layout may be little larger than those of the packed
-    layout.
+    The errors of the shared and the split layout may be only slightly larger than those of the
+    packed layout.
     """
     g = torch.Generator().manual_seed(1)
     lengths = [(200, (30, 1, 64, 17)), (90, (5, 40))]

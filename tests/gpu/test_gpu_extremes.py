@@ -14,8 +14,8 @@ REPEATS = 1000
 # Number of tokens in one completion. It exceeds the grid dimension limit of 65535, and its product
 # with V exceeds 32 bits.
 LONG = 131072
-# BAR is the contract's limit for bf16 of the relative L2 error of gradients. LOSS_BAR is the limit
-# of the error of the loss, relative to the loss of one token.
+# BAR limits the relative L2 error of gradients, as the numerical contract does for bf16. LOSS_BAR
+# limits the error of the loss, relative to the loss of one token.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 

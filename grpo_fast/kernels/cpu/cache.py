@@ -75,7 +75,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         target = folder / _name(output, stem)
         # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged files only after the new one exists.
+    # Remove damaged libraries only after the new library exists.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
-# A module constant, so that tests that patch torch.float32 do not change which dtypes are accepted.
+# Use a module constant, so that tests that patch torch.float32 do not change the accepted dtypes.
 DTYPES = torch.float32, torch.bfloat16
 
 
@@ -124,7 +124,7 @@ def mm_(
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """Return x or its transpose, with contiguous rows, and whether it is the transpose."""
+    """Return (matrix, is_transposed), where matrix is x or its transpose with contiguous rows."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)

@@ -88,7 +88,7 @@ def print_header(
 ) -> str:
     """Return the text of a C++ header whose functions select a formula by number.
 
-    The functions of divergences are templates over vectors.
+    The functions for divergences are templates over vectors.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
@@ -143,9 +143,9 @@ def body(
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """Return the C++ body of a formula, which returns its pair of results.
+    """Return the C++ statements that compute a formula and return its pair of results.
 
-    Statements whose result is unused have no effect in C++.
+    Unused statements have no effect in C++.
     """
     lines = [""]
 

@@ -41,7 +41,7 @@ class OurForward(functools.partial):
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Replace the layers of a CPU model with fast layers. Patched `forward`s are kept."""
+    """Replace the layers of a CPU model with fast layers. A patched `forward` is kept."""
     for module in model.modules():
         first = next(module.parameters(), None)
         # A `forward` in the instance is a patch by the user and must be kept. Modules on the meta
@@ -54,7 +54,7 @@ def fast_layers(model: nn.Module) -> None:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Return whether a module has no hooks, and its `forward` is its class's or the fast one."""
+    """Return whether a module has no hooks and no `forward` that the user patched."""
     forward = vars(module).get("forward")
     # A fused layer would bypass the hooks of a submodule.
     hooks = (

@@ -55,8 +55,9 @@ def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
 def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
     """Return (top, row_max, rest), with lse = row_max + rest, for one row.
 
-    `top` is the column of the largest z, and `row_max` is its value. `rest` is log(1 + Σ_{j≠top}
-    e^(z_j - row_max)).
+    `top` is the column of the largest z, and `row_max` is its value. The remainder is
+
+        rest = log(1 + Σ_{j≠top} e^(z_j - row_max))
     """
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)

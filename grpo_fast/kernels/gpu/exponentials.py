@@ -7,8 +7,7 @@ The matrix E is written once, before the loss is known:
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
 Here g is dL/dlogp. It scales the rows of dH = E·W, and the rows of hidden in dW = Eᵀ·hidden, so E
-is never modified. Compared with linear.py, HBM traffic increases by 2 bytes per logit, which are
-written.
+is never modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
 
 The d-logit of the target is the largest of its row, so the target is excluded from E. Its
 contribution is added in fp32: one row of W to each row of dH, and one row of hidden to a row of dW.

@@ -43,7 +43,7 @@ class HeadInputs(NamedTuple):
 
     @property
     def is_light(self) -> bool:
-        """True if the epilogue needs few registers, as without a soft cap and a bias."""
+        """True without a soft cap and a bias. The epilogue then needs few registers."""
         return self.transform.softcap is None and self.bias is None
 
 

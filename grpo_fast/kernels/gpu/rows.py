@@ -5,10 +5,10 @@
     row_loss_    both, with the loss between them         HBM: one read, one write (the second
                                                           pass reads the row from L2)
 
-The traffic is 2, 4 and 4 bytes per bf16 logit. The formulas, with z =
-softcap·tanh(logit_scale·raw/softcap)/temperature, p = softmax(z), lp = log p[target] and H = -Σ
-p·log p, are:
+The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
 
+    z       = softcap·tanh(logit_scale·raw/softcap)/temperature
+    p       = softmax(z),     lp = log p[target],     H = -Σ p·log p
     d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 

@@ -3,8 +3,8 @@
     raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
     z = transform(raw) -> lse, logp, entropy
 
-The same pass computes the derivative of logp with respect to hidden, as flash attention does with K
-= V = W:
+The same pass computes the derivative of logp with respect to hidden. This is the algorithm of flash
+attention, with the rows of W as keys and values:
 
     slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
 

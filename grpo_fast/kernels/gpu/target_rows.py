@@ -27,9 +27,9 @@ from grpo_fast.kernels.gpu.linear import load_tile
 
 # A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns.
 CANCELS = tl.constexpr(1 / 16)
-# Rows and columns of hidden per step for one id.
+# Number of hidden rows, and of their columns, that a program adds per step.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
-# Tile of the product: columns of E, columns of hidden, and the rows of both per step.
+# Tile sizes of the product: columns of E, columns of hidden, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 

@@ -1,9 +1,10 @@
 """Logits of one chunk and their gradient, in two representations with the same methods.
 
-    LogitChunks        raw logits in fp32; a row kernel overwrites them with d-logits, or writes
-                       16-bit d-logits to a second buffer on a GPU: 4 or 6 bytes per logit
-    ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits are E times a factor
-                       per row, so no row kernel runs (gpu/exponentials.py): 2 or 4 bytes
+    LogitChunks        Stores raw logits in fp32. A row kernel overwrites them with d-logits, or on
+                       a GPU writes 16-bit d-logits to a second buffer (4 or 6 bytes per logit).
+    ExponentialChunks  Stores exponentials E, which the epilogue of the GEMM writes once. d-logits
+                       are E times a factor per row, so no row kernel runs (2 or 4 bytes per logit).
+                       gpu/exponentials.py derives the formulas.
 
 A chunk has C rows. Its buffers have the padded number of rows.
 """

@@ -43,8 +43,8 @@ from grpo_fast.kernels.types import (
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A function that computes a chunk's d-logits of the policy loss, and its dL/dlogp and dL/dentropy,
-# (C,) each.
+# A function that returns the d-logits of a chunk's policy loss, and dL/dlogp and dL/dentropy, (C,)
+# each.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -170,7 +170,7 @@ class DivergenceHead(LinearHead):
     def _written(self, rows: int) -> Tensor:
         """Return the buffer that receives the d-logits of the divergences, (rows, V).
 
-        Before, it contains the teacher's logits.
+        Until then, the buffer contains the teacher's logits.
         """
         # A top-k teacher without a policy loss needs one buffer only, which also holds the
         # student's logits.

@@ -22,7 +22,7 @@ from grpo_fast.kernels.types import widened
 # Filter only if fewer than this share of the columns remain. Otherwise, gathering the columns costs
 # more than it saves.
 WORTH_BELOW = 0.6
-# Rows per step of the mass computation, which bounds temporary memory.
+# Number of rows per step when the masses are computed. It limits temporary memory.
 ROWS = 64
 
 

@@ -270,7 +270,7 @@ class GradientSums:
             added.add_to_(self.d_weight)
 
     def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
-        """Add db of the given columns to the sum. None means all columns."""
+        """Add the bias gradient of the given columns to the sum. None means all columns."""
         if columns is not None:
             db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
         self.d_bias = db if self.d_bias is None else self.d_bias + db

@@ -151,7 +151,7 @@ class LinearHead:
         return ChunkRows(h, self.rows.target_ids[chunk], self.rows.transform.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
-        """Create the gradient sums of this head."""
+        """Create the accumulators for the gradients of this head."""
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,

@@ -289,7 +289,7 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
-    """Compute the statistics of ragged logits, and return both."""
+    """Return ragged logits together with their statistics."""
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps

@@ -119,7 +119,7 @@ class VocabularyChunks(LogitChunks):
             self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute statistics of this shard and join them with all ranks."""
+        """Compute the statistics of this shard, and join them with those of all ranks."""
         h, target_ids, transform = at
         z = self.raw_logits(h)[: target_ids.shape[0]]
         own = self.shard.own(target_ids)

@@ -1,7 +1,9 @@
 """Reference implementation of divergences from a teacher, in plain torch.
 
-A function of objective/divergences.py gives value_j and slope_j of one logit. This module sums them
-over a row: D = Σ_j value_j, and the gradient dD/dz_j = slope_j - p_j·Σ_k slope_k.
+Each function in objective/divergences.py returns the value and the slope of the divergence for one
+logit. This module combines them into results per row:
+
+    D = Σ_j value_j,    dD/dz_j = slope_j - p_j·Σ_k slope_k
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from grpo_fast.kernels.reference import final_logits, rows_by_length
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
 from grpo_fast.kernels.types import LogitTransform
 
-# Logits processed at a time. On a CPU the temporaries of such a block stay in cache.
+# Number of logits processed at a time. On a CPU, the temporaries of one block fit into the cache.
 BLOCK = 1 << 17
 BLOCK_GPU = 1 << 24
 
@@ -32,36 +34,37 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> DivergenceRows:
-    """Compute the divergence of every row and, into `out`, the gradient of Σ weights·D.
+    """Compute the divergence D of every row and, if `out` is given, the gradient of Σ weights·D.
 
-    The gradient is with respect to the student's raw logits. Rows with weight 0 get exact zeros.
-    Columns where both sides are -inf contribute nothing.
+    The gradient is with respect to the student's raw logits. It is exactly 0 in rows with weight 0.
+    Columns where both logits are -inf contribute nothing.
 
     Args:
         logits: (C, V) raw logits of the student.
         teacher: (C, V) raw logits of the teacher.
         weights: (C,) weight of each row in the gradient.
-        divergence: which divergence.
+        divergence: the kind of divergence and its parameter.
         transform: the student's logit transform.
         teacher_transform: the teacher's logit transform.
         out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
-        known: sums over full rows, for a rank that holds a vocabulary shard: `lse` and
-            `teacher_lse`, and `centers` if `out` is given. They are returned unchanged.
+        known: sums over full rows, which a rank with a vocabulary shard must pass: `lse` and
+            `teacher_lse`, and also `centers` if `out` is given. They are returned unchanged.
         offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
 
     Returns:
-        The sums of every row.
+        The sums of every row, (C,) fp64 each.
     """
     if offsets is not None:
         logits = logits[0]
         teacher = teacher[0]
         out = None if out is None else out[0]
-    # fp64: a divergence close to 0 is a sum of terms that nearly cancel.
+    # Use fp64, because a divergence close to 0 is a sum of terms that nearly cancel.
     sums = DivergenceRows(*weights.new_zeros((4, len(weights)), dtype=torch.float64))
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
         z, chain = final_logits(logits[at], transform.rows(rows))
         y, _ = final_logits(teacher[at], teacher_transform.rows(rows))
-        # A shard uses the lse of full rows, because its columns alone do not sum to 1.
+        # A vocabulary shard uses the lse of the full rows, because its own probabilities do not sum
+        # to 1.
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
@@ -87,47 +90,47 @@ def row_topk_divergence_(
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
 ) -> Tensor:  # (C,) fp64
-    """Compute the divergence from a teacher's top-k log-probabilities, in fp64, for every backend.
+    """Compute divergences from a teacher's top-k log-probabilities, in fp64 and for all backends.
 
-    The vocabulary becomes K + 1 categories: the K ids and one tail for all other ids. The student's
-    tail mass is summed directly, because 1 - Σ would cancel. The tail's gradient is distributed
-    over its ids in proportion to their probabilities.
+    The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other
+    ids. The student's tail mass is summed directly, because computing it as 1 - Σ p would cancel.
+    The gradient of the tail is distributed over the tail ids in proportion to their probabilities.
 
     Args:
         logits: (C, V) raw logits of the student.
         teacher: ids and logps of the C rows.
         weights: (C,) weight of each row in the gradient.
-        divergence: which divergence.
+        divergence: the kind of divergence and its parameter.
         transform: the student's logit transform.
         out: (C, V) destination of the gradient, which may be `logits`; None: no gradient.
 
     Returns:
-        (C,) fp64 divergences.
+        The divergence of every row, (C,) fp64.
     """
     values = []
     for rows, _ in _blocks(logits):
-        # 1. The student's logits at the K ids, and the logits of the tail.
+        # 1. Split the student's logits into those of the K ids and those of the tail.
         z, chain = final_logits(logits[rows], transform.rows(rows))
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
-        # Unused entries (-inf) must not match any id.
+        # Ignore entries whose teacher log-probability is -inf. They are unused, whatever their id.
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
-        # 2. The tail mass of both sides becomes one more category.
+        # 2. Append the tail mass of student and teacher as one more category.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
-        # The tail is empty if K = V. A NaN in the tail counts even without `has_tail`, so that it
-        # is visible in the result.
+        # The tail is empty if K = V. Keep a NaN tail even without `has_tail`, so that the NaN
+        # appears in the result.
         has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
         lp, lq = (_log_probs(x, row_lse(x)) for x in (lp, lq))
-        # 3. The divergence over K + 1 categories.
+        # 3. Compute the divergence over the K + 1 categories.
         value, slope = _terms(lp, lq, divergence)
         if out is not None:
-            # 4. The gradient. The tail's part is distributed over the tail's ids.
+            # 4. Compute the gradient, and distribute the gradient of the tail over the tail ids.
             d = _gradient(lp, slope, slope.sum(-1)).to(z.dtype)
             shift = tail.to(z.dtype).masked_fill(~has_tail, torch.inf)
             dz = rest.sub_(shift).exp_().mul_(d[:, -1:])
@@ -139,24 +142,32 @@ def row_topk_divergence_(
 
 
 def teacher_tail(lq: Tensor, floor: float) -> Tensor:
-    """Return the log of 1 - Σ exp(lq), at least log(floor), for (C, K) fp64 log-probabilities."""
+    """Return the log of the probability that a teacher gives to all ids outside its top k.
+
+    The result is log(1 - Σ exp(lq)), but at least log(floor).
+
+    Args:
+        lq: (C, K) fp64 log-probabilities of the top-k ids.
+        floor: smallest probability of the other ids.
+    """
     return (-torch.expm1(lq.logsumexp(1))).clamp(min=floor).log()
 
 
 def row_lse(z: Tensor) -> Tensor:
-    """Return the (C,) fp64 logsumexp, accurate even if one logit has nearly all of the mass.
+    """Return the (C,) fp64 logsumexp of the rows.
 
-    The largest term is excluded from the sum and added by log1p.
+    The largest term is excluded from the sum and added with log1p. The result is therefore accurate
+    even if one logit has nearly all of the probability.
     """
-    # A row of -inf has the maximum -inf; subtracting it would give NaN.
+    # If all logits of a row are -inf, so is the maximum, and subtracting it would give NaN.
     high, top = z.max(-1, keepdim=True)
     rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of rows, and their index in the matrix."""
-    # At least one row per block.
+    """Yield (row numbers, index into x) for each block of rows. Both are the same slice."""
+    # A block has at least one row, even if the row is longer than a block.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
         rows = slice(start, min(start + step, x.shape[0]))
@@ -164,27 +175,30 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of rows of equal length (n,), and the positions of their elements (n, k)."""
+    """Yield (row numbers, element positions) for blocks of rows with equal length.
+
+    The shapes are (n,) and (n, k) for n rows of length k.
+    """
     for here, at in rows_by_length(offsets):
         yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
-    """Return z - lse as two differences, so that a log-probability near 0 keeps its digits."""
-    # lse in fp64 is split into its fp32 value and the remainder.
+    """Return z - lse, as two differences, so that a log-probability near 0 keeps its digits."""
+    # Split the fp64 lse into its value in the dtype of z and the remainder.
     near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
     rest = (lse[:, None] - near.double()).to(z.dtype)
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
 
 
 def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
-    """Return value and slope of every logit, (C, V) each."""
+    """Return the value and the slope of the divergence for every logit, (C, V) each."""
     d = (lp - lq).masked_fill_(lp == lq, 0.0)  # both may be -inf
     return divergence.function(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
-    """Return slope - center·p, with a form that does not cancel for the most likely logit."""
+    """Return the gradient slope - center·p, without cancellation at the most likely logit."""
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
     # (1 - p)·slope - p·(center - slope) equals slope - center·p, but does not cancel as p → 1.
     top = lp.argmax(-1, keepdim=True)

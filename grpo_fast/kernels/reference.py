@@ -16,7 +16,8 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
     """Apply the logit transform.
 
     Returns:
-        z, (C, V) in fp32 (fp64 for fp64 inputs), and dz/draw as a float, (C, 1) or (C, V).
+        The final logits z, (C, V) fp32 (fp64 for fp64 inputs), and the derivative of z with respect
+        to the raw logits, which is a float or a tensor of shape (C, 1) or (C, V).
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope: Tensor | float = transform.logit_scale
@@ -26,7 +27,7 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
         tanh = torch.tanh(z / transform.softcap)
         z = tanh * transform.softcap
         slope = (1 - tanh * tanh) * slope
-    # One temperature per row broadcasts over the vocabulary.
+    # A temperature tensor has one element per row, which broadcasts over the vocabulary.
     if isinstance(transform.temperature, Tensor):
         temperature = transform.temperature.to(z.dtype)[:, None]
         return z / temperature, slope / temperature
@@ -43,10 +44,11 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Compute lse, log-probability of the target and entropy of every row.
+    """Compute the lse, the target's log-probability and the entropy of every row.
 
-    logp = -log(1 + Σ_{j≠target} e^z_j / e^z_target), so nothing cancels when the model is certain.
-    Columns at -inf contribute exactly 0. If a row contains NaN or +inf, its lse and logp are NaN.
+    The log-probability is computed as -log(1 + Σ_{j≠target} e^z_j / e^z_target), which keeps its
+    digits when the model is certain. Columns at -inf contribute exactly 0. If a row contains NaN or
+    +inf, its lse and logp are NaN.
 
     Args:
         logits: (C, V) raw logits.
@@ -78,23 +80,23 @@ def row_statistics(
     *,
     return_entropy: bool,
 ) -> RowStats:
-    """Compute `row_logps` of transformed logits, in the dtype of z.
+    """Compute the statistics of `row_logps` from transformed logits, in the dtype of z.
 
-    A row whose target is out of range still has the correct lse and entropy.
+    If a target is out of range, the lse and entropy of its row are still correct.
     """
     columns = target_columns(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
-    # The target is excluded from the sum and added by softplus below.
+    # Exclude the target from this sum. The softplus below adds it.
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
-    # logp = -softplus(x), written with functions whose bits do not depend on an element's position
-    # in the vector, as those of torch's softplus do. Above the limit, log(1 + e^x) = x in this
-    # precision.
+    # Compute logp = -softplus(x) from elementwise functions, because the bits of torch's softplus
+    # depend on the position of an element in the vector. Above the limit, log(1 + e^x) rounds to x.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
-    # A target at -inf contributes nothing, and z_target - logp would be NaN.
+    # If the target's logit is -inf, z_target - logp would be NaN. The lse is then that of the other
+    # columns.
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
-    # A row with +inf has no distribution: report NaN instead of a misleading number.
+    # A row with +inf defines no distribution. Report NaN instead of a misleading number.
     is_sound = lse < torch.inf
     lse = torch.where(is_sound, lse, torch.nan)
     logps = torch.where(is_sound, logps, torch.nan)
@@ -107,13 +109,16 @@ def row_statistics(
 
 
 def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
-    """Return the target columns, (C,), clamped into range."""
+    """Return the column index of each target, (C,), clamped into [0, V)."""
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
 def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows of each length k, (n,), and the positions of their elements, (n, k)."""
-    # One dense (n, k) block per length replaces a loop over rows.
+    """Yield (row numbers, element positions) for each length k that occurs.
+
+    The shapes are (n,) and (n, k) if n rows have the length k.
+    """
+    # Processing all rows of one length together avoids a loop over single rows.
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -131,12 +136,12 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:  # (C, V)
-    """Overwrite the logits (or `out`) with the gradient of Σ grad_logps·logp +
-    grad_entropy·entropy.
+    """Write the gradient with respect to the raw logits to `out`, or in place.
 
-    A row with both coefficients 0 gets exact zeros, even if it contains NaN. In the target column,
-    1 - p is computed as -expm1(logp), so nothing cancels when the model is certain. A target
-    outside [0, V) has no column.
+    It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
+    are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is
+    computed as -expm1(logp), which keeps its digits when the model is certain. A target outside [0,
+    V) has no column.
 
     Args:
         logits: (C, V) raw logits.
@@ -151,7 +156,7 @@ def row_grad_(
     Returns:
         The tensor that holds the gradient.
     """
-    # 1. Rows of unequal length are processed in groups of equal length.
+    # 1. Process rows of unequal length in groups of equal length.
     if offsets is not None:
         for here, at in rows_by_length(offsets):
             own = pick(here, *stats)
@@ -160,7 +165,7 @@ def row_grad_(
             rows = logits[0, at]
             logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform.rows(here))
         return logits
-    # 2. The gradient of the logp: -g·p, and g·(1 - p) in the target's column.
+    # 2. Compute the gradient of the logp, which is -g·p, and g·(1 - p) in the target column.
     out = logits if out is None else out
     lse, logps, entropy = stats
     z, slope = final_logits(logits, transform)
@@ -169,19 +174,19 @@ def row_grad_(
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
     columns = target_columns(target_ids, logits)[:, None]
-    # 1 - p = -expm1(logp) keeps its digits as p → 1.
+    # Compute 1 - p as -expm1(logp), which keeps its digits as p → 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
-    # A clamped column is not the target's.
+    # If a column index was clamped, the column does not belong to the target.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
-    # 3. The gradient of the entropy: -g_H·p·(log p + H).
+    # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
-        # A column with p = 0 has the limit 0; its log p is -inf.
+        # If p = 0, log p is -inf, but the gradient has the limit 0.
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
-    # 4. Rows without a coefficient are exact zeros.
+    # 4. Set rows without a coefficient to exact zeros, because they may contain NaN.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
 
@@ -196,16 +201,15 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Compute a token-level loss and its gradient: `row_logps`, the loss function, then
-    `row_grad_`.
+    """Compute a token-level loss and its gradient with respect to the raw logits.
 
-    A row whose target is outside [0, V) is excluded: its gradient and loss are 0, whatever the row
-    and its terms contain.
+    The steps are `row_logps`, the loss function and `row_grad_`. A row whose target is outside [0,
+    V) is excluded: its loss and gradient are 0, whatever its logits and terms contain.
 
     Args:
         logits: (C, V) raw logits.
-        out: (C, V) receives d raw-logits of Σ_t losses_t + grad_entropy_t·entropy_t; may be
-            `logits`.
+        out: (C, V) destination of the gradient of Σ_t losses_t + grad_entropy_t·entropy_t, which
+            may be `logits`.
         target_ids: (C,) int64.
         terms: the per-row inputs of the loss.
         config: the loss.
@@ -213,11 +217,11 @@ def row_loss_(
         return_entropy: also return the entropy.
 
     Returns:
-        The statistics, losses and coefficients of every row.
+        The statistics, losses and coefficients of every row, (C,) fp32 each.
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Excluded rows are set to 0 by a select, because they may contain NaN.
+    # Set excluded rows to 0 with a select, because they may contain NaN and 0·NaN is NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

@@ -1,10 +1,11 @@
-"""Backend selection by device, dtype and shape. All decisions about which kernels run are made
-here.
+"""Selection of the kernels that run, by device, dtype and shape.
+
+All decisions about backends and kernels are made in this module.
 
 Environment:
     GRPO_FAST_LOG=1: log to stderr which kernels run, once for each choice
-    GRPO_FAST_GEMM=auto|own|vendor: fp32 GEMM on the CPU: csrc (own) or torch (vendor); see
-        `uses_csrc_gemm` for auto
+    GRPO_FAST_GEMM=auto|own|vendor: implementation of matrix products on the CPU, which is csrc
+        (own) or torch (vendor). `uses_csrc_gemm` describes auto.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ logger = logging.getLogger("grpo_fast")
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
-# Device type → the backend that "auto" selects if it is available.
+# For each device type, the backend that "auto" selects if it is available.
 PREFERRED = {"cpu": "cpu", "cuda": "triton"}
-# For smaller vocabularies the C++ row kernels, which also compute the loss, are as fast as the
-# kernels that start from hidden states, and they need fewer Python calls.
+# With a smaller vocabulary, the C++ row kernels are as fast as the kernels that start from hidden
+# states. They also compute the loss, so they need fewer Python calls.
 FROM_HIDDEN = 2048
 
 # basicConfig does nothing if the application has configured logging.
@@ -44,7 +45,7 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 class Kernels(NamedTuple):
     """The kernel functions of one backend.
 
-    reference.py, cpu/linear.py and gpu/gradients.py document them.
+    The modules reference.py, cpu/linear.py and gpu/gradients.py document these functions.
     """
 
     row_logps: Callable[..., RowStats]
@@ -62,9 +63,10 @@ class Route(NamedTuple):
 
     Attributes:
         backend: "torch", "cpu" (C++) or "triton".
-        kernels: the backend's functions; those that start from hidden are None if not selected.
+        kernels: the backend's functions. `head_logps` and `head_exponentials` are None if the route
+            does not use them.
         exponentials: dtype of the output of `head_exponentials`; None: logits are stored instead.
-        product: implementation of the matrix products: "own" (csrc), "own, AMX", or "torch".
+        product: implementation of the matrix products, one of "own" (csrc), "own, AMX" and "torch".
     """
 
     backend: str
@@ -83,7 +85,7 @@ class Route(NamedTuple):
 
 
 def rows_route(backend: str, logits: Tensor) -> Route:
-    """Return the route for a matrix of given logits.
+    """Return the route of the row kernels for a matrix of logits.
 
     Raises:
         ValueError: the backend is unknown or cannot run here; the message gives the reason.
@@ -106,8 +108,7 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
-    # bf16 exponentials are as precise as bf16 d-logits. For fp32 and fp16 the kernels store logits
-    # instead.
+    # On a GPU, only bf16 weights store exponentials, which are as precise as bf16 d-logits.
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
@@ -120,11 +121,12 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 def kernel_module(rows: str, backend: str) -> ModuleType:
     """Return the module with the "support" or "divergence" kernels of a backend.
 
-    The modules support_reference.py and divergence_reference.py document the functions. They are
+    The modules support_reference.py and divergence_reference.py document these functions. They are
     also used if the C++ library is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
-    # The libraries build separately, so one may be missing while the row kernels exist.
+    # Each C++ library is built separately, so this one may be missing even if the row kernels
+    # exist.
     if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
     logger.info("grpo_fast: %s kernels are in kernels.%s", rows, name)
@@ -132,25 +134,29 @@ def kernel_module(rows: str, backend: str) -> ModuleType:
 
 
 def uses_csrc_gemm(x: Tensor) -> bool:
-    """Return whether products with x as second operand use csrc instead of torch.
+    """Return whether products with x as the second operand use csrc instead of torch.
 
-    Through MKL, torch multiplies fp32 on AMD CPUs without AVX-512. This reaches half of the speed
-    of csrc on a Zen 5 and up to nine tenths on a Zen 4; a Zen 3 has no AVX-512 and is equally fast.
-    Torch also rounds bf16 products to bf16, which moves logps by 1e-2. Therefore csrc is used for
-    fp32 on x86 CPUs not made by Intel, for bf16 if the CPU has 16-bit products, and for fp32 if the
-    user allows torch to round operands (medium matmul precision on AMX).
+    By default, csrc is used in three cases:
+
+    - The dtype is bf16, and the CPU has 16-bit products. Torch would round the product to bf16,
+      which changes logps by 1e-2.
+    - The dtype is fp32, and the CPU is an x86 CPU that was not made by Intel. There, MKL does not
+      use AVX-512. It reaches half of the speed of csrc on a Zen 5, and up to nine tenths on a Zen
+      4. On a Zen 3, which has no AVX-512, both are equally fast.
+    - The dtype is fp32, and the user allows torch to round operands (medium matmul precision on
+      AMX).
     """
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    # On Intel CPUs MKL uses AVX-512, so auto keeps torch's fp32 product.
+    # On Intel CPUs, MKL uses AVX-512, so "auto" selects torch's fp32 product.
     is_vendors = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
     return not is_vendors or gemm.vendor_rounds()
 
 
 @functools.cache
 def gemm_choice() -> str:
-    """Return the value of GRPO_FAST_GEMM."""
+    """Return the value of GRPO_FAST_GEMM, or "auto" if the variable is not set."""
     choice = os.environ.get("GRPO_FAST_GEMM", "auto")
     if choice not in GEMMS:
         raise ValueError(f"GRPO_FAST_GEMM: expected one of {list(GEMMS)}, got {choice!r}")
@@ -158,12 +164,13 @@ def gemm_choice() -> str:
 
 
 def _resolved(backend: str, x: Tensor) -> str:
-    """Return the backend for a tensor. An explicit name is used or an error is raised.
+    """Return the name of the backend for a tensor.
 
-    "auto" selects csrc on the CPU if it can be built, Triton on a GPU, and torch otherwise and for
-    fp64.
+    "auto" selects csrc on the CPU if it can be built, and Triton on a GPU. It selects torch in all
+    other cases, and always for fp64. A backend that the user names is never replaced: if it cannot
+    run, an error is raised.
     """
-    # fp64 is for reference results; no kernel supports it.
+    # fp64 is used for reference results, and only torch supports it.
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
             raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
@@ -178,8 +185,9 @@ def _resolved(backend: str, x: Tensor) -> str:
 
 @functools.cache
 def fallback_reason(device_type: str) -> str | None:
-    """Return why "auto" uses torch on a device type that has its own kernels, in one line,
-    or None.
+    """Return why "auto" falls back to torch on a device type, as a single line.
+
+    The result is None if the preferred backend is available, or if the device type has none.
     """
     preferred = PREFERRED.get(device_type)
     reason = unavailable(preferred, device_type) if preferred else None
@@ -205,7 +213,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"
         return loader.unavailable()
-    # Import Triton modules only here: the package need not be installed.
+    # Do not import Triton here, because the package may not be installed.
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
@@ -219,8 +227,10 @@ def unavailable(backend: str, device_type: str) -> str | None:
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """Build the route. `from_hidden` names the folder of the kernels that start from hidden
-    states.
+    """Build the route and cache it.
+
+    `from_hidden` is the folder of the kernels that start from hidden states, "cpu" or "gpu". If it
+    is empty, the route uses row kernels only.
     """
     rows = _module({"torch": "reference", "cpu": "cpu.rows", "triton": "gpu.rows"}[backend])
     kernels = Kernels(rows.row_logps, rows.row_grad_, rows.row_loss_)

@@ -1,4 +1,4 @@
-"""Token sets of a truncating sampler (top-p, top-k), as the public and the internal type."""
+"""Token sets of a truncating sampler (top-p, top-k), as a public type and as an internal type."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 class Support(NamedTuple):
     """The ids that a truncating sampler (top-p, top-k) kept for each token.
 
-    With `support=`, softmax, log-probability and entropy of row t are over the kept ids S_t only,
-    as in the sampler, and gradients outside S_t are exactly 0::
+    With `support=`, the softmax, log-probability and entropy of row t use only the kept ids S_t, as
+    the sampler did. Gradients outside S_t are exactly 0::
 
         z = z.masked_fill(~is_kept, -inf)          # z as in linear_logps, before log_softmax
 
-    The cost is that of Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps must be
-    computed with the same sets. There is one set for each of the T targets, in the order of
-    `target_ids.reshape(-1)`. An empty set means the full vocabulary. Sets of masked targets, and of
-    targets -100, are ignored.
+    The cost is proportional to Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps
+    must be computed with the same sets. There is one set for each of the T targets, in the order of
+    `target_ids.reshape(-1)`. An empty set means the full vocabulary. The set of a target is ignored
+    if the target is masked or -100.
 
     Attributes:
-        ids: (nnz,), int32 or int64. The sets, one after another: ids in [0, V), without repeats in
-            a set. Each active target must be in its own set.
-        offsets: (T+1,), int64. S_t is ids[offsets[t] : offsets[t + 1]]; the offsets go from 0 to
-            nnz.
+        ids: (nnz,), int32 or int64. The ids of all sets, one set after another. They are in [0, V),
+            and an id may occur only once in a set. Each active target must be in its set.
+        offsets: (T+1,), int64. The bounds of the sets, ascending from 0 to nnz: S_t is
+            ids[offsets[t] : offsets[t + 1]].
 
     Example:
         >>> import torch
@@ -49,19 +49,19 @@ class Support(NamedTuple):
         lengths: Sequence[int],
         device: torch.device | str,
     ) -> Support | None:
-        """Concatenate the sets of several completions. Return None if no completion has sets.
+        """Concatenate the token sets of several completions. Return None if no completion has sets.
 
         Args:
-            sets: for each completion the pair (ids, counts): the ids of its tokens' sets, one after
-                another, and a (length,) int64 tensor with the size of each set. None: the
-                completion was sampled from the full vocabulary.
-            lengths: tokens of each completion.
+            sets: one pair (ids, counts) for each completion. `ids` contains the sets of its tokens,
+                one after another. `counts` is a (length,) int64 tensor with the size of each set.
+                None: the completion was sampled from the full vocabulary.
+            lengths: number of tokens in each completion.
             device: the device of the result.
         """
         drawn = [one for one in sets if one is not None]
         if not drawn:
             return None
-        # A completion without sets gets empty sets.
+        # A completion without sets gets empty sets, which stand for the full vocabulary.
         counts = [
             torch.zeros(length, dtype=torch.int64) if one is None else one[1]
             for one, length in zip(sets, lengths, strict=True)
@@ -71,7 +71,7 @@ class Support(NamedTuple):
 
 
 class SupportRows(NamedTuple):
-    """The R active rows that have a token set, and their logits' positions."""
+    """The R active rows that have a token set, and the positions of their logits."""
 
     row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
     dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
@@ -81,30 +81,36 @@ class SupportRows(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The row of each logit, (nnz,) int64."""
+        """The row number of each logit, (nnz,) int64."""
         return rows_of(self.offsets, len(self.ids))
 
     def select(self, x: Tensor) -> Tensor:
-        """Select the rows with a token set from a tensor over all T active rows."""
+        """Return the rows with a token set. x has one row for each of the T active rows."""
         return x if self.row_index is None else x.index_select(0, self.row_index)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
-        """Merge values of the rows with a token set, (R,), with values of the remaining rows into
-        (T,).
+        """Merge the values of rows with and without a token set into one (T,) tensor.
+
+        Args:
+            own: (R,) values of the rows with a token set.
+            others: (T - R,) values of the rows without a token set; None if there are none.
         """
         if self.row_index is None:
             return own
         assert self.dense_index is not None and others is not None
-        # index_copy_ writes every row once: the two index sets partition the T rows.
+        # Every element is written once, because each of the T rows is in exactly one index tensor.
         merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """Return the row index of each of `count` elements of a vector split into rows by offsets
-    (R+1,).
+    """Return the row number of each element of a ragged vector, (count,) int64.
+
+    Args:
+        offsets: (R+1,) bounds of the rows in the vector.
+        count: number of elements of the vector.
     """
-    # `right=True` assigns an element at a row's start to that row, not to the row before.
+    # With `right=True`, the first element of a row belongs to that row, not to the row before.
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 

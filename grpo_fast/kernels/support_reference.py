@@ -14,7 +14,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
 
-# Upper bound for the number of gathered elements (of weight or hidden) in memory at a time.
+# Maximum number of elements of the weight or of hidden that are gathered at a time.
 BLOCK_ELEMENTS = 4 << 20
 
 
@@ -24,11 +24,11 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Find each target in its row's set.
+    """Find the position of each target in its token set.
 
     Returns:
-        (R,) int64 position of each target in its set, or -1 if absent; and a 0-d tensor with an id
-        that occurs twice in one set, or -1.
+        The (R,) int64 position of each target, or -1 if its set does not contain it; and a 0-d
+        tensor with an id that occurs twice in one set, or -1 if there is none.
     """
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
@@ -51,7 +51,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Compute the logit of every listed id and the statistics of every row.
+    """Compute the logits of all ids in the sets, and the statistics of every row.
 
     All results have at least fp32 precision. Slopes are computed only with `return_slopes`.
     """
@@ -63,7 +63,7 @@ def head_rows(
         raw[None], places, transform, return_entropy=return_entropy, offsets=offsets
     )
     if return_slopes:
-        # row_grad_ works in place, and raw is returned.
+        # row_grad_ overwrites its input, so pass a copy of `raw`, which is returned.
         own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, transform
         slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
     return HeadRows(raw, stats, slopes)
@@ -78,13 +78,13 @@ def _logits(
     for block in _blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
-        # A batched dot product, so the bits of a row do not depend on its block.
+        # Use a batched dot product, so that the bits of a row do not depend on its block.
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     return raw if bias is None else raw + bias[rows.ids].to(dtype)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Return (R, H) = Σ d·weight[id] over the ids of each row, in the dtype of d.
+    """Return Σ d·weight[id] over the ids of each row, (R, H) in the dtype of d.
 
     Ids with d = 0 contribute nothing, even if their weight row contains NaN.
     """
@@ -105,8 +105,9 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Compute out[id] = (or, with `add`, +=) Σ d·hidden over the occurrences of each id, in row
-    order.
+    """Write Σ d·hidden over all occurrences of each id to out[id].
+
+    The terms are added in row order. With `add`, the sums are added to `out` instead.
     """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     sources = rows.rows if index is None else index[rows.rows]

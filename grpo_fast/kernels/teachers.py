@@ -1,4 +1,4 @@
-"""Types that describe the teacher of a distillation term and the divergence to it."""
+"""Types for the teacher of a distillation term, and for the divergence from the teacher."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from grpo_fast.objective.divergences import DIVERGENCES
 
 @names_nearest
 class TeacherHead(NamedTuple):
-    """A teacher given by its hidden states and LM head, over the student's vocabulary.
+    """A teacher, given by its hidden states and its LM head.
 
-    No gradient flows to a teacher. If the two vocabularies differ in padding only, slice both heads
-    to the ids that they share.
+    The teacher must have the vocabulary of the student. If the vocabularies differ only in padding,
+    slice both heads to the shared ids. No gradient flows to the teacher.
 
     Attributes:
         hidden: (N, H') or (B, L, H'), float. The teacher's hidden states, one row for each row of
@@ -56,23 +56,26 @@ class TeacherHead(NamedTuple):
 
 @names_nearest
 class TeacherTopK(NamedTuple):
-    """A teacher given by an inference server: K ids with log-probabilities for every row.
+    """A teacher, given by K ids and their log-probabilities for every row.
 
-    The log-probabilities must be at the student's temperature. A server at temperature 1 with a
-    student at 0.7 adds 0.1 to 0.2 nats without meaning.
+    Inference servers return this form. The log-probabilities must be computed at the temperature of
+    the student. A server at temperature 1 and a student at temperature 0.7, for example, add 0.1 to
+    0.2 nats that have no meaning.
 
-    A row of -inf only contributes 0, for example at a masked token. Every other row needs a largest
-    log-probability of at least -1000, and must sum to 1 if K = V.
+    A row in which all log-probabilities are -inf contributes 0, which is useful for masked tokens.
+    In every other row, the largest log-probability must be at least -1000, and the probabilities
+    must sum to 1 if K = V.
 
     Attributes:
-        ids: (N, K) or (B, L, K), int64 or int32. The ids; none may repeat in a row, except where
-            the log-probability is -inf.
-        logps: (N, K) or (B, L, K), float. Their log-probabilities; -inf marks an unused place.
-        has_tail: if True, all other ids form one more category, with the mass that the K ids leave.
-            If False, the logps must be renormalised over the K ids, and the student is
-            renormalised, too.
-        floor: smallest mass of the tail, in (0, 1): the resolution of a sum of the server's
-            numbers.
+        ids: (N, K) or (B, L, K), int64 or int32. The ids. An id may occur only once in a row,
+            except where the log-probability is -inf.
+        logps: (N, K) or (B, L, K), float. The log-probabilities of the ids. -inf marks an unused
+            entry.
+        has_tail: if True, all other ids form one more category with the remaining probability. If
+            False, the logps must be renormalised over the K ids, and the student is renormalised
+            as well.
+        floor: smallest probability of the tail category, in (0, 1). Choose it as large as the
+            rounding error of a sum of the server's probabilities.
 
     Example:
         >>> import torch
@@ -96,15 +99,16 @@ Teacher = TeacherHead | TeacherTopK
 
 @names_nearest
 class DivergenceTerm(NamedTuple):
-    """The term of `linear_grpo_loss(divergence=...)`: coef·Σ_t w_t·D_t, with the token weights of
-    the loss.
+    """A divergence term that `linear_grpo_loss(divergence=...)` adds to the loss.
+
+    The term is coef·Σ_t w_t·D_t, where w_t are the token weights of the loss.
 
     Attributes:
         teacher: a `TeacherHead` or `TeacherTopK` with one row for each target, in the layout of
             target_ids.
         kind: "forward_kl", "reverse_kl" or "jsd" (see `linear_divergence`).
         coef: weight of the term, a number >= 0.
-        beta: the teacher's share in the mixture of "jsd", in (0, 1).
+        beta: weight of the teacher in the mixture of "jsd", in (0, 1).
 
     Example:
         >>> import torch
@@ -126,11 +130,11 @@ class DivergenceTerm(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A divergence of `DIVERGENCES`, with its parameter.
+    """The kind of a divergence (a key of `DIVERGENCES`), and its parameter.
 
     Attributes:
         kind: "forward_kl", "reverse_kl" or "jsd".
-        beta: the teacher's share in the mixture of "jsd".
+        beta: weight of the teacher in the mixture of "jsd".
     """
 
     kind: str

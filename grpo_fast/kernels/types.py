@@ -1,6 +1,7 @@
 """Types shared by the kernels and the passes over the LM head.
 
-T counts active tokens (rows with a target), C the rows of one chunk.
+In shapes, T is the number of active tokens (rows with a target), and C is the number of rows in one
+chunk.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from grpo_fast.kernels.support import SupportRows
 
-# (lse, logps, entropy or None) of some rows, each (C,) fp32.
+# Row statistics (lse, logps, entropy or None), each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# GEMMs get a multiple of this many rows. Below 8 rows MKL sums in a different order, so a row's
-# bits would depend on its batch.
+# The number of rows of every GEMM is padded to a multiple of this number. With fewer than 8 rows,
+# MKL sums in a different order, so the bits of a row would depend on its batch.
 ROW_MULTIPLE = 32
-# torch has no dtype for Positive16 (csrc/vec/storage.h: 0 to 2^30, ten significant bits). Tensors
-# hold its bits as int16.
+# Dtype of tensors with Positive16 numbers, which torch does not support. A Positive16 number is
+# between 0 and 2^30 and has ten significant bits (csrc/vec/storage.h).
 POSITIVE16 = torch.int16
 
 
@@ -34,14 +35,14 @@ class LogitTransform(NamedTuple):
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
     def rows(self, index: slice | Tensor) -> LogitTransform:
-        """Return the transform of the given rows."""
+        """Return the transform with the temperatures of the given rows only."""
         if isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
 
 
 class ActiveRows(NamedTuple):
-    """The T rows with a target: positions among the caller's N rows, targets and transform."""
+    """The T active rows (rows with a target) among the caller's N rows, and their targets."""
 
     num_rows: int  # N
     active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
@@ -52,25 +53,27 @@ class ActiveRows(NamedTuple):
     support: SupportRows | None = None  # None: all rows use the whole vocabulary
 
     def select(self, index: Tensor | None) -> ActiveRows:
-        """Return some active rows without their token sets, in the order of `index`; None: all
-        rows.
+        """Return the active rows at `index`, in that order and without their token sets.
+
+        If `index` is None, all rows are returned.
         """
         if index is None:
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
-        # None means "all rows in order", so its selection is the index itself.
+        # If x is None, it stands for all rows in order, so the selection is `index` itself.
         active, hidden = (index if x is None else x[index] for x in whole)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
         return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)
 
     def active(self, x: Any) -> Any:
-        """Select the T active rows from (N, …). Returns None for None."""
+        """Return the T active rows of x, which has N rows. None stays None."""
         return x if self.active_index is None or x is None else x.index_select(0, self.active_index)
 
     def to_rows(self, x: Any, fill: int = 0) -> Any:
-        """Scatter values of active rows, (T,), into (N,) with `fill` elsewhere. Returns None for
-        None.
+        """Scatter the values of the active rows, (T,), into a tensor of all rows, (N,).
+
+        The other rows are set to `fill`. None stays None.
         """
         if self.active_index is None or x is None:
             return x
@@ -100,7 +103,7 @@ class ChunkRows(NamedTuple):
 class RowLoss(NamedTuple):
     """Per-row results of `row_loss_`, (C,) fp32 each.
 
-    The kernel also writes d-logits to its `out`.
+    The kernel writes the gradient with respect to the logits to its `out` argument.
     """
 
     lse: Tensor
@@ -111,7 +114,7 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Flags for the gradients that a pass must compute."""
+    """Flags that say which gradients a pass must compute."""
 
     hidden: bool
     weight: bool
@@ -119,10 +122,10 @@ class Wanted(NamedTuple):
 
 
 class AddedRows(NamedTuple):
-    """Scaled rows to add to a matrix in fp32: total[ids[t]] += coefficients[t]·values[rows[t]].
+    """Scaled rows that are added to a matrix in fp32.
 
-    Terms with a coefficient of 0 are skipped, even if `values` contains NaN. Terms with equal ids
-    are added in order of t.
+    The operation is total[ids[t]] += coefficients[t]·values[rows[t]]. Terms with a coefficient of 0
+    are skipped, even if `values` contains NaN. Terms with equal ids are added in the order of t.
     """
 
     coefficients: Tensor  # (T,) fp32
@@ -131,25 +134,24 @@ class AddedRows(NamedTuple):
     rows: Tensor | None = None  # (T,) int64, None: t
 
     def terms(self) -> Tensor:
-        """Return the (T, N) fp32 rows to add, one for each coefficient."""
+        """Return the (T, N) fp32 scaled rows, one for each coefficient."""
         count = len(self.coefficients)
         values = self.values[:count] if self.rows is None else self.values[self.rows]
         return scaled_rows(values, self.coefficients)
 
     def add_to_(self, total: Tensor) -> None:
-        """Add the rows to (V, N) fp32 sums in a separate pass."""
+        """Add the scaled rows to `total`, which contains (V, N) fp32 sums."""
         assert self.ids is not None
         add_rows_(total, self.ids, self.terms())
 
 
 class Dominant(NamedTuple):
-    """Elements of a 16-bit matrix (C, V) that make up more than 1/16 of their row, with fp32
-    values.
+    """The fp32 values of the dominant elements of a 16-bit matrix (C, V).
 
-    A row has at most 16 of them. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the
-    row and W_j is close to W_target, the difference nearly cancels, and the rounding error of d_j
-    becomes a large part of the result. The rounding errors of these elements are therefore added to
-    dH in fp32.
+    An element is dominant if it makes up more than 1/16 of its row, so a row has at most 16 of
+    them. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and W_j is close to
+    W_target, the difference nearly cancels, and the rounding error of d_j becomes a large part of
+    the result. Therefore the rounding errors of dominant elements are added to dH in fp32.
     """
 
     rows: Tensor  # (n,) int64
@@ -157,19 +159,22 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
-        """Return the errors of rounding `matrix` to bf16 at these elements."""
-        # The product rounds the stored element to bf16.
+        """Return the errors that rounding `matrix` to bf16 causes at these elements."""
+        # The matrix product rounds the stored elements to bf16, so apply the same rounding here.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Keep the elements of the given rows (of `count` in all) and renumber the rows."""
+        """Return the elements in the given rows, renumbered by their position in `rows`.
+
+        `count` is the number of rows before the selection.
+        """
         # places maps an old row number to its new one, or -1 if the row was dropped.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """Keep the elements of the given columns."""
+        """Return the elements in the given columns."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
@@ -193,7 +198,7 @@ class Dominant(NamedTuple):
 class Coefficients(NamedTuple):
     """Factors that turn exponentials into d-logits.
 
-    d-logits = by_row[:, None]·exponentials, plus by_target in the targets' columns.
+    The d-logits are by_row[:, None]·exponentials, plus by_target in the target columns.
     """
 
     by_row: Tensor  # (padded C,) fp32
@@ -202,7 +207,7 @@ class Coefficients(NamedTuple):
     rounding_errors: Dominant | None = None  # of dominant elements in 16 bits
 
     def select(self, rows: Tensor) -> Coefficients:
-        """Select rows, padded to a multiple of ROW_MULTIPLE."""
+        """Return the given rows, padded with zeros to a multiple of ROW_MULTIPLE."""
         by_row, by_target = (pad_rows(x.index_select(0, rows)) for x in self[:2])
         errors = self.rounding_errors
         errors = None if errors is None else errors.of_rows(rows, len(self.target_ids))
@@ -210,10 +215,10 @@ class Coefficients(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """Results of `head_exponentials` for its rows. The kernel also writes a matrix E to its `out`.
+    """Per-row results of `head_exponentials`, which also writes the matrix E to its `out`.
 
     The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, plus
-    g·target_unit in the targets' columns, where E is 0. All elements of E are finite.
+    g·target_unit in the target columns, where E is 0. All elements of E are finite.
     """
 
     stats: RowStats
@@ -228,18 +233,19 @@ def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def scaled_rows(x: Tensor, coefficients: Tensor) -> Tensor:
-    """Return coefficients[:, None]·x, (C, H) fp32, with exact zeros where a coefficient is 0.
+    """Return coefficients[:, None]·x, (C, H) fp32.
 
-    A select instead of a product: 0·NaN would be NaN.
+    Rows with coefficient 0 are exactly 0, even if x contains NaN.
     """
     return torch.where(coefficients[:, None] == 0, 0.0, x * coefficients[:, None])
 
 
 def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Add rows in place: total[index] += rows. Equal indices are added in their order.
+    """Add rows in place, total[index] += rows, in a reproducible order.
 
-    The order makes the sum reproducible. On a GPU index_add_ is not deterministic, but index_put_
-    sorts. On a CPU index_put_ is not deterministic, but index_add_ is sequential.
+    Rows with equal indices are added one after another. On a GPU, index_add_ is not deterministic,
+    but index_put_ sorts the indices. On a CPU, index_put_ is not deterministic, but index_add_ is
+    sequential.
     """
     if total.is_cuda:
         total.index_put_((index,), rows, accumulate=True)
@@ -248,7 +254,7 @@ def add_rows_(total: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def padded(count: int) -> int:
-    """Round up to a multiple of ROW_MULTIPLE."""
+    """Return `count` rounded up to a multiple of ROW_MULTIPLE."""
     return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -259,7 +265,7 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Detach x if necessary. (`Tensor.detach` costs a microsecond.)"""
+    """Return x detached. Calling `Tensor.detach` only if necessary saves a microsecond."""
     return x.detach() if x.requires_grad else x
 
 
@@ -279,7 +285,10 @@ def dense_vector(x: Tensor) -> Tensor:
 def transform_arguments(
     transform: LogitTransform,
 ) -> tuple[float, float | None, float, Tensor | None]:
-    """Return `(logit_scale, softcap, temperature, temperatures)` for a kernel call, as floats."""
+    """Return (logit_scale, softcap, temperature, temperatures), the arguments of a kernel call.
+
+    The first three are floats, and softcap may be None. `temperatures` is None or (C,) fp32.
+    """
     scale = float(transform.logit_scale)
     softcap = None if transform.softcap is None else float(transform.softcap)
     if isinstance(transform.temperature, Tensor):
@@ -295,7 +304,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert 16-bit numbers, POSITIVE16 included, to fp32; return others unchanged."""
+    """Convert a 16-bit tensor, including POSITIVE16, to fp32. Return other tensors unchanged."""
     if x.dtype == POSITIVE16:
         # int16 is sign-extended, so mask the upper half.
         bits = x.to(torch.int32) & 0xFFFF

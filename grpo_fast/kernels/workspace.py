@@ -1,6 +1,4 @@
-"""Memory management: asynchronous copies to the host, the chunk workspace and fast zeros on
-CPUs.
-"""
+"""Memory helpers: the chunk workspace, asynchronous copies to the host, and fast zeros on CPUs."""
 
 from __future__ import annotations
 
@@ -15,17 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# From this size on, zeros come from fresh pages, which Linux has already cleared.
+# Tensors of at least this many bytes use fresh memory pages, which Linux has already set to zero.
 ZERO_PAGES_FROM = 8 << 20
-# Linux's value of the constant, which Python's mmap module does not define.
+# Value of the Linux constant, which Python's mmap module does not define.
 MADV_POPULATE_WRITE = 23
-# By default logits may take 1/32 of a GPU's memory. 8192 rows of 151936 16-bit logits take 2.3 GiB,
-# which a thirty-second of the smallest H100 (78 GiB) holds in one chunk.
+# By default, logits may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), this is enough
+# for 8192 rows of 151936 16-bit logits (2.3 GiB) in one chunk.
 GPU_SHARE = 32
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros on the CPU. Large tensors use fresh pages, which several threads fault in."""
+    """Return a CPU tensor of zeros.
+
+    Large tensors use fresh memory pages, which several threads fault in concurrently.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size < ZERO_PAGES_FROM or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
@@ -36,7 +37,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     def take(start: int) -> None:
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
-        # A kernel that does not know the advice ignores it; pages are then faulted in on first
+        # Old Linux kernels do not support this advice. Pages are then faulted in on the first
         # write.
         libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
@@ -60,7 +61,10 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 
 
 def gpu_bytes(device: torch.device) -> int:
-    """Return a GPU's memory in bytes, or 0 if torch sees no GPU (when a run is only planned)."""
+    """Return the memory of a GPU in bytes, or 0 if torch finds no GPU.
+
+    A run can be planned on a machine without a GPU.
+    """
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).total_memory
@@ -71,16 +75,18 @@ def workspace_bytes(
 ) -> int:
     """Return how many bytes of logits may exist at a time.
 
-    GRPO_FAST_WORKSPACE_MIB sets the size. The default is 1/32 of a GPU's memory and at least 1 GiB,
-    and on the CPU 128 Mi logits: 512 MiB in fp32, 256 MiB in 16 bits. For scale, 8192 rows of
-    151936 16-bit logits take 2.3 GiB, and the default of an H200 is 4.3 GiB. Every further chunk
-    costs one more pass over W and dW.
+    The environment variable GRPO_FAST_WORKSPACE_MIB sets the size. On a GPU, the default is 1/32 of
+    the memory and at least 1 GiB. On the CPU, it is 128 Mi logits, which take 512 MiB in fp32 and
+    256 MiB in 16 bits.
+
+    For comparison, 8192 rows of 151936 16-bit logits take 2.3 GiB, and the default of an H200 is
+    4.3 GiB. Each additional chunk costs one more pass over W and dW.
 
     Args:
-        device: where the logits are.
-        bytes_per_logit: scales the default on the CPU.
-        spared: bytes added to the result: what a single chunk saves elsewhere.
-        memory: GPU memory in bytes, for a GPU of another machine; None: ask the device.
+        device: the device of the logits.
+        bytes_per_logit: size of a logit, which scales the default on the CPU.
+        spared: bytes that a single chunk saves elsewhere, which are added to the result.
+        memory: GPU memory in bytes, if the GPU is in a different machine; None: query the device.
 
     Raises:
         ValueError: GRPO_FAST_WORKSPACE_MIB is not a whole number.
@@ -94,19 +100,21 @@ def workspace_bytes(
     return (int(text) << 20) + spared
 
 
-# Keep one CPU workspace up to this size between calls. Fresh pages cost a small loss 20% of its
-# time.
+# Maximum size of the CPU workspace that is kept between calls. Without a kept workspace, a small
+# loss spends 20% of its time on fresh memory pages.
 KEPT_BYTES = 128 << 20
-# Holds at most one workspace. `pop` and slice assignment are atomic, so threads need no lock.
+# This list holds at most one workspace. `pop` and slice assignment are atomic, so threads need no
+# lock.
 _spare: list[Tensor] = []
 
 
 def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised (rows, columns) tensor on the device of `like`, reusing the spare
-    one.
+    """Return an uninitialised (rows, columns) tensor on the device of `like`.
+
+    On the CPU, the spare workspace is used if it is large enough.
     """
     spare = None
-    # GPU memory is cached by torch's allocator.
+    # On a GPU, torch's allocator caches memory, so no spare workspace is needed.
     if _spare and like.is_cpu:
         try:
             spare = _spare.pop()
@@ -119,8 +127,8 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
-    """Keep a workspace for the next call. The caller must not use it any more."""
-    # An inference tensor cannot be written outside inference mode.
+    """Keep a workspace for the next call. The caller must not use it afterwards."""
+    # A tensor that was created in inference mode cannot be modified outside of inference mode.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.

@@ -1,4 +1,7 @@
-"""Calls of the CUDA attention kernels without a GPU: on meta tensors, and with fake packages."""
+"""Tests of the calls to CUDA attention kernels, without a GPU.
+
+The kernels are called on meta tensors, or replaced by fake packages.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,9 @@ EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
-    """Run a bf16 model forward and backward on shapes only, and check the arguments and results of
-    torch's kernels.
+    """Run a bf16 model on meta tensors, and check how it calls torch's attention kernels.
+
+    Forward and backward run on shapes only. The test checks the arguments and the results.
     """
     calls = []
     fields = {"sliding_window": window} if window else {}
@@ -45,8 +49,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     kernel = Kernel(spy, dispatch.cuda.aten_backward)
     provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
-    # transformers looks for packed sequences in the values of position_ids, to build a mask that we
-    # have no use for
+    # transformers would read the values of position_ids to find packed sequences, but meta tensors
+    # have no values. Our attention does not use the mask that transformers would build.
     monkeypatch.setattr(
         "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
     )
@@ -58,8 +62,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     assert logits.shape == (1, pack.layout.total, 61) and logits.dtype == torch.bfloat16
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    # Per layer: every segment attends to itself, and completions to their prompt. With a window,
-    # one call with copied keys.
+    # In each layer, every segment attends to itself, and completions attend to their prompt. With a
+    # window, one call with copied keys does both.
     per_layer = (
         [(True, (3, 0), 9, 10)] if window else [(True, (-1, 0), 9, 9), (False, (-1, -1), 12, 9)]
     )
@@ -67,15 +71,19 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 
 def spans_of(cu_q, cu_k, causal):
-    """Return the spans that a package would read. Keys without queries are allowed, but not the
-    reverse.
+    """Return the spans that a package would read from its arguments.
+
+    Keys without queries are allowed, but queries without keys are not.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
     return Spans.of(cu_q.diff().tolist(), cu_k.diff().tolist(), causal=causal)
 
 
 def rule_of(spans, scale, left, right, softcap):
-    """Return the rule that a package would derive from its arguments; None means −1."""
+    """Return the attention parameters that a package would derive from its arguments.
+
+    If `left` or `right` is None, it stands for -1, which means no limit.
+    """
     left, right = (-1 if x is None else x for x in (left, right))
     assert right == 0 if spans.causal and left >= 0 else spans.causal or left == right == -1
     return AttentionParams(scale, left + 1 if left >= 0 else None, softcap or None)
@@ -89,8 +97,8 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
 
 
 # Documented signatures of packages that cannot be installed without a GPU: flash-attn 2.8 (private
-# functions), FA3 (hopper) and FA4, without arguments that are never passed. Signatures of torch's
-# CUDA kernels come from their schemas.
+# functions), FA3 (hopper) and FA4. Arguments that are never passed are left out. The signatures of
+# torch's CUDA kernels come from their schemas.
 FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
 WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
 FA4_KEYS = "window_size_left=None, window_size_right=None"
@@ -139,15 +147,16 @@ RENAMED = {
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
     "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# Further results of a forward. The backward receives the random state.
+# Additional results of a forward function. The backward function receives the random state.
 STATE = torch.zeros(2, dtype=torch.uint64)
 MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
         "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
 def stand_ins(name: str) -> tuple[Callable, Callable]:
-    """Return forward and backward with a package's signatures, implemented by the explicit
-    kernel.
+    """Return a forward and a backward function with the signatures of a package.
+
+    The explicit kernel computes their results.
     """
 
     def bound(parameters: str) -> Callable:
@@ -192,7 +201,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
 def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
-    """Check every argument, and the merged result."""
+    """Check every argument that a package receives, and the merged result."""
     path, *_ = SIGNATURES[name]
     module_name, _, function_name = path.rpartition(".")
     module = ModuleType(module_name or "aten")

@@ -1,8 +1,8 @@
-"""CUDA graph capture without a GPU: no value reaches the host on the GPU path.
+"""Tests of CUDA graph capture without a GPU: the GPU path must not read values on the host.
 
 A meta tensor has no values, so every operation that reads one (`nonzero`, `item`, `bool`, `cpu`, a
-mask as index) raises, as it would during capture. Meta tensors report that they are on a GPU.
-Triton launches are skipped, because they take pointers and lengths only.
+mask as index) raises, as it would during capture. In these tests, meta tensors report that they are
+on a GPU. Triton launches are skipped, because they take only pointers and lengths.
 tests/gpu/test_gpu_graphs.py captures and replays on a real GPU.
 """
 
@@ -40,7 +40,7 @@ class OnGpu(TorchFunctionMode):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Simulate an active capture; `recorded(False)` ends it."""
+    """Simulate an active capture. Calling `recorded(False)` ends the simulation."""
     pytest.importorskip("triton")
     gpu = "grpo_fast.kernels.gpu"
     for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
@@ -49,7 +49,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(f"{gpu}.linear.tiles", lambda matrix, *shape: matrix)
     monkeypatch.setattr(f"{gpu}.linear.architecture", lambda device: "sm_90")
     monkeypatch.setattr(f"{gpu}.scale.scale_", lambda gradient, factor: gradient)
-    # torch.is_autocast_enabled knows no meta device.
+    # torch.is_autocast_enabled does not support the meta device.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     monkeypatch.setattr(backends, "_auto", lambda device_type: "triton")
 
@@ -88,7 +88,7 @@ CONFIGS = {
 
 
 def gradients(total, leaves):
-    """Compute `torch.autograd.grad`, which itself would disable the mode during the call."""
+    """Compute gradients without `torch.autograd.grad`, which would disable the `OnGpu` mode."""
     leaves = tuple(leaves)
     return _engine_run_backward(
         (total,), (torch.ones_like(total),), False, False, leaves, accumulate_grad=False
@@ -104,7 +104,7 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    # dW is written in 16 bits by one product.
+    # Make a single product write dW in 16 bits, even at this small size.
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
@@ -143,8 +143,9 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):
-    """Without capture the same calls do read values: the number of inactive rows, and targets of
-    -100.
+    """Check that the same calls do read values without a capture.
+
+    They read the number of inactive rows, and look for targets of -100.
     """
     recorded(False)
     # The value checks would start an asynchronous copy of their flags.
@@ -167,8 +168,9 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_what_is_selected_away(monkeypatch, return_entropy):
-    """On the CPU with simulated capture: targets of -100 and rows without coefficient change no
-    result.
+    """Check that excluded rows change no result during a simulated capture on the CPU.
+
+    Excluded rows have a target of -100, or no coefficient.
     """
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g) / 4

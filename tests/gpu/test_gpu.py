@@ -1,8 +1,8 @@
-"""The Triton backend on a real GPU against torch in fp32 on the CPU, which the oracles compare with
-fp64.
+"""Tests of the Triton backend on a real GPU against torch in fp32 on the CPU.
 
-Run by `benchmarks/gpu_session.sh --part tests`. Only a GPU shows races, misaligned vector loads and
-wrong tensor-core code; the interpreter and the compile tests cannot.
+Other tests compare the torch backend with fp64. `benchmarks/gpu_session.sh --part tests` runs these
+tests. Only a GPU shows races, misaligned vector loads and wrong tensor-core code. The interpreter
+and the compile tests cannot show them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
-# (H, V): a small unaligned head, one block, a real vocabulary, rows that are not 16-byte aligned.
+# The cases (H, V) are a small unaligned head, one block, a real vocabulary, and rows that are not
+# 16-byte aligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Relative L2 error of gradients: in fp32 twice the numerical contract's limit (both sides round),
-# in bf16 the limit.
+# Limits of the relative L2 error of gradients. In bf16, it is the limit of the numerical contract.
+# In fp32, it is twice that limit, because both sides round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
 
 def make_batch(h: int, v: int, dtype: torch.dtype) -> tuple[dict, dict]:
-    """Return arguments of `linear_grpo_loss` on the CPU, with log ratios away from every clip
-    bound.
+    """Return positional and keyword arguments of `linear_grpo_loss`, on the CPU.
+
+    The log ratios are not close to any clip bound.
     """
     g = torch.Generator().manual_seed(h + v)
     n = sum(LENGTHS)
@@ -50,7 +52,7 @@ def config_of(loss_type: str, **options) -> LossConfig:
 
 
 def run(function, positional: dict, keywords: dict, config: LossConfig, device: str, backend: str):
-    """Return (loss, logps, gradients of floating inputs) from a device, in fp64 on the CPU."""
+    """Run a loss function on a device. Return (loss, logps, gradients) in fp64 on the CPU."""
     inputs = [value.to(device) for value in positional.values()]
     trained = ("hidden", "weight", "logits")
     leaves = [x.requires_grad_() for x, n in zip(inputs, positional, strict=True) if n in trained]
@@ -61,7 +63,7 @@ def run(function, positional: dict, keywords: dict, config: LossConfig, device: 
 
 
 def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 0) -> None:
-    """Compare results. `width` is the hidden size of a product on tensor cores."""
+    """Check that results agree. `width` is the hidden size if tensor cores compute the logits."""
     bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both sides round
     assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
@@ -75,7 +77,7 @@ def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=linear_grpo_loss):
-    """Compare the GPU with fp32 on the CPU."""
+    """Check the result on the GPU against fp32 on the CPU."""
     upcast = dict(zip(positional, wide(positional.values(), torch.float32), strict=True))
     expected = run(function, upcast, keywords, config, "cpu", "torch")
     width = positional["hidden"].shape[1] if "hidden" in positional else 0
@@ -86,9 +88,10 @@ def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_every_objective(loss_type, dtype):
-    """Every objective agrees with torch, with a KL term if it has a reference.
+    """Check that every objective agrees with torch.
 
-    In kimi, beta weighs the squared log ratio.
+    The loss includes a KL term if the objective uses a reference model. In kimi, beta is the weight
+    of the squared log ratio.
     """
     positional, keywords = make_batch(64, 1024, dtype)
     has_reference = OBJECTIVES[loss_type].reference
@@ -135,8 +138,8 @@ def problem(n: int, h: int, v: int) -> tuple:
     return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
 
 
-# Rows, H and V around the tile of 128 x 256 (pieces of 64 columns), the slice of 2048 and 16-byte
-# rows.
+# The sizes are close to those of a tile (128 x 256, in pieces of 64 columns), a slice (2048
+# columns) and an aligned row (16 bytes).
 @pairs(
     n__h__v=[
         (1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
@@ -146,7 +149,7 @@ def problem(n: int, h: int, v: int) -> tuple:
     workspace=["1024", "0"],
 )  # fmt: skip
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
-    """The bf16 path with exponentials agrees with fp64, in one chunk and in chunks of 32 rows."""
+    """Check the bf16 path with exponentials against fp64, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     inputs = problem(n, h, v)
     exact = linear_gradients(*wide(inputs, torch.float64), "torch", softcap=softcap)
@@ -160,7 +163,10 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
 
 
 def test_weights_of_unlikely_targets_and_of_nan():
-    """-logp up to 1000 gives finite gradients, and NaN rows without advantage change nothing."""
+    """Check the gradients of rows with unlikely targets and with NaN.
+
+    A -logp of up to 1000 gives finite gradients. A row with NaN but no advantage changes nothing.
+    """
     hidden, weight, target_ids, advantages = problem(300, 64, 5000)
     weight[7], target_ids[:4] = 0.0, 7
     weight[7, 0] = 1.0
@@ -179,10 +185,10 @@ def test_weights_of_unlikely_targets_and_of_nan():
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_row_does_not_depend_on_its_batch(entropy):
-    """logps are bitwise independent of batch, order, entropy (a different tile) and gradient.
+    """Check that logps are bitwise independent of batch, order, entropy and gradient.
 
-    dH is excluded: its product is the vendor's, which may split sums depending on the number of
-    rows.
+    Computing the entropy uses a different tile. dH is excluded, because the vendor's GEMM may split
+    its sums depending on the number of rows.
     """
     hidden, weight, target_ids, advantages = (x.to(DEVICE) for x in problem(700, 896, 32000))
     given = hidden, weight, target_ids, advantages
@@ -196,7 +202,7 @@ def test_a_row_does_not_depend_on_its_batch(entropy):
 
 
 def test_deterministic_algorithms_change_no_bit():
-    """torch's deterministic mode raises no error and changes no result."""
+    """Check that torch's deterministic mode raises no error and changes no result."""
     inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
     plain = linear_gradients(*inputs, BACKEND)
     torch.use_deterministic_algorithms(True)
@@ -208,8 +214,9 @@ def test_deterministic_algorithms_change_no_bit():
 
 
 def test_bad_offsets_leave_the_context_alive():
-    """Invalid offsets are clamped on the GPU. The next call raises, and the call after that
-    works.
+    """Check that invalid offsets do not break the CUDA context.
+
+    The GPU clamps the offsets. The next call raises an error, and the call after that works.
     """
     logps = torch.zeros(9, device=DEVICE, requires_grad=True)
     for offsets in ([0, 4, 6, 12], [0, 2**62, -(2**62), 9], [9, 0, 0, 0]):

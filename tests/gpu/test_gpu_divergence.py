@@ -1,4 +1,4 @@
-"""Divergences on a real GPU against fp64 on the CPU, for every kind and dtype."""
+"""Tests of divergences on a real GPU against fp64 on the CPU, for every kind and dtype."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Stress tests on a real GPU: repeated runs next to a busy stream, long rows, more than 2³¹
-logits.
-"""
+"""Stress tests on a real GPU: runs next to a busy stream, long rows, more than 2³¹ logits."""
 
 from __future__ import annotations
 
@@ -13,17 +11,19 @@ from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_lo
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
-# Tokens of one completion: exceeds a grid dimension of 65535, and 32-bit products with V.
+# Number of tokens in one completion. It exceeds the grid dimension limit of 65535, and its product
+# with V exceeds 32 bits.
 LONG = 131072
-# Relative L2 error of gradients: the numerical contract's limit for bf16. The loss's limit is
-# relative to a token's loss.
+# BAR limits the relative L2 error of gradients, as the numerical contract does for bf16. LOSS_BAR
+# limits the error of the loss, relative to the loss of one token.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
 
 def random_tokens(n: int, vocab: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return targets, one advantage, and log ratios away from the clip bounds, for one completion
-    of n tokens.
+    """Return random targets, one advantage and log ratios for one completion of n tokens.
+
+    The log ratios are not close to the clip bounds.
     """
     log_ratio = torch.tensor([-0.6, -0.05, 0.0, 0.08], device=DEVICE)[
         torch.randint(4, (n,), generator=generator, device=DEVICE)
@@ -84,7 +84,7 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # Independent work on the same multiprocessors.
+        # Run independent work on the same multiprocessors.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):
@@ -95,7 +95,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
 
 @pytest.mark.parametrize(
     ("rows", "vocab"),
-    # One long completion with odd rows; 2.16e9 logits, 4.3 GB in bf16.
+    # The first case is a long completion with rows of odd length. The second case has 2.16e9
+    # logits, which take 4.3 GB in bf16.
     [(LONG, 1003), (16500, LONG)],
     ids=["L131072", "NV-above-2**31"],
 )

@@ -1,7 +1,7 @@
-"""CUDA graphs on a real GPU: captured once, replayed with new values, bitwise equal to a call.
+"""Tests of CUDA graphs on a real GPU: a replay with new values must equal a call bit for bit.
 
-Run by `benchmarks/gpu_session.sh --part tests`. grpo_fast/kernels/gpu/capture.py says what can be
-captured. tests/gpu/test_cuda_graphs.py checks without a GPU that this path reads no values.
+`benchmarks/gpu_session.sh --part tests` runs them. grpo_fast/kernels/gpu/capture.py says what can
+be captured. tests/gpu/test_cuda_graphs.py checks without a GPU that this path reads no values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ T, H, V, B = 192, 128, 5000, 3
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
-    """Return one batch. Every row has a coefficient, so an uncaptured call skips none."""
+    """Return a random batch in which every row has a coefficient.
+
+    A call outside of a graph therefore skips no row.
+    """
     g = torch.Generator().manual_seed(seed)
     cut = torch.randint(1, T - 1, (2,), generator=g).sort().values
     found = {
@@ -37,7 +40,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
-    """Return a step that computes loss, logps, metrics and the gradients of the named tensors."""
+    """Return a function that computes loss, logps, metrics and gradients of the named tensors."""
     config = LossConfig(beta=0.1, **options)
 
     def step(x: dict) -> list:
@@ -79,8 +82,10 @@ STEPS = {
 
 
 def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUDAGraph, list]:
-    """Return the graph of a step on static inputs and its outputs, after a warm-up on a side
-    stream.
+    """Capture a step on static inputs, after a warm-up on a side stream.
+
+    Returns:
+        The graph, and the outputs of the captured step.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -97,7 +102,7 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
 @pytest.mark.parametrize("workspace", ["1024", "0"])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay(name, workspace, monkeypatch):
-    """A replay equals a call bit for bit, in one chunk and in chunks of 32 rows."""
+    """Check that a replay equals a call bit for bit, in one chunk and in chunks of 32 rows."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     step, static = STEPS[name], values(0)
     graph, results = recorded(step, static)
@@ -112,7 +117,11 @@ def test_replay(name, workspace, monkeypatch):
 
 
 def test_rows_without_a_target_or_coefficient():
-    """Masked in the graph, skipped in a call: equal except for the order of the vendor's sums."""
+    """Check that a graph and a call agree if some rows have no target.
+
+    The graph masks these rows, and the call skips them. The gradients differ only in the order of
+    the vendor's sums.
+    """
     static = values(0)
     static["target_ids"][5:60] = -100
     graph, results = recorded(masked_step, static)
@@ -124,7 +133,7 @@ def test_rows_without_a_target_or_coefficient():
 
 
 def test_refused_and_usable_afterwards():
-    """An argument that cannot be captured raises an error, and the next call works."""
+    """Check that an argument that cannot be captured raises, and that the next call works."""
     x = values(0)
     given = {
         "cu_seqlens": x["cu_seqlens"],

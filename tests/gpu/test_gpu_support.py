@@ -1,5 +1,6 @@
-"""Token sets on a real GPU against fp64. Repeated runs, and runs without gradient, have the same
-bits.
+"""Tests of token sets on a real GPU against fp64.
+
+Repeated runs, and runs without gradient, must have the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
 T, V, K = 512, 32000, 50
-# Relative L2 error of gradients: the numerical contract's limit for bf16 results.
+# Limits of the relative L2 error of gradients. For bf16, it is the limit of the numerical contract.
 BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
@@ -24,9 +25,10 @@ CONFIGS = {
 
 
 def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tuple:
-    """Return hidden, weight, further arguments and the sets.
+    """Return hidden, weight, the token arguments and the token sets.
 
-    One id is in every set. Half of the other ids come from a hundred frequent ones.
+    One id is in every set. Half of the other ids come from a hundred frequent ids. With
+    `some_dense`, every fifth set is empty.
     """
     g = torch.Generator().manual_seed(width)
     hidden, weight = torch.randn(T, width, generator=g), torch.randn(V, width, generator=g)
@@ -70,7 +72,7 @@ def old_logps(tensors, tokens, support, config) -> torch.Tensor:
         return linear_logps(*tensors, tokens["target_ids"], support=support, **transform)
 
 
-# Widths with 4, 8 and 16 warps, an odd width, and one that uses the reference.
+# The widths use 4, 8 and 16 warps. 897 is odd, and 9000 uses the reference implementation.
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("width", "dtype"),
@@ -104,7 +106,7 @@ def test_given_logits(dtype):
 
 
 def test_the_same_bits():
-    """Repeated runs agree bit for bit, and the ratio to a pass without gradient is exactly 1."""
+    """Check that repeated runs agree bit for bit, and that logps equal those without a gradient."""
     hidden, weight, tokens, support = problem(4096, torch.bfloat16)
     old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
     runs = [

@@ -46,8 +46,8 @@ def cache_folder() -> Path:
 def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Path:
     """Return the library whose name begins with `stem`, building it if necessary.
 
-    A build appears in the folder by one atomic rename, so several processes may build at the same
-    time.
+    A finished build is moved into the folder by an atomic rename, so several processes may build at
+    the same time.
 
     Args:
         folder: the cache folder.
@@ -58,7 +58,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         OSError: the folder cannot be created, read or written.
         ValueError: the folder belongs to another user, whose code would then run in this process.
     """
-    # Mode 0700: code in this folder is executed.
+    # Use mode 0700, because code in this folder is executed.
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_trusted(folder):
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
@@ -73,9 +73,9 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         output = Path(scratch) / f"{stem}.so"
         build(output)
         target = folder / _name(output, stem)
-        # Atomic: other processes see either no file or the complete file.
+        # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged files only after the new one exists.
+    # Remove damaged libraries only after the new library exists.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_intact(path: Path, stem: str) -> bool:
-    """Return whether a library has the content that its name promises, and a trusted owner."""
+    """Return whether a library's content matches the hash in its name and its owner is trusted."""
     try:
         return path.name == _name(path, stem) and _is_trusted(path)
     except OSError:  # removed by another process, or not readable

@@ -1,8 +1,8 @@
-"""Decoding step of one new token per completion, in C++ for the CPU.
+"""Decoding step in C++ for the CPU, which adds one token to every completion.
 
-csrc/api/decode.cpp computes the attention, csrc/api/decoder.cpp a full Llama-like decoder layer.
-Keys and values are stored in tiles of TILE tokens. The bits of a row do not depend on the batch or
-on the number of threads.
+csrc/api/decode.cpp computes the attention, and csrc/api/decoder.cpp computes a full Llama-like
+decoder layer. Keys and values are stored in tiles of TILE tokens. The bits of a row do not depend
+on the batch or on the number of threads.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def runs(x: Tensor) -> bool:
 
 
 def tiles_of(k: Tensor, v: Tensor) -> Tiles:
-    """Convert keys and values, (N, H_kv, L, D) each, to tiles. The last tile is padded with
-    zeros.
+    """Convert keys and values to tiles, and pad the last tile with zeros.
+
+    Args:
+        k: (N, H_kv, L, D) keys.
+        v: (N, H_kv, L, D) values.
     """
     # Pad the token dimension to full tiles.
     k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % TILE)).unflatten(2, (-1, TILE)) for x in (k, v))
@@ -41,7 +44,7 @@ def grow_tiles(old: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -
 
     Args:
         old: tiles of the completions so far, or ().
-        prompts: tiles of the prompts, which give heads, head size and dtype.
+        prompts: tiles of the prompts, which determine heads, head size and dtype.
         rows: number of completions, B.
         tokens: minimum number of tokens per completion.
     """
@@ -65,8 +68,9 @@ def decode_(
     scale: float,
     window: int | None,
 ) -> Tensor:  # (B, H, D) fp32
-    """Append k and v as token `time` of the completions, then attend to the prompt and the
-    completion.
+    """Append one token to every completion, and compute its attention output.
+
+    The queries attend to the prompt and to the completion, including the new token.
 
     Args:
         q: (H, B, D) fp32 queries of the new tokens.
@@ -84,7 +88,7 @@ def decode_(
     Returns:
         (B, H, D) fp32 attention outputs.
     """
-    # The kernel needs a contiguous D only; other strides are free.
+    # The kernel requires a contiguous last dimension. The other strides are arbitrary.
     q, k, v = map(contiguous_rows, (q, k, v))
     return loader.operator("decode", "decode_")(
         q, k, v, *prompts, *completions, lengths, counts, time, scale, window
@@ -109,7 +113,7 @@ class LayerWeights(NamedTuple):
 
 
 def pack(*weights: Tensor) -> Tensor:
-    """Concatenate fp32 weights (N, K) along N and pack them for products with few rows.
+    """Concatenate fp32 weights (N, K) along N, and pack them for fast products with few rows.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
@@ -118,7 +122,10 @@ def pack(*weights: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
-    """Compute x·weightᵀ, (B, width), for a weight (width, K) that was packed alone."""
+    """Compute x·weightᵀ, (B, width), with a packed weight.
+
+    The weight must have been packed alone, from a (width, K) matrix.
+    """
     out: Tensor = loader.operator("decoder", "linear")(x.contiguous(), weight, width)
     return out
 
@@ -136,9 +143,10 @@ def decode_layer_(
     scale: float,
     window: int | None,
 ) -> None:
-    """Run x through one decoder layer in place. Its keys and values become token `time`.
+    """Apply one decoder layer to x in place.
 
-    `prompts` to `window` are as in `decode_`.
+    The keys and values of x are stored as token `time` of the completions. The arguments from
+    `prompts` to `window` are those of `decode_`.
     """
     operator = loader.operator("decoder", "decode_layer_")
     operator(x, *layer, cos, sin, *prompts, *completions, lengths, counts, time, scale, window)

@@ -1,4 +1,4 @@
-"""Matrix product for the CPU (csrc/api/gemm.cpp). route.py decides where it is used."""
+"""Matrix product for the CPU (csrc/api/gemm.cpp). route.py decides which products use it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
-# A module constant, so that tests that patch torch.float32 do not change which dtypes are accepted.
+# Use a module constant, so that tests that patch torch.float32 do not change the accepted dtypes.
 DTYPES = torch.float32, torch.bfloat16
 
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Return why `mm_` cannot multiply (or need not multiply) this dtype here, or None if
-    it can.
-    """
+    """Return why `mm_` is not used for this dtype on this machine, or None if it is used."""
     if dtype not in DTYPES:
         return f"the csrc product takes float32 and bfloat16, not {dtype}"
     reason = loader.unavailable("gemm")
     if reason:
         return reason
-    # What the compiler enabled, which may differ from what the CPU has.
+    # These are the features that the compiler enabled. The CPU may have more.
     has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
-    # The caller's autocast or default device must not influence the verdict, which is cached.
+    # The result is cached, so the caller's autocast or default device must not influence it.
     is_right = in_fresh_thread(lambda: _is_right(has_tiles()))
     return None if is_right else "its bf16 product failed its self-check"
 
@@ -46,19 +44,20 @@ def vendor_rounds() -> bool:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether bf16 products run on AMX, through a function inside libtorch_cpu."""
+    """Return whether bf16 products run on AMX. A function inside libtorch_cpu computes them."""
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
     return has_amx and torch.ops.grpo_fast_gemm.features()[2]
 
 
 def uses_tiles(x: Tensor) -> bool:
-    """Return whether products with x as second operand run on AMX."""
+    """Return whether products with x as the second operand run on AMX."""
     return x.dtype == torch.bfloat16 and has_tiles()
 
 
 def _is_right(tiles: bool) -> bool:
-    """Check a small bf16 product against fp32, because the AMX function is not part of
-    torch's API.
+    """Return whether a small bf16 product agrees with fp32.
+
+    The AMX function is not part of torch's public API, so a torch release may change it.
     """
     generator = torch.Generator().manual_seed(0)
     # The sizes cover full tiles and edge tiles.
@@ -83,16 +82,17 @@ def mm_(
     out_scales: Tensor | None = None,  # (M,) fp32
     added: AddedRows | None = None,
 ) -> Tensor:  # (M, N)
-    """Compute out = a·b, or out += a·b. Products are exact, sums are fp32, rounded once to `out`.
+    """Compute the matrix product out = a·b, or out += a·b.
 
-    The bits of an element depend only on its row of a and its column of b, not on M, N or the
-    number of threads.
+    Products are exact and summed in fp32. The result is rounded once to the dtype of `out`. The
+    bits of an element depend only on its row of a and its column of b, not on M, N or the number of
+    threads.
 
     Args:
         a: (M, K) fp32, bf16 or POSITIVE16, or the transpose of such a matrix. With a bf16 b, an
-            fp32 a keeps 16 significant bits (multiplied in two parts, at twice the time), and a
-            POSITIVE16 a is rounded to bf16. In a transposed POSITIVE16 a, elements with at least
-            1/16 of the squares of their row keep their precision.
+            fp32 a keeps 16 significant bits, because it is multiplied in two parts. This takes
+            twice the time. A POSITIVE16 a is rounded to bf16, but if it is transposed, elements
+            with at least 1/16 of the sum of squares of their row keep their precision.
         b: (K, N) fp32 or bf16, or the transpose of such a matrix.
         out: (M, N) fp32 or bf16, rows contiguous.
         add: add to `out` instead of overwriting it.
@@ -104,9 +104,10 @@ def mm_(
     Returns:
         `out`.
     """
-    # A one-row matrix is its own transpose in memory; `scales` need the transposed reading.
+    # `scales` require a transposed a. A one-row matrix looks the same in memory as its transpose,
+    # so transpose it explicitly.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
-    # Heavy elements add rows of b, so b's rows must be contiguous.
+    # To keep the precision of large elements, the kernel adds rows of b, which must be contiguous.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4
@@ -114,7 +115,7 @@ def mm_(
         values = detached(added.values)
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
-    # The operator takes the matrices as they are stored, with flags.
+    # The operator receives the matrices as stored in memory, and flags that mark transposes.
     layout = a_transposed, b_transposed, add, uses_tiles(b)
     loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra
@@ -123,7 +124,7 @@ def mm_(
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """Return a matrix with contiguous rows, and whether it is the transpose of x."""
+    """Return (matrix, is_transposed), where matrix is x or its transpose with contiguous rows."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)

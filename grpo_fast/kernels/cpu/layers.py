@@ -1,7 +1,7 @@
 """Fast CPU layers of a model, with first-order reverse-mode gradients.
 
-Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings read and write each
-tensor once per direction in C++, where transformers makes 5 to 12 passes.
+Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++ and read
+and write each tensor once in forward and once in backward. transformers makes 5 to 12 passes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, N).
     """
-    # A product takes only tens of microseconds in a rollout, so the cheapest checks come first.
+    # In a rollout, a product takes only tens of microseconds, so check the cheapest conditions
+    # first.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
@@ -65,8 +66,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute silu(gate) · up in one pass (fp32 on a CPU), otherwise with torch. Shapes are
-    equal.
+    """Compute silu(gate)·up, in one C++ pass if possible and otherwise with torch.
+
+    The C++ pass needs fp32 CPU tensors of equal shape.
     """
     if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
@@ -90,8 +92,10 @@ def rotary(
 
 
 def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether `rotary` accepts the tensors: `is_plain`, an even head size, constant
-    angles.
+    """Return whether `rotary` accepts the tensors.
+
+    They must satisfy `is_plain`, have matching shapes and an even head size, and the angles `cos`
+    and `sin` must not require gradients.
     """
     return (
         is_plain(q, k, cos, sin)
@@ -118,13 +122,12 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def _in_transform(grad: Tensor | None = None) -> bool:
-    """Return whether tensors may be batched or carry tangents, which the C++ operators would
-    ignore.
+    """Return whether tensors may be batched or carry tangents. The C++ operators would ignore both.
 
     Args:
-        grad: gradient in a backward pass. `is_grads_batched` batches it without `torch.func`.
+        grad: gradient in a backward pass, which `is_grads_batched` may batch without `torch.func`.
     """
-    # These transforms wrap tensors in levels that custom operators cannot see.
+    # `torch.func` wraps tensors, and custom operators do not see the wrappers.
     in_func: bool = torch._C._are_functorch_transforms_active()
     if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
         return True
@@ -152,7 +155,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _torch_gradients(
     formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
 ) -> tuple[Tensor, ...]:
-    """Compute gradients with torch, for the batched gradients of `is_grads_batched`."""
+    """Compute the gradients of `formula` with torch, which supports `is_grads_batched`."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         return torch.autograd.grad(formula(*leaves), leaves, grads)
@@ -171,7 +174,8 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    # The kernel wants the heads of a token next to each other, which is how models project them.
+    # The kernel requires that the heads of a token are adjacent. Models compute them in this
+    # layout, so usually nothing is copied.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
@@ -185,7 +189,7 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # The transpose of the rotation.
+    # Apply the transpose of the rotation.
     low, high = (grad * sin).chunk(2, -1)
     return grad * cos + torch.cat([high, -low], -1)
 
@@ -260,7 +264,7 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         if _in_transform(dq) or _in_transform(dk):
-            # The gradient of a rotation is linear in dq and dk and has no other inputs.
+            # The gradient of a rotation is linear in dq and dk, so it needs neither q nor k.
             dq, dk = (_torch_rotated_back(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (dq, dk))
             return dq, dk, None, None
         return *_rotated(dq, dk, cos, sin, True), None, None

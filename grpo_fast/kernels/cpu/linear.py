@@ -2,14 +2,13 @@
 
     raw = hidden · Wᵀ + bias,  z = transform(raw)  ->  lse, logp, entropy, optionally exponentials
 
-The softmax statistics of a block of logits are summed while the block is in cache, so a pass
-without gradient stores no logits. A pass with gradient writes each logit once, as an exponential
-that equals its d-logit up to a factor per row (gpu/exponentials.py derives this). Memory traffic:
-each block of W is read once per group of rows; 4 bytes are written per logit for fp32 inputs, 2 for
-bf16 inputs.
+The kernel sums the softmax statistics of a block of logits while the block is in cache, so a pass
+without gradients stores no logits. A pass with gradients writes one exponential per logit. It
+equals the d-logit up to a factor per row (gpu/exponentials.py derives this).
 
-For bf16 inputs the exponentials are stored in 16 bits with ten significant bits, two more than
-bf16. Elements that dominate a row of dH are returned in fp32 as well.
+Each block of W is read from memory once per group of rows. For fp32 inputs, 4 bytes are written per
+logit. For bf16 inputs, it is 2 bytes, and the exponentials have ten significant bits, two more than
+bf16. Elements that dominate a row of dH are also returned in fp32.
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ def head_logps(
         target_ids: (T,).
         transform: the logit transform.
         return_entropy: also compute the entropy.
-        logits_out: (T, V) fp32, receives the raw logits; does not change the bits of the results.
+        logits_out: (T, V) fp32 destination of the raw logits. It does not change the bits of the
+            results.
 
     Returns:
         lse, logps and entropy (or None), (T,) fp32 each.

@@ -40,7 +40,7 @@ _FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 ]  # fmt: skip
 _NATIVE = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
-# Name → (compiler flags, flags that /proc/cpuinfo must list for the code to run).
+# For each name: the compiler flags, and the flags that /proc/cpuinfo must list for the code to run.
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "native": (_NATIVE, set()),
     "avx512": (
@@ -67,7 +67,7 @@ def unavailable(library: str = "rows") -> str | None:
     """Return why a library cannot be used, or None if `torch.ops.grpo_fast_<library>` exists.
 
     The library is built and loaded once per process. The first missing library is logged at WARNING
-    level, because torch then does its work more slowly.
+    level, because the replacement in torch is slower.
     """
     # Operators can be registered only once, so a second thread must not load the library again.
     with _lock:
@@ -108,7 +108,7 @@ def operator(library: str, name: str) -> Operator:
 
 
 def _load(library: str) -> str | None:
-    """Build and load a library; return the reason if that fails."""
+    """Build and load a library. Return None, or the reason if that fails."""
     if os.environ.get("GRPO_FAST_DISABLE_CSRC", "0") not in ("", "0"):
         return _DISABLED
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
@@ -122,7 +122,8 @@ def _load(library: str) -> str | None:
     if path is None:
         return reason
     reason = _open(path)
-    # The file may come from a machine with different system libraries and the same home folder.
+    # If the file does not load, build it again. A machine with different system libraries and the
+    # same home folder may have built it.
     if reason is not None:
         logger.warning("grpo_fast: compiling again: %s", one_line(reason))
         with contextlib.suppress(OSError):
@@ -187,7 +188,7 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def cpu_vendor() -> str:
-    """Return the CPU's vendor_id, or ""."""
+    """Return the CPU's vendor_id from /proc/cpuinfo, or "" if it is unknown."""
     match = re.search(r"^vendor_id\s*:\s*(\S+)", _cpuinfo(), re.MULTILINE)
     return match[1] if match else ""
 
@@ -197,11 +198,11 @@ def compile_library(
 ) -> tuple[Path | None, str | None]:
     """Compile csrc/api/<library>.cpp unless the cache contains it.
 
-    The file name contains a hash of everything that determines the code: sources, flags, compiler,
-    CPU, torch.
+    The file name contains a hash of everything that determines the code: the sources, flags,
+    compiler, CPU and torch version.
 
     Returns:
-        (path, None), or (None, reason).
+        (path, None), or (None, reason) if the library cannot be compiled.
     """
     try:
         # 1. Compute the file name from all inputs of the build.
@@ -211,7 +212,7 @@ def compile_library(
             tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
-        # repr separates the parts unambiguously.
+        # repr keeps the parts apart, so that different inputs cannot give the same text.
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
@@ -259,7 +260,7 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     line = [*command, *flags, f"-I{torch_folder / 'include'}", str(source), "-o", str(output)]
     line += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     try:
-        # No shell: CXX is a list of words, so it cannot inject commands.
+        # Run the command without a shell, so that CXX cannot inject commands.
         done = subprocess.run(
             line, capture_output=True, text=True, errors="replace", timeout=_COMPILE_TIMEOUT_S
         )

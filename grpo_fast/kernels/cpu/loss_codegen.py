@@ -1,9 +1,9 @@
 """Code generator that translates loss functions, KL estimators and divergences from Python to C++.
 
-Each function is called once with `Variable` objects that record every operation as one line of C++.
-Every function of the `tl` vocabulary has a C++ counterpart: on double, and for divergences, which
-run once per logit, on vectors. The header loss_functions.h is generated when the kernels are
-compiled.
+Each function is called once with `Variable` objects, which record every operation as one line of
+C++. Every function of the `tl` vocabulary has a C++ counterpart. Loss functions and KL estimators
+use `double`. Divergences use vectors, because they run once per logit. The header loss_functions.h
+is generated when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = {
     "maximum": "maximum",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# Helpers of kl.py and divergences.py that are not translated, because C++ has its own versions.
+# These helpers of kl.py and divergences.py are not translated, because C++ implements them itself.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
@@ -62,9 +62,7 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 
 
 def objective_functions() -> list[TokenFunction]:
-    """Return the distinct loss functions of `OBJECTIVES`. The position is the function's number in
-    C++.
-    """
+    """Return the distinct loss functions of `OBJECTIVES`, numbered by position."""
     return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
@@ -88,9 +86,9 @@ def print_header(
     estimators: list[TokenFunction],
     divergences: Sequence[TokenFunction] = (),
 ) -> str:
-    """Return a header with dispatch functions that select a formula by number.
+    """Return the text of a C++ header whose functions select a formula by number.
 
-    Divergences are templates over vectors.
+    The functions for divergences are templates over vectors.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
@@ -103,12 +101,14 @@ def print_header(
 
 
 def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
-    """Generate `name(index, arguments…, p)`, a switch over formulas. p[0], p[1], … are their
-    hyperparameters.
+    """Return the C++ source of a function that selects a formula by its index.
+
+    Its signature is `name(index, arguments…, p)`, where p[0], p[1], … are the hyperparameters of
+    the formula.
     """
     cases = []
     for index, formula in enumerate(formulas):
-        # Arguments beyond the common ones are hyperparameters.
+        # All arguments of a formula after the common ones are hyperparameters.
         extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
@@ -124,7 +124,7 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunctio
 
 
 def vector_table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunction]) -> str:
-    """Generate `name<index>(arguments…)`, a template on vectors."""
+    """Return the C++ source of a function template `name<index>(arguments…)` on vectors."""
     cases = [
         f"  if constexpr (index == {i}) {{"
         f"{body(formula, arguments, VECTOR_WORDS, VECTOR_HELPERS, 'splat({!r}f)')}  }}\n"
@@ -143,9 +143,9 @@ def body(
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """Return the C++ statements that compute a formula and return its pair.
+    """Return the C++ statements that compute a formula and return its pair of results.
 
-    Statements whose result is unused have no effect in C++ either.
+    Unused statements have no effect in C++.
     """
     lines = [""]
 

@@ -1,10 +1,12 @@
 """Replacement of a model's CPU layers by the fast layers of layers.py.
 
-`fast_layers` assigns a new `forward` to such a module. Class, weights, names, hooks and submodules
-are unchanged. A fast layer is used only after a trial has shown that it computes the module's
-formula. A trial compares outputs and gradients on random inputs and weights. It runs once for each
-combination of class, forward and settings. Every call checks that the combination is unchanged, so
-hooks, replaced submodules and patched classes are respected even if they arrive later.
+`fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
+class, weights, names, hooks and submodules do not change.
+
+A fast layer is used only after a trial has shown that it computes the module's formula. The trial
+compares outputs and gradients on random inputs and weights. It runs once for each combination of
+class, forward and settings. Every call checks that the combination is unchanged. Therefore hooks,
+replaced submodules and patched classes are respected, even if they are added later.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from grpo_fast.kernels.cpu import layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
 CLOSE = 1e-5  # relative tolerance for the same formula in fp32
-# The function with which attention modules of transformers rotate queries and keys.
+# Name of the function that rotates queries and keys in the attention modules of transformers.
 ROTARY = "apply_rotary_pos_emb"
-# Types of attributes that may select a formula.
+# Attributes of these types may change the formula of a module.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
-# Scales of the rows in the trial of a norm. In small rows eps dominates.
+# Scales of the random rows in the trial of a norm. In rows with a small scale, eps dominates.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 
 LINEAR_FORWARD = nn.Linear.forward
@@ -39,11 +41,11 @@ class OurForward(functools.partial):
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Replace a CPU model's layers by fast ones. A `forward` patched by the user is kept."""
+    """Replace the layers of a CPU model with fast layers. A patched `forward` is kept."""
     for module in model.modules():
         first = next(module.parameters(), None)
-        # An instance attribute is a patch by the user. Meta devices are replaced before weights are
-        # loaded.
+        # A `forward` in the instance is a patch by the user and must be kept. Modules on the meta
+        # device are included, because their weights are loaded later.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
         ours = _layer_of(module)
@@ -52,11 +54,9 @@ def fast_layers(model: nn.Module) -> None:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Return whether calling this module runs only its class's forward (or the fast one), without
-    hooks.
-    """
+    """Return whether a module has no hooks and no `forward` that the user patched."""
     forward = vars(module).get("forward")
-    # Hooks of submodules would be bypassed by a fused layer.
+    # A fused layer would bypass the hooks of a submodule.
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
@@ -67,15 +67,15 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return class, forward and settings of a module. They identify the verdict of its trial."""
+    """Return the class, forward and settings of a module, by which its trial is cached."""
     kind = type(module)
     return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 
 
 def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the fast forward for a module's class, or None."""
+    """Return the fast forward for a module's class, or None if there is no fast layer."""
     kind = type(module)
-    # Exact type: a subclass may override forward.
+    # Compare the exact type, because a subclass may override forward.
     if kind is nn.Linear:
         return _linear_layer
     if kind.__name__.endswith("RMSNorm") and getattr(module, "weight", torch.empty(())).dim() == 1:
@@ -89,7 +89,7 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
-    """Return whether the trial passes. Verdicts are cached."""
+    """Return whether a trial passes. The result is cached under `key`."""
     if key not in _verdicts:
         _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
             lambda: _passes(trial)
@@ -114,16 +114,16 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
 def _agree(
     ours: Callable[..., Any], theirs: Callable[..., Any], inputs: Sequence[Tensor], *rest: Any
 ) -> bool:
-    """Return whether two functions have equal outputs, row by row, and equal gradients."""
+    """Return whether two functions agree in outputs (row by row) and in gradients."""
     results: list[list[Tensor]] = []
     for function in (ours, theirs):
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = function(*leaves, *rest)
         outputs = [out] if isinstance(out, Tensor) else list(out)
-        # A random upstream gradient reaches every element.
+        # Use a random upstream gradient, so that every output element influences the gradients.
         ups = [_draw(*x.shape, seed=7) for x in outputs]
         gradients = torch.autograd.grad(outputs, leaves, ups)
-        # Rows of a gradient may cancel to almost 0, so a gradient is compared as a whole.
+        # Rows of a gradient may cancel to almost 0, so compare each gradient as one flat vector.
         results.append([*(x.detach() for x in outputs), *(x.flatten() for x in gradients)])
     return all(map(_are_close, *results))
 
@@ -161,17 +161,18 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
 
 
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
-    """Run the trial of a norm."""
-    # A shallow copy without hooks; the original's parameters are not touched.
+    """Return whether a norm agrees with `layers.rms_norm` in a trial."""
+    # Test a shallow copy, so that the parameters of the original module do not change.
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # The verdict's key contains SETTINGS only. A module with other attributes could change without
-    # a new trial.
+    # The trial is cached by attributes of the types in SETTINGS. Reject modules with other
+    # attributes, because these could change without a new trial.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
-    # Different scales distinguish eps inside and outside of the square root.
+    # Use rows of different scales, which distinguish eps inside the square root from eps outside of
+    # it.
     x = torch.cat([scale * _draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
 
     def theirs(x: Tensor, weight: Tensor) -> Any:
@@ -187,10 +188,11 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # ---- MLPs
 
 
-# A trial would call the submodules and their hooks, so the bytecode is compared instead.
+# The bytecode of an MLP is compared with this function. A trial would call the submodules and
+# hooks.
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # Copied from transformers' LlamaMLP. Different names of local variables would change the
-    # bytecode.
+    # This is a copy of LlamaMLP.forward in transformers. The assignment is necessary, because a
+    # direct return would have different bytecode.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -220,7 +222,7 @@ def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
 
 
 class _Rotated(NamedTuple):
-    """An attention forward that calls `layers.rotary`, and the globals it depends on."""
+    """An attention forward that calls `layers.rotary`, and the globals that it uses."""
 
     forward: Callable[..., Any]
     names: dict[str, Any]
@@ -232,7 +234,7 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
     if ours is not None:
         names = forward.__globals__
-        # A patched global would not reach the copy.
+        # The copied forward does not see patched globals, so use it only if no global has changed.
         if all(names.get(name) is value for name, value in ours.names.items()):
             return ours.forward(module, *inputs, **options)
     return forward(module, *inputs, **options)
@@ -240,8 +242,9 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
 
 @functools.cache
 def _rotated_by_ours(forward: Any) -> _Rotated | None:
-    """Return a copy of an attention forward that calls `layers.rotary`, or None if the formulas
-    differ.
+    """Return a copy of an attention forward that calls `layers.rotary`.
+
+    The result is None if the module's rotary function has a different formula.
     """
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)
@@ -264,6 +267,6 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
 
 
 def _rotates_halves(theirs: Callable[..., Any]) -> bool:
-    """Run the trial of a rotary function."""
+    """Return whether a rotary function agrees with `layers.rotary` in a trial."""
     q, k, cos, sin = (_draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
     return _agree(layers.rotary, theirs, [q, k], cos[:, 0], sin[:, 0])

@@ -1,8 +1,8 @@
 """Row kernels in C++ for the CPU (csrc/api/rows.cpp), with the interface of reference.py.
 
-Memory traffic per logit: `row_logps` reads it once; `row_grad_` and `row_loss_` read and write it
-once. Each pass evaluates one exponential per element, and a second one with a soft cap. The bits of
-a row's result depend on that row only.
+`row_logps` reads each logit once. `row_grad_` and `row_loss_` read and write each logit once. Each
+pass evaluates one exponential per logit, or two with a soft cap. The bits of a row's result depend
+on that row only.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def row_grad_(
     """Implement `reference.row_grad_` in C++."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    # Without a coefficient the kernel does not read the entropies.
+    # The kernel reads the entropies only if they have coefficients.
     entropy = None if grad_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
@@ -73,13 +73,14 @@ def row_grad_(
 
 @functools.lru_cache(maxsize=256)
 def loss_arguments(key: str) -> tuple[float, ...]:
-    """Return (objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach) for a
-    configuration key.
+    """Return the numeric loss arguments of the C++ operator for a key from `LossConfig.key`.
+
+    The result is (objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach).
     """
     config = LossConfig.from_key(key)
     objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)
     estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
-    # The operator has a fixed number of parameters.
+    # Pad the hyperparameters with zeros, because the operator has a fixed number of arguments.
     params = (*config.params, *[0.0] * loss_codegen.MAX_PARAMS)[: loss_codegen.MAX_PARAMS]
     return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits
 
@@ -94,10 +95,11 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Implement `reference.row_loss_` in C++ in one pass over each row while it is in cache.
+    """Implement `reference.row_loss_` in C++.
 
-    The results equal those of `row_logps`, the loss function and `row_grad_`, bit for bit. The loss
-    function is generated C++ and runs in double precision.
+    All steps of a row run while the row is in cache. The results are bitwise equal to those of
+    `row_logps`, the loss function and `row_grad_`. The loss function is generated C++ and runs in
+    double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

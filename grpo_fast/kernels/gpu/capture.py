@@ -1,18 +1,18 @@
-"""CUDA graph capture: checks whether a stream is being captured.
+"""Detection of CUDA graph capture, and the behaviour of the library during capture.
 
-A graph contains kernel launches but no host decisions, so no value may be read on the host during
-capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`, `logits_logps`, their
-gradients and `LossOutput.metrics` then behave as follows:
+A graph contains kernel launches but no decisions of the host, so the host must not read tensor
+values during capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`,
+`logits_logps`, their gradients and `LossOutput.metrics` then behave as follows:
 
     no compaction    rows without a coefficient stay in the GEMMs as exact zeros (and must be
                      finite); targets of -100 are masked
     no value checks  invalid values in tensors are not reported; ids are clamped
 
 Arguments whose values determine shapes are refused: `completion_mask`, `grad_filter` and
-`validate="full"`. Pack the batch instead. The values of `cu_seqlens` may change between replays. To
-disable a slot, set its advantage to 0, beta to 0, and pass `num_items_in_batch`. Arguments that are
-not tensors are captured as constants. Call the function once before capture, so that kernels are
-compiled and loaded. Read `metrics` during capture.
+`validate="full"`. Pack the batch instead of passing a mask. The values of `cu_seqlens` may change
+between replays. To disable a completion, set its advantage to 0, use beta = 0 and pass
+`num_items_in_batch`. Arguments that are not tensors are captured as constants. Call the function
+once before capture, so that its kernels are compiled and loaded. Read `metrics` during capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_capturing(x: Tensor) -> bool:
 
 
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
-    """Raise ValueError if an argument that must be read on the host is given during capture."""
+    """Raise ValueError if an argument whose value the host must read is given during capture."""
     if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
         came = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(

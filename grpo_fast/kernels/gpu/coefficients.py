@@ -1,4 +1,4 @@
-"""Triton kernel for the loss of token-level rows and its coefficient dL/dlogp.
+"""Triton kernel that computes the loss of each token and its derivative dL/dlogp.
 
     losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,    grad_logps[t] = d losses[t] / d logp[t]
 
@@ -33,8 +33,10 @@ MAX_PARAMS = 4
 def call_objective(
     lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
 ):
-    """Call the loss function with its number of hyperparameters; return loss and d loss / d
-    logp.
+    """Call the loss function with its number of hyperparameters.
+
+    Returns:
+        The loss and its derivative with respect to the logp.
     """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
     # Triton cannot unpack arguments, so each count is a branch at compile time.
@@ -57,8 +59,9 @@ def loss_and_slope(
     p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Return policy_weight·ℓ + kl_weight·KL and d / d logp of the rows `at` (one row or a
-    block).
+    """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
+
+    `at` is the index of one row or of a block of rows.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
@@ -77,7 +80,7 @@ def loss_and_slope(
         kl, kl_slope = KL(d, kl_most, kl_reach)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
-            # Product rule: d(KL·ratio) = (KL' + KL)·ratio.
+            # Apply the product rule, d(KL·ratio) = (KL' + KL)·ratio.
             kl_slope = (kl_slope + kl) * ratio
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
@@ -94,8 +97,9 @@ def device_function(leaf: TokenFunction) -> TokenFunction:
 
 
 def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
-    """Return the numeric arguments (p0 … p3, KL clamps) and the compile-time arguments of a
-    loss.
+    """Return the numeric and the compile-time arguments of a loss for the Triton kernels.
+
+    The numeric arguments are p0 … p3 and the KL clamps.
     """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
@@ -113,7 +117,7 @@ def coefficients_kernel(
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
     KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_T rows per program."""
+    """Compute the losses and derivatives of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
@@ -130,7 +134,7 @@ def row_coefficients(
     terms: RowTerms,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (losses, grad_logps), (C,) each, as objective/coefficients.py does."""
+    """Return (losses, grad_logps), (C,) each. objective/coefficients.py is the reference."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, leaves = loss_arguments(config)
     if len(logps):

@@ -1,10 +1,10 @@
 """Block sizes of the Triton kernels, by vocabulary size, dtype and architecture.
 
-There is no timing-based autotuning, because it would make a run depend on the noise of its first
-step and change the order of sums. tests/kernels/test_triton_compile.py compiles every entry for
-sm_80, 90, 100, 120 and gfx942 and requires zero spills and shared memory within the limit. The
-entries were chosen by these compiler reports (registers, spills, tensor-core instructions), not by
-timings.
+There is no timing-based autotuning. With autotuning, the noise of the first step would influence
+the block sizes, and thus the order of sums. tests/kernels/test_triton_compile.py compiles every
+entry for sm_80, 90, 100, 120 and gfx942 and requires zero spills and shared memory within the
+limit. The entries were chosen from the compiler's reports (registers, spills, tensor-core
+instructions), not from timings.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from typing import NamedTuple
 
 import torch
 
-# The vocabulary is divided into slices of constant width. The division, and with it the order of
-# sums and every bit of a log-probability, depends on V only and not on the number of rows. A
-# program processes one slice of 128 rows. At 2752 rows (a 1 GiB chunk at V = 151936), slices of
-# 4096 columns give 814 programs, 6.2 waves on 132 multiprocessors, so the seventh wave is nearly
-# empty. Slices of 2048 columns waste 5% less time; 1024 would save another 3% but start twice as
-# many programs. A chunk of 8192 rows wastes 2%.
+# The vocabulary is divided into slices of this constant width. The order of sums, and with it every
+# bit of a log-probability, therefore depends on V only and not on the number of rows. A program
+# processes one slice of 128 rows. With 2752 rows (a 1 GiB chunk at V = 151936), slices of 4096
+# columns give 814 programs. These are 6.2 waves on 132 multiprocessors, so the seventh wave is
+# nearly empty. Slices of 2048 columns waste 5% less time. Slices of 1024 columns would save another
+# 3%, but would start twice as many programs. With a chunk of 8192 rows, 2% of the time is wasted.
 SLICE_COLUMNS = 2048
 
-# Hidden states of the rows that are processed concurrently. They are re-read for every tile of W
-# and must stay in L2 together with those tiles (5.5 slices, 11 MB at H = 4096). L2 holds 50 MB on
-# an H100, 60 MB on an H200. 24 MiB are 3072 rows of 4096, enough for a chunk.
+# Maximum size of the hidden states that are processed concurrently. They are read again for every
+# tile of W, so they must stay in L2 together with these tiles (5.5 slices, 11 MB at H = 4096). L2
+# has 50 MB on an H100 and 60 MB on an H200. 24 MiB hold 3072 rows of 4096 elements, which is enough
+# for a chunk.
 GROUP_BYTES = 24 << 20
 
 
 class RowConfig(NamedTuple):
-    """Blocks of a row kernel: one program processes one row, BLOCK_V columns at a time."""
+    """Block sizes of a row kernel. One program processes one row, BLOCK_V columns at a time."""
 
     block_v: int
     num_warps: int
 
 
 class SupportConfig(NamedTuple):
-    """Blocks of a token-set kernel: one program processes one row, BLOCK_K weight rows at a
-    time.
+    """Block sizes of a token-set kernel.
+
+    One program processes one row, BLOCK_K weight rows at a time.
     """
 
     block_k: int
@@ -47,12 +49,12 @@ class SupportConfig(NamedTuple):
 
 
 class LinearConfig(NamedTuple):
-    """Blocks of the hidden -> logps kernel: a program computes BLOCK_T rows of one vocabulary
-    slice.
+    """Block sizes of the kernel that computes logps from hidden states.
 
-    A tile of logits has BLOCK_V columns, and the GEMM advances by BLOCK_H of the hidden size. The
-    epilogue processes a tile in pieces of `piece` columns, so that it needs registers for one piece
-    only. The bits of a log-probability depend on `piece` and `block_h`, not on the other fields.
+    A program computes BLOCK_T rows of one vocabulary slice. A tile of logits has BLOCK_V columns,
+    and the GEMM advances by BLOCK_H elements of the hidden size. The epilogue processes a tile in
+    pieces of `piece` columns, so that it needs registers for one piece only. The bits of a
+    log-probability depend on `piece` and `block_h`, but not on the other fields.
     """
 
     block_t: int
@@ -81,21 +83,23 @@ def _architecture(index: int) -> str:
 
 
 def row_config(vocab: int) -> RowConfig:
-    """Return the blocks of all row kernels. Equal blocks give equal bits.
+    """Return the block sizes of all row kernels. Equal block sizes give equal bits.
 
-    With eight warps a thread processes 8 columns: one vector load in 16 bits, two in fp32. 16
-    columns spill (fp32 on sm_80, and 16 bits on sm_120 with Triton 3.6). Small vocabularies use a
-    smaller block, so that no lanes or registers are wasted on padding.
+    With eight warps, a thread processes 8 columns. This takes one vector load in 16 bits, and two
+    in fp32. With 16 columns per thread, registers spill (fp32 on sm_80; 16 bits on sm_120 with
+    Triton 3.6). Small vocabularies use a smaller block, so that padding wastes no lanes or
+    registers.
     """
     return RowConfig(1024, 4) if vocab <= 1024 else RowConfig(2048, 8)
 
 
-# (architecture or "other", 16-bit inputs?, aligned?) -> blocks. "Aligned" means that rows are
-# multiples of 16 bytes, as tensor descriptors (TMA) and vector loads require. Unaligned rows are
-# loaded element by element, where large tiles spill (32 x 64 already does for fp32). A tile of 128
-# x 128 spills everywhere except on sm_90 and gfx942; on sm_100 with a soft cap and Triton 3.6.
-# (Triton 3.9 cannot compile pieces of a tile with 8 warps there.) With TMA on sm_120, Triton 3.6
-# uses local memory. fp32 inputs run on FMA units (IEEE).
+# The key is (architecture or "other", whether inputs have 16 bits, whether W is aligned). "Aligned"
+# means that the size of a row is a multiple of 16 bytes, as tensor descriptors (TMA) and vector
+# loads require. Unaligned rows are loaded element by element. Registers then spill with large
+# tiles, and in fp32 even with 32 x 64. A tile of 128 x 128 causes spills on all architectures
+# except sm_90 and gfx942. On sm_100 it does so with a soft cap and Triton 3.6, and Triton 3.9
+# cannot compile pieces of a tile with 8 warps there. With TMA on sm_120, Triton 3.6 uses local
+# memory. fp32 inputs run on FMA units (IEEE).
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
@@ -105,37 +109,39 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Epilogues that need few registers can use twice the tile. It needs 1/85 instead of 1/64 byte of L2
-# traffic per flop, and L2 traffic limits a 128 x 128 tile on Hopper. Epilogues that store
-# exponentials cannot use it with a soft cap (3 to 12 spills with Triton 3.6, 14 to 44 with 3.9) or
-# with a bias and an entropy (57 with 3.6).
+# Epilogues that need few registers can use a tile of twice the size. It reduces L2 traffic from
+# 1/64 to 1/85 byte per flop, and L2 traffic limits a 128 x 128 tile on Hopper. Epilogues that store
+# exponentials cannot use the large tile with a soft cap (3 to 12 spills with Triton 3.6, 14 to 44
+# with 3.9), nor with both a bias and an entropy (57 spills with 3.6).
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
 
 
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) -> LinearConfig:
-    """Return the blocks of the hidden -> logps kernel. They are the same for every batch.
+    """Return the block sizes of the kernel that computes logps from hidden states.
 
-    `light` selects the large tile for epilogues that need few registers. An entry of `_LIGHT` has
-    the same `piece` and `block_h` as its counterpart in `_LINEAR`, so it gives the same bits.
+    They are the same for every batch. `light` selects the large tile for epilogues that need few
+    registers. An entry of `_LIGHT` has the same `piece` and `block_h` as its counterpart in
+    `_LINEAR`, so it gives the same bits.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
     return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
-# Blocks for rows of a token set, which have tens to hundreds of logits.
+# Block sizes for the rows of token sets, which have tens to hundreds of logits.
 RAGGED = RowConfig(256, 2)
-# Maximum H: a row of hidden and its slope must fit into the registers of 16 warps.
+# Maximum hidden size of the token-set kernel. A row of hidden and its slope must fit into the
+# registers of 16 warps.
 SUPPORT_COLUMNS = 8192
 
 
 def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
-    """Return the blocks of the kernel that reads the weight rows of a token set, for H = `width`.
+    """Return the block sizes of the kernel that reads the weight rows of a token set.
 
-    Each thread loads 128 bytes of W at a time, so two programs with 4096 columns have 64 KiB in
-    flight per multiprocessor. Unaligned weights use a quarter, because every element needs its own
-    address.
+    `width` is the hidden size. Each thread loads 128 bytes of W at a time, so two programs with
+    4096 columns have 64 KiB in flight per multiprocessor. With unaligned weights, a thread loads a
+    quarter of this, because every element needs its own address.
     """
     # Triton needs a power of two that covers H.
     block_h = max(1 << (width - 1).bit_length(), 128)
@@ -145,8 +151,9 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
 
 
 def sums_config(*, aligned: bool) -> SupportConfig:
-    """Return the blocks of the kernel that sums listed rows, 1024 columns at a time.
+    """Return the block sizes of the kernel that sums listed rows, 1024 columns at a time.
 
-    Several programs share a row of dW, because a token like a line break may occur in every set.
+    Several programs share a row of dW, because a common token, such as a line break, may occur in
+    every set.
     """
     return SupportConfig(8 if aligned else 4, 1024, 4)

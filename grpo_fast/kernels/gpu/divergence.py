@@ -1,16 +1,24 @@
-"""Triton kernel for divergences from a teacher. One program processes one row of both sides.
+"""Triton kernel for divergences from a teacher.
+
+One program processes one row of student and teacher:
 
     z = transform(logits), y = transform(teacher); lp = z - lse(z), lq = y - lse(y)
     D = Σ_j value_j(p_j, q_j),    dD/dz_j = slope_j - p_j·Σ_k slope_k
 
-The kernel makes four passes over a row. The first finds each side's largest logit. The second sums
-both lse without it. The third computes values and slopes, and stores the slopes where the gradient
-will be. The fourth subtracts center·p. HBM traffic is 12 bytes per logit pair: one fp32 read of
-each side in the first pass, and one write. Later passes hit L2.
+The kernel makes four passes over a row:
 
-The student's most likely logit uses (1 - p)·slope - p·(center - slope), which does not cancel if
-the student is certain. value and slope come from objective/divergences.py. Sums are fp32 per lane,
-reduced in a fixed order. Rows of unequal length use divergence_reference.py.
+1. Find the largest logit of the student and of the teacher.
+2. Sum the exponentials of the other logits, which gives both lse.
+3. Compute values and slopes, and store the slopes in the gradient buffer.
+4. Subtract center·p from the slopes.
+
+HBM traffic is 12 bytes per pair of logits: the first pass reads both in fp32, and the last pass
+writes the gradient. Later reads hit L2.
+
+For the student's most likely logit, the gradient is computed as (1 - p)·slope - p·(center - slope),
+which does not cancel if the student is certain. The divergence functions come from
+objective/divergences.py. Sums are fp32 per lane and are reduced in a fixed order. Rows of unequal
+length use divergence_reference.py.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ BLOCK_V, WARPS = 256, 4
 
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """Load columns and return z (-inf beyond V) and dz/draw."""
+    """Return z (-inf beyond V) of some columns and its derivative with respect to the raw logit."""
     # evict_last keeps the row in L2, because it is read four times.
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
     z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
@@ -45,8 +53,11 @@ def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
-    """Return the column of the largest z, and lse as two parts: the largest z and log(1 + Σ of the
-    others).
+    """Return (top, row_max, rest), with lse = row_max + rest, for one row.
+
+    `top` is the column of the largest z, and `row_max` is its value. The remainder is
+
+        rest = log(1 + Σ_{j≠top} e^(z_j - row_max))
     """
     offs_v = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], float("-inf"), tl.float32)
@@ -54,7 +65,7 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
-        # Strictly larger: the first of several equal columns is kept, so the choice is
+        # Use a strict comparison. It keeps the first of several equal columns, so the choice is
         # deterministic.
         is_larger = z > best
         best = tl.where(is_larger, z, best)
@@ -85,8 +96,8 @@ def row_divergence_kernel(
     teacher_logit_scale, teacher_softcap, teacher_temperature, beta,
     DIVERGENCE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row."""
-    # 1. Compute lse of both sides, or load it for a vocabulary shard.
+    """Compute the divergence of one row and its gradient."""
+    # 1. Compute the lse of student and teacher, or load them for a vocabulary shard.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_t
     other_ptr = teacher_ptr + row * stride_teacher_t
@@ -94,7 +105,7 @@ def row_divergence_kernel(
     inv_other = inverse_temperature(None, teacher_temperature, row)
     top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
-    # known is (4, C): values, centers, lse, teacher_lse.
+    # `known` has the shape (4, C), with the rows values, centers, lse and teacher_lse.
     if known_ptr is None:
         unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
@@ -110,8 +121,8 @@ def row_divergence_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     slope_sum = tl.zeros([BLOCK_V], tl.float32)
-    # 2. Terms of the student's most likely logit. They are loaded here, because pass 3 may
-    # overwrite the teacher's row.
+    # 2. Compute the terms of the student's most likely logit now, because step 3 may overwrite the
+    # teacher's row.
     z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
     y_top, chain_other = load_final_logits(
         other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
@@ -122,7 +133,8 @@ def row_divergence_kernel(
     value_top, slope_top = DIVERGENCE(
         exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta
     )
-    # 3. Values and slopes of all logits. The top slope is added separately.
+    # 3. Compute the values and slopes of all logits. The slope of the most likely logit is added
+    # separately.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
@@ -131,15 +143,15 @@ def row_divergence_kernel(
         )
         lp = (z - lse_high_p) - lse_low_p
         lq = (y - lse_high_q) - lse_low_q
-        # Both may be -inf, and -inf - -inf is NaN.
+        # Both log-probabilities may be -inf, and -inf - -inf is NaN.
         d = tl.where(lp == lq, 0.0, lp - lq)
         value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
         slope_sum += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
             tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
-    # 4. Sums of the row. The barriers of these reductions order the stores of the slopes before the
-    # loads in step 5, which run on other threads.
+    # 4. Sum over the row. These reductions contain barriers, which order the stores of the slopes
+    # before the loads of other threads in step 5.
     center_others = tl.sum(slope_sum, 0).to(tl.float64)
     center = center_others + slope_top.to(tl.float64)
     if known_ptr is not None:
@@ -151,7 +163,7 @@ def row_divergence_kernel(
     tl.store(sums_ptr + 2 * C + row, lse_p)
     tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
-        # 5. The gradient.
+        # 5. Compute the gradient.
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * center_others.to(tl.float32)
         c = center.to(tl.float32)

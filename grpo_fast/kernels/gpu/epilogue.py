@@ -1,9 +1,8 @@
-"""Epilogue of the hidden -> logps GEMM: online softmax statistics of a tile in registers, and its
-store.
+"""Epilogue of the LM head GEMM, which computes online softmax statistics of a tile in registers.
 
-A tile is processed in pieces of a fixed number of columns from left to right. Only one piece needs
-registers in addition to the tile (a 128 x 256 tile would spill otherwise), and the order of the
-sums does not depend on the tile size.
+It can also store the tile. A tile is processed from left to right, in pieces with a fixed number of
+columns. Only one piece at a time needs registers in addition to the tile (otherwise a 128 x 256
+tile would spill). The order of the sums does not depend on the tile size.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Split a tile into its left and right half of the columns."""
+    """Split a tile into its left and its right half."""
     return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLS // 2]), [0, 2, 1]))
 
 
@@ -25,7 +24,7 @@ def store_tile(
     out, values, row_start, n_rows, start, V, stride_out_t,
     USE_TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store values (ROWS, COLS) at (row_start, start) of out, clipped to (n_rows, V)."""
+    """Store (ROWS, COLS) values at position (row_start, start) of `out`, clipped to (n_rows, V)."""
     if USE_TMA:
         out.store([row_start, start], values.to(out.dtype))
     else:
@@ -42,15 +41,15 @@ def fold(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add COLS columns of logits to the running sums of their rows, and store the requested output.
+    """Add COLS columns of logits to the running sums of their rows, and store them if requested.
 
-    CLEAN asserts that no row has its target among the columns and all columns are inside the
-    vocabulary. It skips masks and gives the same bits.
+    CLEAN states that no target is among the columns, and that all columns are inside the
+    vocabulary. The masks are then skipped, and the bits are the same.
     """
     row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
     row_start, n_rows, V, stride_out_t = matrix
-    # 1. Raw logits, the optional store, and the logit transform.
+    # 1. Add the bias, store the raw logits if requested, and apply the logit transform.
     cols = start + tl.arange(0, COLS)
     if bias_ptr is not None:
         raw += tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :]
@@ -69,14 +68,14 @@ def fold(
     shifted = z - new_max[:, None]
     e = exp_fp32(shifted)
     if ENTROPY:
-        # Accumulate Σ e·(z - max) instead of Σ e·z: the entropy would otherwise be a difference of
-        # two numbers as large as the logits. FLOOR keeps e·(-inf) = 0·(-inf) from becoming NaN.
+        # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference of
+        # two numbers as large as the logits. FLOOR prevents the NaN of 0·(-inf).
         exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
             e * tl.maximum(shifted, FLOOR), 1
         )
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
-        # 4. Store exponentials relative to the row's normaliser.
+        # 4. Store the exponentials relative to the normaliser of the row.
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
@@ -93,7 +92,7 @@ def fold_parts(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Apply `fold` to PARTS (1, 2 or 4) pieces from left to right."""
+    """Apply `fold` to the pieces of a tile from left to right. PARTS is 1, 2 or 4."""
     if PARTS == 1:
         sums = fold(
             raw, start, sums, row, matrix, out, bias_ptr, logit_scale, softcap, STORE, ENTROPY,
@@ -118,16 +117,17 @@ def fold_tile(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Apply `fold` to a tile. With BRANCH, tiles without targets use the shorter code path.
+    """Apply `fold` to a tile. With BRANCH, a tile without targets uses a shorter code path.
 
-    The short path needs 8 instead of 17 instructions per logit. At V = 151936, four of five 128 x
-    256 tiles contain no target. BRANCH is off where it costs too many registers: entropy, bias,
-    soft cap or fp32 operands. A loop with a branch is also not warp-specialised.
+    The shorter path needs 8 instead of 17 instructions per logit. At V = 151936, four of five 128 x
+    256 tiles contain no target. BRANCH is off if it would need too many registers, which is the
+    case with an entropy, a bias, a soft cap or fp32 operands. Also, Triton does not warp-specialise
+    a loop with a branch.
     """
     if BRANCH:
         target, _, _ = row
         _, _, V, _ = matrix
-        # The condition is uniform in the program, so no warp diverges.
+        # The condition is the same for all threads of the program, so no warp diverges.
         is_here = (target >= start) & (target < start + COLS)
         if (tl.max(is_here.to(tl.int32), 0) > 0) | (start + COLS > V):
             sums = fold_parts(

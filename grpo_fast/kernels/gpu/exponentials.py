@@ -6,21 +6,22 @@ The matrix E is written once, before the loss is known:
     d raw_j = g·unit·E_j,               unit = -exp(s - lse)·logit_scale/temperature
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
-g = dL/dlogp scales rows of dH = E·W and rows of hidden in dW = Eᵀ·hidden, so E is never modified.
-HBM traffic: 2 bytes written per logit in addition to linear.py.
+Here g is dL/dlogp. It scales the rows of dH = E·W, and the rows of hidden in dW = Eᵀ·hidden, so E
+is never modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
 
-The target column is the largest of its row and is excluded from E. Its contribution is added in
-fp32: one row of W to each row of dH, and one row of hidden to a row of dW. Nothing cancels when p_y
-is close to 1.
+The d-logit of the target is the largest of its row, so the target is excluded from E. Its
+contribution is added in fp32: one row of W to each row of dH, and one row of hidden to a row of dW.
+Nothing cancels when p_y is close to 1.
 
-The shift s can be chosen freely, because bf16 has the same relative precision everywhere. It must
-be known before the row is computed and must be close to lse. s = z[target] costs one dot product
-per row (target_kernel), and lse - s = -logp. Rows with -logp > MAX_NLL, and rows with NaN, are
-computed a second time with s = lse. Programs without such rows return immediately, so the host does
-not wait. Every E is finite, even in rows with NaN, so a row with g = 0 contributes nothing.
+The shift s can be chosen freely, because bf16 has the same relative precision everywhere. However,
+s must be known before the row is computed, and must be close to lse. The kernel uses s = z[target],
+which costs one dot product per row (target_kernel), and lse - s = -logp. Rows with -logp > MAX_NLL
+and rows with NaN are computed a second time with s = lse. Programs without these rows return
+immediately, so the host does not wait. All elements of E are finite, even in rows with NaN, so a
+row with g = 0 contributes nothing.
 
-lse, logp and entropy equal those of `head_logps` bit for bit, because the same kernel computes
-them.
+The lse, logp and entropy are bitwise equal to those of `head_logps`, because the same kernel
+computes them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def target_kernel(
         h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(
             tl.float32
         )
-        # int64: in a transposed weight (column stride V), offsets reach H·V and may exceed 2^31.
+        # Use int64 offsets. In a transposed weight (column stride V) they reach H·V, which may
+        # exceed 2^31.
         at = weight_ptr + target * stride_weight_v + offs_h.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=mask, other=0.0)
         total += h * w.to(tl.float32)
@@ -74,7 +76,7 @@ def units_kernel(
     temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
     n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute `unit` and `target_unit` of BLOCK_T rows."""
+    """Compute `unit` and `target_unit` of `Exponentials` for BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     if temperature_ptr is not None:
@@ -116,8 +118,8 @@ def head_exponentials(
 ) -> Exponentials:
     """Implement `cpu/linear.head_exponentials` in Triton for bf16 inputs.
 
-    A target id outside [0, V) has no column and counts as a logit of 0. `dominant` is always None:
-    the GEMM takes bf16, so there are no rounding errors to restore.
+    A target id outside [0, V) has no column and is treated as a logit of 0. `dominant` is always
+    None, because the GEMM uses the stored bf16 values without further rounding.
 
     Raises:
         ValueError: hidden and weight have different dtypes.
@@ -132,17 +134,18 @@ def head_exponentials(
         return Exponentials(
             known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
         )
-    # 1. The shift of every row.
+    # 1. Compute the raw logits of the targets, which determine the shift of every row.
     raw_target = target_logits(p)
-    # 2. Statistics and exponentials in one pass, or the statistics of an earlier pass.
+    # 2. Compute statistics and exponentials in one pass, or use the statistics of an earlier pass.
     if known is None:
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
         stats = dense_vector(lse), dense_vector(logps), entropy
-    # 3. Exponentials of rows that need s = lse; of all rows if only the statistics were known.
+    # 3. Compute the exponentials of rows that need s = lse, or of all rows if only their statistics
+    # were known.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
-    # 4. The factors that turn exponentials into d-logits.
+    # 4. Compute the factors that turn exponentials into d-logits.
     *scalars, temperature_ptr = transform_arguments(transform)
     launch(
         units_kernel, triton.cdiv(rows, 128), temperature_ptr, raw_target, *stats[:2], unit,

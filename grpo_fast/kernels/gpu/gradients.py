@@ -1,12 +1,12 @@
-"""Triton kernels before and after the two gradient GEMMs of exponentials (see exponentials.py).
+"""Triton kernels that run before and after the gradient GEMMs of exponentials.
 
     times            by_row = dL/dlogps·unit, by_target = dL/dlogps·target_unit
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_     the targets' part of dW (target_rows.py)
 
-HBM traffic per element of (C, H): 10 bytes for write_hidden_, 4 for scaled_hidden. A coefficient of
-0 gives exact zeros, even in rows with NaN.
+exponentials.py defines E. The HBM traffic per element of (C, H) is 10 bytes for write_hidden_ and 4
+bytes for scaled_hidden. A coefficient of 0 gives exact zeros, even in rows with NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def times_kernel(
     grad_logps_ptr, unit_ptr, target_unit_ptr, by_row_ptr, by_target_ptr, n_rows, n_padded,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the coefficients of BLOCK_T rows."""
+    """Compute by_row and by_target of BLOCK_T rows."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
@@ -71,7 +71,7 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Scale one row of hidden."""
+    """Multiply one row of hidden by its coefficient."""
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)

@@ -1,4 +1,4 @@
-"""Launch helper of the Triton kernels, and arguments shared by several kernels."""
+"""Launch function of the Triton kernels, and inputs and outputs that several kernels share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from grpo_fast.kernels.types import LogitTransform, RowStats
 
 
 def launch(kernel: Any, programs: int, *args: object, **options: object) -> None:
-    """Launch `programs` programs of a kernel on the device of its first tensor. Tests patch this
-    function.
+    """Launch `programs` programs of a kernel on the device of its first tensor.
+
+    Tests replace this function.
     """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
-        # enable_fp_fusion=False: see the note on bits in rows.py.
+        # Fusing multiplications and additions would change bits from kernel to kernel (see
+        # rows.py).
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
@@ -28,8 +30,9 @@ def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
 
 
 class HeadInputs(NamedTuple):
-    """Validated inputs of a head kernel, built by linear.head_inputs. Rows of hidden are 16-byte
-    aligned.
+    """Validated inputs of an LM head kernel, built by `linear.head_inputs`.
+
+    The rows of hidden are aligned to 16 bytes.
     """
 
     hidden: Tensor  # (T, H)
@@ -40,11 +43,14 @@ class HeadInputs(NamedTuple):
 
     @property
     def is_light(self) -> bool:
-        """True without soft cap and bias, when the epilogue needs few registers."""
+        """True without a soft cap and a bias. The epilogue then needs few registers."""
         return self.transform.softcap is None and self.bias is None
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Return whether rows are contiguous and start at multiples of 16 bytes (vector loads, TMA)."""
+    """Return whether rows are contiguous and start at multiples of 16 bytes.
+
+    Vector loads and TMA require this.
+    """
     row_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0

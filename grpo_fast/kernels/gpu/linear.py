@@ -3,16 +3,16 @@
     raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature
     lse = log Σ_j e^z_j,  logp = z_target - lse,  entropy = lse - Σ_j p_j·z_j
 
-HBM traffic: hidden and W are read (W once per 24 MiB of hidden), and 16·ceil(V/2048) bytes of
-partial sums per row are written and read, about 0.008 bytes per logit. Logits are stored only on
-request, by the same kernel with one more store: raw logits, or the exponentials of exponentials.py.
-Log-probabilities of a pass with gradient and of one without are therefore equal bit for bit.
+The kernel reads hidden and W from HBM (W once per 24 MiB of hidden). Per row, it writes
+16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second kernel reads. On
+request, the same kernel also stores the raw logits, or the exponentials of exponentials.py. Passes
+with and without gradient therefore have bitwise equal log-probabilities.
 
-One program computes BLOCK_T rows of one slice of 2048 columns. It keeps (max, Σe, Σe·(z - max),
-z[target]) per row in registers, where the sums exclude the target. A second kernel joins the slices
-of a row in order. The slices depend on V only, and the tile depends on the device, the dtype and
-the layout of W only. A row's result thus depends on the row, W and its scalars, not on the batch.
-Accumulation is fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
+One program computes BLOCK_T rows of one slice of 2048 columns. It keeps max, Σe, Σe·(z - max) and
+z[target] of each row in registers. The sums exclude the target. A second kernel joins the slices of
+a row in order. The slices depend on V only, and the tile size depends on the device, the dtype and
+the layout of W only. The result of a row thus depends on the row, W and its scalars, but not on the
+batch. Accumulation is in fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def load_tile(
     source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of ROWS x COLS, with zeros outside the matrix.
+    """Load a tile of ROWS x COLS elements, with zeros outside the matrix.
 
-    A tensor descriptor (TMA) or masked loads are used.
+    With USE_TMA, `source` is a tensor descriptor. Otherwise it is a pointer, and loads are masked.
     """
     if USE_TMA:
         tile = source.load([row_start, col_start])
     else:
-        # The tile's corner is computed in int64, offsets inside the tile in int32. This needs half
-        # the registers of int64 throughout.
+        # Compute the corner of the tile in int64, and the offsets inside the tile in int32. This
+        # needs half the registers of int64 offsets.
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
         corner = (
             source
@@ -71,9 +71,9 @@ def slice_kernel(
     """Compute the partial sums of one slice of the vocabulary for BLOCK_T rows."""
     row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     # 1. Select the rows and the slice of this program. Programs with neighbouring ids share a slice
-    # of W, so all but the first read its tiles from L2. They read their rows of hidden once per
-    # tile; a group of row blocks small enough for L2 therefore processes all slices before the next
-    # group starts.
+    # of W, so all but the first of them read its tiles from L2. Rows of hidden are read once per
+    # tile and should also come from L2. Therefore a group of row blocks that fits into L2 processes
+    # all slices before the next group starts.
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
     place = tl.program_id(0) % (group_blocks * slices)
     blocks = tl.minimum(row_blocks - first_block, group_blocks)
@@ -82,8 +82,8 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # Invalid ids become -1, which matches no column. int32 needs half the registers and comparisons
-    # of the ids' int64.
+    # Replace invalid ids with -1, which matches no column. int32 needs half the registers and
+    # comparisons of int64.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
@@ -103,18 +103,18 @@ def slice_kernel(
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-        # s = z[target], the shift of the exponentials.
+        # The shift s of the exponentials is z[target].
         normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
-        # The second pass uses s = lse where z[target] is far below.
+        # In rows where z[target] is far below the lse, the second pass uses s = lse.
         if lse_ptr is not None:
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
             high_nll = exceeds_max_nll(lse, normaliser) & in_rows
             normaliser = tl.where(high_nll, lse, normaliser)
-            # An empty range: programs without such rows return without any work.
+            # Programs without a row of high NLL get an empty range of columns and do no work.
             if ONLY_HIGH_NLL:
                 stop = tl.where(tl.max(high_nll.to(tl.int32), 0) > 0, stop, first)
 
-    # 3. For each tile: multiply, then fold the logits into the sums.
+    # 3. For each tile, compute the logits and add them to the running sums.
     for start in tl.range(first, stop, BLOCK_V):
         raw = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         for h in tl.range(0, H, BLOCK_H):
@@ -154,11 +154,11 @@ def join_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # A target outside the vocabulary was never summed.
+    # A target outside the vocabulary is in none of the sums.
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
-    # 1. z[target]: exactly one slice contains it, the others stored 0.
+    # 1. Sum z[target] over the slices. One slice contains the target, and the others stored 0.
     z_target = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
@@ -170,7 +170,7 @@ def join_kernel(
     exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
-        # Masked slices must not contribute: their maximum is FLOOR and their sum 0.
+        # Masked slices must not contribute, so they get the maximum FLOOR and the sum 0.
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
         max_s = tl.load(here, mask=mask, other=FLOOR)
         exp_sum_s = tl.load(here + plane, mask=mask, other=0.0)
@@ -194,7 +194,7 @@ def join_kernel(
 
 
 def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
-    """Return a tensor descriptor (TMA) with this tile size."""
+    """Return a tensor descriptor (TMA) of a matrix, with tiles of rows x columns elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -207,16 +207,16 @@ def head_inputs(
     target_ids: Tensor,
     transform: LogitTransform,
 ) -> HeadInputs:
-    """Check the dtypes, and copy hidden if it is unaligned.
+    """Validate the inputs of an LM head kernel, and copy hidden if it is unaligned.
 
-    The tile size determines the order of sums, so it must not depend on the memory layout of a
-    batch. Only the layout of W selects it.
+    The tile size determines the order of sums. It depends on the layout of W, but must not depend
+    on the layout of hidden, because the bits of a row would then depend on the batch.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
-    # Only hidden is copied; it is small compared with W.
+    # Copy hidden only, because it is small compared with W.
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
@@ -244,7 +244,7 @@ def sweep(
         out: (T, V) receives raw logits, or exponentials if `raw_target` is given.
         raw_target: (T,) raw logits of the targets.
         lse: (T,) shift of rows with a large -logp.
-        only_high_nll: compute only the row blocks that contain such rows.
+        only_high_nll: compute only the row blocks that contain a row with a large -logp.
     """
     # 1. Choose the tile. It must not depend on the batch.
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
@@ -255,13 +255,14 @@ def sweep(
         p.hidden.dtype, architecture(p.hidden.device), aligned=is_aligned(p.weight),
         light=raw_target is None or not is_heavy,
     )  # fmt: skip
-    # 2. Choose how to store and whether the epilogue has a short path.
+    # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
-    # The short code path of the epilogue needs registers. It is used without options and with
-    # 16-bit operands only. For exponentials from known statistics, Triton 3.6 spills on sm_100.
+    # The short code path of the epilogue needs registers, so it is used only without options and
+    # with 16-bit operands. It is not used for exponentials from known statistics, because Triton
+    # 3.6 would spill on sm_100.
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
-    # 3. Row blocks whose hidden states fit into L2 together.
+    # 3. Group the row blocks whose hidden states fit into L2 together.
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )
@@ -303,7 +304,10 @@ def statistics(
     out: Tensor | None = None,
     raw_target: Tensor | None = None,
 ) -> RowStats:
-    """Compute lse, logps and entropy of every row, (T,) fp32. `out` is as in `sweep`."""
+    """Compute the lse, logp and entropy of every row, (T,) fp32 each.
+
+    `out` and `raw_target` are arguments of `sweep`.
+    """
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
         sums = (4 if return_entropy else 3, slice_count(p), rows)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Initial value of the running maximum. With -inf, a leading block of -inf columns would give inf -
-# inf. The value is below every meaningful logit and above the -3e38 with which users mask columns.
+# Initial value of the running maximum. If it were -inf, a leading block of -inf columns would
+# compute inf - inf. FLOOR is below every meaningful logit, and above the -3e38 with which users
+# mask columns.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -21,8 +22,9 @@ def exp_fp32(x):
 
 @triton.jit
 def expm1_minus(x):
-    """Return e^x - 1 - x. For |x| < 1 use the series x²/2·(1 + x/3·(1 + …)), because the difference
-    cancels.
+    """Return e^x - 1 - x.
+
+    The difference cancels for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
     """
     # Out-of-range lanes evaluate the series at 0, so that it cannot overflow.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
@@ -54,7 +56,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
     lse would be a difference of two numbers as large as the logits.
     """
     shifted = z_target - row_max
-    # An invalid target contributes nothing.
+    # An invalid target contributes nothing to the sum.
     e_target = tl.where(inside, exp_fp32(shifted), 0.0)
     total = exp_sum + e_target
     log_total = tl.log(total)
@@ -67,7 +69,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
 def softcapped(x, softcap):
     """Return softcap·tanh(x/softcap) and 1 - tanh²."""
     u = x / softcap
-    # The negative exponent cannot overflow.
+    # The exponent is never positive, so the exponential cannot overflow.
     t = exp_fp32(-2.0 * tl.abs(u))
     large = tl.where(u < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
     # For a small u, 1 - t loses its digits. Use a least-squares fit of tanh with a relative error
@@ -83,7 +85,10 @@ def softcapped(x, softcap):
 
 @triton.jit
 def capped_logits(raw, logit_scale, softcap, inv_temperature):
-    """Return z and 1 - tanh² of raw logits. softcap is a number, or None at compile time."""
+    """Return z and the factor 1 - tanh² of raw logits.
+
+    `softcap` is a number, or None at compile time.
+    """
     tanh_slope = 1.0
     if softcap is None:
         z = raw * (logit_scale * inv_temperature)
@@ -95,7 +100,7 @@ def capped_logits(raw, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def final_logits(raw, logit_scale, softcap, inv_temperature):
-    """Return z and dz/draw of raw logits."""
+    """Return z and its derivative with respect to the raw logits."""
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
     slope = logit_scale * inv_temperature
     if softcap is not None:
@@ -103,8 +108,9 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# Exponentials of a row are exp(z - z[target]) if lse - z[target] is at most this. The limit is far
-# from the range limits of bf16 and fp32, so sums and products of exponentials do not overflow.
+# The exponentials of a row are exp(z - z[target]) if lse - z[target] is at most MAX_NLL. This limit
+# is far from the range limits of bf16 and fp32, so sums and products of exponentials do not
+# overflow.
 MAX_NLL = tl.constexpr(40.0)
 
 

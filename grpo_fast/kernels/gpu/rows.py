@@ -5,18 +5,20 @@
     row_loss_    both, with the loss between them         HBM: one read, one write (the second
                                                           pass reads the row from L2)
 
-That is 2, 4 and 4 bytes per bf16 logit. With z = softcap·tanh(logit_scale·raw/softcap)/temperature,
-p = softmax(z), lp = log p[target] and H = -Σ p·log p:
+The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
 
+    z       = softcap·tanh(logit_scale·raw/softcap)/temperature
+    p       = softmax(z),     lp = log p[target],     H = -Σ p·log p
     d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 
-Sums are fp32 and online: one running maximum per row and one running sum per lane, reduced across
-lanes once in a fixed order. A row's numbers depend on that row only. Lengths, strides and
-hyperparameters are run-time arguments, so new values do not recompile. Every launch sets
-`enable_fp_fusion=False`: whether the compiler fuses a multiply and an add depends on the
-surrounding code, and the same row would get different last bits from two kernels that share a
-function.
+Sums are fp32 and online. Each row has one running maximum, and each lane has one running sum. The
+lanes are reduced once, in a fixed order. The results of a row depend on that row only. Lengths,
+strides and hyperparameters are run-time arguments, so new values do not cause recompilation.
+
+Every launch sets `enable_fp_fusion=False`. Otherwise the compiler would fuse a multiplication and
+an addition depending on the surrounding code, and two kernels that share a function could give
+different last bits for the same row.
 """
 
 from __future__ import annotations
@@ -53,10 +55,10 @@ def statistics(
     ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """First pass over a row: compute lse, logp and entropy."""
+    """Compute lse, logp and entropy in the first pass over a row."""
     offs_v = tl.arange(0, BLOCK_V)
     # Load the target's logit now, because pass 2 may overwrite the row. The reductions below
-    # contain barriers, which keep this load before those stores.
+    # contain barriers, which order this load before the stores of pass 2.
     inside = (target >= 0) & (target < V)
     raw_target = tl.load(row_ptr + target, mask=inside, other=0.0).to(tl.float32)
     z_target, target_slope = final_logits(raw_target, logit_scale, softcap, inv_temperature)
@@ -77,7 +79,7 @@ def statistics(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if ENTROPY:
-            # Accumulate Σ e·(z - max) instead of Σ e·z: the entropy would otherwise be a difference
+            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
             # of two numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
                 e > 0, e * shifted, 0.0
@@ -92,9 +94,12 @@ def write_gradient(
     row_ptr, out_ptr, target, lse, lp, entropy, g, g_entropy, V, logit_scale, softcap,
     inv_temperature, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Second pass over a row: write d raw-logits. A row without coefficients is not read."""
+    """Write the gradient with respect to the raw logits in the second pass over a row.
+
+    A row whose coefficients are 0 is not read.
+    """
     offs_v = tl.arange(0, BLOCK_V)
-    # The condition is uniform in the program.
+    # The condition is the same for all threads of the program, so no warp diverges.
     if (g == 0.0) & (g_entropy == 0.0):
         for start in range(0, V, BLOCK_V):
             cols = start + offs_v
@@ -123,10 +128,10 @@ def row_logps_kernel(
     V, stride_logits_t, logit_scale, softcap, temperature,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # int64: row · stride may exceed 2^31 elements.
+    # Use int64, because row · stride may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
-    # Ragged rows: start and length come from the offsets.
+    # For ragged rows, the offsets give the start and the length of a row.
     if offset_ptr is not None:
         first = tl.load(offset_ptr + row)
         V = tl.load(offset_ptr + row + 1) - first
@@ -175,7 +180,7 @@ def row_loss_kernel(
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    # 1. First pass: statistics.
+    # 1. Compute the statistics in the first pass.
     row_ptr = logits_ptr + row * stride_logits_t
     target = tl.load(target_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
@@ -187,8 +192,8 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # 2. The loss and its slope. Excluded rows may contain NaN anywhere, so their results are
-    # selected, not multiplied by 0.
+    # 2. Compute the loss and its slope. Excluded rows may contain NaN, so their results are set to
+    # 0 with a select.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
@@ -198,7 +203,7 @@ def row_loss_kernel(
     g = tl.where(counts, g, 0.0)
     tl.store(losses_ptr + row, loss)
     tl.store(grad_logps_ptr + row, g)
-    # 3. Second pass: the gradient, from L2.
+    # 3. Write the gradient in the second pass, which reads the row from L2.
     g_entropy = tl.zeros([], tl.float32)
     if grad_entropy_ptr is not None:
         g_entropy = tl.load(grad_entropy_ptr + row, mask=counts, other=0.0)
@@ -218,8 +223,8 @@ def row_logps(
 ) -> RowStats:
     """Implement `reference.row_logps` in Triton on fp32, bf16 or fp16 logits with any row stride.
 
-    The last dimension is contiguous. A target id outside [0, V) is never read, and its row gets the
-    logp of a raw logit of 0.
+    The last dimension must be contiguous. A target id outside [0, V) is never read, and the logp of
+    its row is that of a raw logit of 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -246,7 +251,7 @@ def row_grad_(
 ) -> Tensor:
     """Implement `reference.row_grad_` in Triton.
 
-    `out` is `logits`, or memory that does not overlap it.
+    `out` must be `logits`, or memory that does not overlap it.
     """
     out = logits if out is None else out
     if len(target_ids):

@@ -2,9 +2,9 @@
 
     gradient *= factor
 
-HBM traffic: one read and one write of the gradient, or nothing if the factor is 1, which is the
-case for `loss.backward()`. The factor is on the device, and reading it on the host would
-synchronise. Therefore every program reads it and returns immediately if it is 1.
+The kernel reads and writes the gradient once. If the factor is 1, as in `loss.backward()`, it does
+neither. The factor is on the device, and reading it on the host would synchronise. Therefore every
+program reads the factor and returns immediately if it is 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.gpu.launch import launch
 
-# Elements per program and step.
+# Number of elements that a program processes per step.
 BLOCK = 4096
 # Enough programs to fill any device, and few enough to start and return within microseconds.
 PROGRAMS = 2048
@@ -25,7 +25,7 @@ PROGRAMS = 2048
 def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        # A grid-stride loop: the number of programs is bounded.
+        # Use a grid-stride loop, because the number of programs is bounded.
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, tl.cast(size, tl.int64), step):
@@ -38,8 +38,9 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a contiguous gradient of at most 32-bit elements by a one-element factor, in
-    place.
+    """Multiply a contiguous gradient by a one-element factor in place.
+
+    The elements of the gradient have at most 32 bits.
     """
     size = gradient.numel()
     if size:

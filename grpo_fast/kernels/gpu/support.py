@@ -3,20 +3,20 @@
     raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
     z = transform(raw) -> lse, logp, entropy
 
-The same pass computes the derivative of logp with respect to hidden, as flash attention does with K
-= V = W:
+The same pass computes the derivative of logp with respect to hidden. This is the algorithm of flash
+attention, with the rows of W as keys and values:
 
     slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
 
-Then dH[t] = g[t]·slope[t] without reading W again. f is 1 - tanh², or 1 without a soft cap. If the
-entropy has a gradient, dH = Σ d_j·W[id_j] reads the rows a second time (sums_kernel). The same
-kernel computes dW from the pairs (id, row) sorted by id: each program owns a part of a row of dW
-and also writes the zeros of ids that occur in no set.
+Here f is 1 - tanh², or 1 without a soft cap. The backward pass computes dH[t] = g[t]·slope[t]
+without reading W again. If the entropy has a gradient, `sums_kernel` reads the weight rows a second
+time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs (id, row), sorted by
+id. Each program owns a part of a row of dW, and also writes the zeros of ids that occur in no set.
 
-HBM traffic in elements: nnz·H of W (the second use of a tile hits L1), 2·R·H of slopes (written and
-read, fp32), nnz·H of hidden and V·H of dW. Extra memory is O(nnz) and the slopes. Sums are fp32 in
-a fixed order without atomics, so every run gives the same bits, and a row's numbers depend on the
-row, W and its scalars only.
+HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
+(written and read), nnz·H elements of hidden and V·H elements of dW. Extra memory is O(nnz) and the
+slopes. Sums are fp32 in a fixed order without atomics, so every run gives the same bits. The
+results of a row depend on the row, W and its scalars only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_columns(start, cols, H, stride):
 
 @triton.jit
 def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
-    """Load columns of arbitrary rows as fp32, with zeros where masked."""
+    """Load columns of the rows that begin at `starts` as fp32, with zeros where masked."""
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
@@ -64,10 +64,11 @@ def support_head_kernel(
     stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row. BLOCK_H covers all of H."""
-    # 1. Find the row's set and its row of hidden.
+    """Compute the logits, the statistics and the slope of one row. BLOCK_H is at least H."""
+    # 1. Find the token set of the row and its row of hidden.
     row = tl.program_id(0).to(tl.int64)
-    # The row's start is int64. Positions inside the row are int32, which needs fewer registers.
+    # The start of the row is int64. Positions inside the row are int32, which needs fewer
+    # registers.
     first = tl.load(offset_ptr + row)
     count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
     place = tl.load(place_ptr + row).to(tl.int32)
@@ -75,8 +76,8 @@ def support_head_kernel(
     if index_ptr is not None:
         source = tl.load(index_ptr + row)
     inv_temperature = inverse_temperature(temperature_ptr, temperature, row)
-    # 2. Initialise the online softmax. `others` accumulates Σ e_j·f_j·W[id_j] over all ids but the
-    # target.
+    # 2. Initialise the online softmax. `others` accumulates Σ e_j·f_j·W[id_j] over all ids except
+    # the target.
     row_max = tl.full([], FLOOR, tl.float32)
     exp_sum = tl.zeros([], tl.float32)
     exp_z_sum = tl.zeros([], tl.float32)
@@ -85,7 +86,8 @@ def support_head_kernel(
     others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
     h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
-    # 3. Loop over BLOCK_K ids at a time: logits, then statistics, then the slope's sum.
+    # 3. For BLOCK_K ids at a time, compute the logits, update the statistics and accumulate the
+    # slope.
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
@@ -107,7 +109,7 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Accumulate Σ e·(z - max) instead of Σ e·z, which would cancel.
+            # Accumulate Σ e·(z - max) instead of Σ e·z, because the entropy would cancel.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -115,8 +117,8 @@ def support_head_kernel(
         if slope_ptr is not None:
             if softcap is not None:
                 e *= f
-            # Load the tile again from L1. Keeping it would need the registers of a second program
-            # per multiprocessor.
+            # Load the tile again, which hits L1. Keeping it in registers would leave no room for a
+            # second program on the multiprocessor.
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
@@ -131,7 +133,7 @@ def support_head_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
     if slope_ptr is not None:
-        # 6. The slope.
+        # 6. Compute the slope.
         at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
         by_target = -expm1(lp)
         if softcap is not None:
@@ -148,9 +150,10 @@ def sums_kernel(
     factor_ptr, index_ptr, offset_ptr, matrix_ptr, out_ptr, H, stride_matrix_t,
     stride_matrix_h, stride_out_t, ADD: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[s] = (or +=) Σ factor[i]·matrix[index[i]] over segment s, for BLOCK_H columns.
+    """Compute out[s] = Σ factor[i]·matrix[index[i]] over segment s, for BLOCK_H columns.
 
-    Terms with factor 0 are not loaded, so NaN in the matrix does not matter.
+    With ADD, the sum is added to out[s]. Terms with factor 0 are not loaded, so NaN in their rows
+    of the matrix has no effect.
     """
     parts = tl.cdiv(H, BLOCK_H)
     segment = (tl.program_id(0) // parts).to(tl.int64)
@@ -187,8 +190,8 @@ def head_rows(
 ) -> HeadRows:
     """Implement `support_reference.head_rows` in Triton in fp32.
 
-    Slopes do not change the bits of the other results. If H exceeds SUPPORT_COLUMNS, the reference
-    is used.
+    Computing slopes does not change the bits of the other results. If H exceeds SUPPORT_COLUMNS,
+    the reference implementation is used.
     """
     count, width = len(rows.places), weight.shape[1]
     # A program keeps a full row of hidden in registers.
@@ -213,7 +216,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Implement `support_reference.head_hidden` in Triton, (R, H) fp32."""
+    """Implement `support_reference.head_hidden` in Triton. The result is (R, H) fp32."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)

@@ -1,16 +1,18 @@
-"""Triton kernels that add the targets' part to dW: dW[y] += Σ_{t: y_t = y} c_t·hidden[t].
+"""Triton kernels that add the contribution of the targets to dW.
+
+    dW[y] += Σ_{t: y_t = y} c_t·hidden[t]
 
 If dW is fp32, one pass does this with at most 10 bytes of HBM traffic per element of (C, H).
 
-If dW is 16-bit, the product A = Eᵀ·(…) is already rounded. This is harmless if the final sum S is
-at least as large as A. It is harmful if A and the added rows nearly cancel, as for a token that is
-likely everywhere and often the target: the error is then 1e-2 of S. Rows with |A| > |S|/4 are
-therefore recomputed from an fp32 product of their columns of E and rounded once. Programs of all
-other rows return immediately, and the host does not wait. The first rounding of the remaining rows
-adds at most 3% to the error of the second.
+If dW is 16-bit, the product A = Eᵀ·(…) has already been rounded. This is harmless if the final sum
+S is at least as large as A. It is harmful if A and the added rows nearly cancel, as for a token
+that is likely everywhere and often the target. The error is then 1e-2 of S. Rows with |A| > |S|/4
+are therefore recomputed from an fp32 product of their columns of E, and rounded once. Programs of
+all other rows return immediately, and the host does not wait. In these other rows, the first
+rounding adds at most 3% to the error of the second rounding.
 
-There are no atomics. The first program of an id owns the row of dW, and equal ids are added in
-order.
+The kernels use no atomics. The first program of an id owns the row of dW, and the rows of equal ids
+are added in order.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
-# Threshold of |A|²/|S|² in one block of columns, from which on the row is recomputed.
+# A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns.
 CANCELS = tl.constexpr(1 / 16)
-# Rows and columns of hidden per step for one id.
+# Number of hidden rows, and of their columns, that a program adds per step.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
-# Tile of the product: columns of E, columns of hidden, and the rows of both per step.
+# Tile sizes of the product: columns of E, columns of hidden, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 
@@ -36,8 +38,9 @@ def add_targets_kernel(
     id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
     out_ptr, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_H columns of one id. With products, only the ids at `place_ptr`, followed by
-    -1.
+    """Add the hidden rows of one id to its row of dW, for BLOCK_H columns.
+
+    If `place_ptr` is given, only the ids at these positions are processed. Unused positions are -1.
     """
     # 1. Select the id and the columns of this program.
     blocks = tl.cdiv(H, BLOCK_H)
@@ -83,7 +86,7 @@ def add_targets_kernel(
 def gather_columns_kernel(
     matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
 ):
-    """Copy one column: out[slot, t] = matrix[t, id]."""
+    """Copy one column of the matrix, out[slot, t] = matrix[t, id]."""
     slot = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + slot)
     if place >= 0:
@@ -105,7 +108,7 @@ def column_product_kernel(
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
     slots, cols = first + tl.arange(0, BLOCK_U), column + tl.arange(0, BLOCK_H)
     places = tl.load(place_ptr + slots, mask=slots < n_slots, other=-1)
-    # Programs whose slots are all unused run no iterations.
+    # If all slots of a program are unused, its loop has no iterations.
     depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)
     total = tl.zeros([BLOCK_U, BLOCK_H], tl.float32)
     for start in tl.range(0, depth, BLOCK_T):
@@ -129,7 +132,7 @@ def add_targets_(
 ) -> None:
     """Add by_target[t]·hidden[t] to d_weight[target_ids[t]] in fp32.
 
-    A 16-bit d_weight gets a result as if the product had been fp32.
+    A 16-bit d_weight becomes as accurate as with an fp32 product.
 
     Args:
         d_weight: (V, H), contains matrixᵀ·scaled.
@@ -144,7 +147,7 @@ def add_targets_(
     if not count:
         return
     blocks, device = triton.cdiv(width, SEGMENT_H), ids.device
-    # The end of each id's run in `ids`.
+    # For each target, the end of the run of equal ids in `ids`.
     ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
 
     def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
@@ -158,7 +161,8 @@ def add_targets_(
     if d_weight.dtype.itemsize >= 4:
         add(None, None, None)
         return
-    # 2. In 16 bits, add the targets and flag rows in which both parts nearly cancel.
+    # 2. In 16 bits, add the targets, and flag rows in which the product and the added rows nearly
+    # cancel.
     flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
     add(None, None, flags)
     # 3. Recompute flagged rows from an fp32 product and add the targets again. nonzero_static has a

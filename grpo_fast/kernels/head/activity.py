@@ -15,7 +15,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """Active rows by chunk of `chunk_rows` rows.
+    """The active rows of each chunk of `chunk_rows` rows.
 
     Args:
         active: (T,) bool; None: all rows are active, and the device is not read.
@@ -25,7 +25,7 @@ class Activity:
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active = active
         self.chunk_rows = chunk_rows
-        # During capture the counts cannot reach the host.
+        # During CUDA graph capture, the host cannot read the counts, so all rows count as active.
         if active is None or is_capturing(active):
             self.active = None
             return
@@ -46,13 +46,13 @@ class Activity:
 
 
 def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
-    """Return which rows may have a coefficient, before any logp is known.
+    """Return which rows may have a nonzero coefficient, before any logp is known.
 
     Returns:
-        (T,) bool, False where the coefficient is 0 or NaN for any logp; None if this is unknown for
-        all rows.
+        (T,) bool, False where the coefficient is 0 or NaN whatever the logp is; None if every row
+        may have a nonzero coefficient.
     """
-    # A KL or an entropy term gives rows without advantage a gradient.
+    # With a KL or an entropy term, rows without an advantage also have a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
         return None
@@ -60,13 +60,15 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """Return where a row has a coefficient, (T,) bool."""
+    """Return (T,) bool, True where a row has a nonzero coefficient."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
-    """Start copying the integers of x to the host; return a function that waits for and returns
-    them.
+    """Start copying the integers of x to the host.
+
+    Returns:
+        A function that waits for the copy and returns the integers.
     """
     if not x.is_cuda:
         return x.tolist

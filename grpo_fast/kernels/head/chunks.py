@@ -1,9 +1,10 @@
 """Logits of one chunk and their gradient, in two representations with the same methods.
 
-    LogitChunks        raw logits in fp32; a row kernel overwrites them with d-logits, or writes
-                       16-bit d-logits to a second buffer on a GPU: 4 or 6 bytes per logit
-    ExponentialChunks  the GEMM's epilogue writes exponentials E once; d-logits are E times a factor
-                       per row, so no row kernel runs (gpu/exponentials.py): 2 or 4 bytes
+    LogitChunks        Stores raw logits in fp32. A row kernel overwrites them with d-logits, or on
+                       a GPU writes 16-bit d-logits to a second buffer (4 or 6 bytes per logit).
+    ExponentialChunks  Stores exponentials E, which the epilogue of the GEMM writes once. d-logits
+                       are E times a factor per row, so no row kernel runs (2 or 4 bytes per logit).
+                       gpu/exponentials.py derives the formulas.
 
 A chunk has C rows. Its buffers have the padded number of rows.
 """
@@ -30,8 +31,9 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# With exponentials and a 16-bit dW, rows of dW that are targets may need a second product
-# (gpu/target_rows.py). Use this path only if targets are at most this share of the vocabulary.
+# Maximum number of targets, as a share of the vocabulary, for which a 16-bit dW is computed from
+# exponentials. Each row of dW that belongs to a target may need a second product
+# (gpu/target_rows.py).
 TARGET_SHARE = 1 / 8
 # Rows of an exponential buffer start at multiples of this many elements (128 bytes in 16 bits).
 ROW_ELEMENTS = 64
@@ -53,13 +55,13 @@ class LogitChunks:
         )
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
-        # One row kernel can compute loss and d-logits. If `head_logps` computes the logps of passes
-        # without gradient, it must also compute them in passes with gradient, so that the bits
-        # agree.
+        # One row kernel can compute both the loss and the d-logits. But if `head_logps` computes
+        # the logps of passes without gradient, it must also compute them in passes with gradient,
+        # so that the bits agree.
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
-        # Called with the logits before a kernel overwrites them.
+        # If set, this function is called with the raw logits before a kernel overwrites them.
         self.on_logits: Callable[[Tensor], None] | None = None
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
@@ -90,8 +92,9 @@ class LogitChunks:
         return self._gradient_16_bit[:rows]
 
     def raw_logits(self, h: Tensor) -> Tensor:
-        """Compute h·Wᵀ + bias into the workspace, in fp32. A vocabulary shard may have no
-        columns.
+        """Compute h·Wᵀ + bias into the workspace, in fp32.
+
+        A vocabulary shard may have no columns.
         """
         z = self.workspace(h.shape[0])
         if self.weight.shape[0]:
@@ -103,8 +106,9 @@ class LogitChunks:
         return z
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute lse, logp and entropy of the C rows. Their logits stay in the workspace for
-        `gradients`.
+        """Compute the lse, logp and entropy of the C rows.
+
+        The logits stay in the workspace, where `gradients` uses them.
         """
         h, target_ids, transform = at
         count = target_ids.shape[0]
@@ -156,7 +160,7 @@ class LogitChunks:
 
 
 class ExponentialChunks(LogitChunks):
-    """Chunks that store exponentials. d-logits are a coefficient per row times this matrix."""
+    """Chunks that store exponentials, which are d-logits up to a coefficient per row."""
 
     has_entropy_gradient = False  # E determines only the gradient of the logps
 
@@ -196,20 +200,26 @@ class ExponentialChunks(LogitChunks):
         return self._filled.stats
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute lse, logp and entropy of the C rows. Their exponentials stay for `gradients`."""
+        """Compute the lse, logp and entropy of the C rows.
+
+        The exponentials stay in the workspace, where `gradients` uses them.
+        """
         return self._fill(at, return_entropy=return_entropy)
 
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Compute the coefficients of Σ g·logp. An entropy gradient is not supported."""
+        """Compute the coefficients that turn the exponentials into d-logits of Σ g·logp.
+
+        The gradient of an entropy is not supported.
+        """
         assert g_entropy is None
         if not cached:
             self._fill(at, known=known)
         assert self._filled is not None
         _, *units, dominant = self._filled
         matrix = self.workspace(at.hidden.shape[0])
-        # On a CPU the coefficients are computed with torch; the padding must be 0.
+        # On a CPU, compute the coefficients with torch. The coefficients of padding rows must be 0.
         if self.kernels.gradients is None:
             by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
         else:

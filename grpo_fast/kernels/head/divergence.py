@@ -6,8 +6,9 @@ This is the chunk loop of loop.py with the teacher's logits in a second buffer:
                                     → the loss's row kernel overwrites z with its d-logits → sum
     dH = d·W, dW += dᵀ·hidden
 
-The cost is 8·N·V·H flops for heads of equal width, and 6·N·V·H for a top-k teacher, with or without
-a policy loss. The workspace takes 8 bytes per logit, or 4 for a top-k teacher alone.
+The cost is 8·N·V·H flops for heads of equal width, and 6·N·V·H for a top-k teacher. A policy loss
+does not increase it. The workspace takes 8 bytes per logit, or 4 bytes for a top-k teacher without
+a policy loss.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from grpo_fast.kernels.types import (
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Computes a chunk's d-logits of the policy loss, and its dL/dlogp and dL/dentropy, (C,) each.
+# A function that returns the d-logits of a chunk's policy loss, and dL/dlogp and dL/dentropy, (C,)
+# each.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -53,8 +55,8 @@ class DivergenceHead(LinearHead):
         tensors: hidden, weight and bias of the student.
         rows: the active rows.
         route: the selected kernels.
-        teacher: has N rows, which are selected chunk by chunk.
-        divergence: which divergence.
+        teacher: the teacher, whose N rows are selected chunk by chunk.
+        divergence: the kind of divergence and its parameter.
         weights: (T,) fp32. A row with weight 0 has a value but no gradient.
         has_policy: whether a policy loss is computed in the same pass.
         options: further arguments of `LinearHead`.
@@ -76,8 +78,8 @@ class DivergenceHead(LinearHead):
         self.divergence = divergence
         self.weights = weights
         self.has_head = isinstance(teacher, TeacherHead)
-        # The teacher's logits need a second buffer, and so does a top-k gradient next to a policy
-        # loss.
+        # The logits of a teacher need a second buffer. So does the gradient of a top-k divergence
+        # if there is also a policy loss.
         self.buffers = 2 if self.has_head or has_policy else 1
         self.row_kernels = kernel_module("divergence", route.backend)
         self.at: slice | None = None  # the chunk whose divergences are computed with its logits
@@ -95,8 +97,9 @@ class DivergenceHead(LinearHead):
         return chunk
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute `LinearHead.logps`. No chunk is cached, because `gradients` computes the
-        divergences.
+        """Compute `LinearHead.logps` without caching a chunk.
+
+        `gradients` processes every chunk again, because it must compute the divergences.
         """
         return super().logps(return_entropy=return_entropy)
 
@@ -118,7 +121,7 @@ class DivergenceHead(LinearHead):
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of given coefficients and of the divergences."""
+        """Compute the gradients of Σ g·logp + g_entropy·entropy and of the divergences."""
         if not any(wanted):
             return self.sweep(wanted)
 
@@ -130,8 +133,9 @@ class DivergenceHead(LinearHead):
         return self.sweep(wanted, policy)
 
     def sweep(self, wanted: Wanted, policy: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the divergences and (dH, dW, db) of Σ weights·D plus the policy loss, if there is
-        one.
+        """Compute the divergences and the gradients (dH, dW, db).
+
+        The gradients are those of Σ weights·D, plus those of the policy loss if `policy` is given.
         """
         sums = self._sums(wanted)
         self.has_gradient = any(wanted)
@@ -148,10 +152,11 @@ class DivergenceHead(LinearHead):
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # Do not wait for the GPU: rows without a coefficient are multiplied as zeros.
+                # Do not wait for the GPU. There, rows without a coefficient stay in the GEMMs as
+                # zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Select the active rows.
+            # 2. Reset the current chunk, so that later calls of raw_logits compute no divergences.
             self.at = None
             # 3. Add both gradients and accumulate dH, dW, db.
             if not self.has_gradient:
@@ -165,9 +170,10 @@ class DivergenceHead(LinearHead):
     def _written(self, rows: int) -> Tensor:
         """Return the buffer that receives the d-logits of the divergences, (rows, V).
 
-        It contains the teacher's logits first.
+        Until then, the buffer contains the teacher's logits.
         """
-        # A top-k teacher alone needs one buffer, which is that of the student's logits.
+        # A top-k teacher without a policy loss needs one buffer only, which also holds the
+        # student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
     def _form(self, z: Tensor) -> None:
@@ -191,7 +197,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
-            # A top-k teacher has no logits; one function serves all backends.
+            # A top-k teacher has no logits. All backends use the same function.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -212,17 +218,20 @@ class DivergenceHead(LinearHead):
     def _join_ranks(
         self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
     ) -> DivergenceRows | None:
-        """Compute sums over full rows of a sharded vocabulary, with two all-gathers."""
+        """Compute sums over the full rows of a sharded vocabulary, with two all-gathers.
+
+        The result is None if the vocabulary is not sharded.
+        """
         if self.shard is None:
             return None
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        # 1. Each rank's lse gives the lse of full rows.
+        # 1. Combine the lse of all ranks into the lse of the full rows.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         whole = DivergenceRows(nothing, nothing, *lses)
-        # 2. With these, each rank's values and centers add up.
+        # 2. Given the lse of the full rows, the values and centers of all ranks can be added.
         own = row_divergence_(z, *of_rows, known=whole) if has_columns else none
         sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
         return DivergenceRows(*sums, *lses)
@@ -247,12 +256,13 @@ def supported_divergence(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute divergences over token sets, and (dH, dW, db) of their weighted sum.
 
-    Small sets cost 8·H·Σ|S| flops. Rows without a set are computed by a `DivergenceHead`.
+    With small sets, the cost is 8·H·Σ|S| flops. Rows without a set are computed by a
+    `DivergenceHead`.
 
     Returns:
         (T,) divergences, and the gradients.
     """
-    # 1. Rows without a set use the full vocabulary.
+    # 1. Compute the rows without a set over the full vocabulary.
     support = rows.support
     assert support is not None
     own = support.select
@@ -266,7 +276,7 @@ def supported_divergence(
         )  # fmt: skip
         others = dense.sweep(wanted)
         of_others = dense.values
-    # 2. Logits of both sides in the sets of the remaining rows.
+    # 2. Compute the logits of student and teacher in the sets of the remaining rows.
     source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
@@ -277,7 +287,7 @@ def supported_divergence(
         x.rows(transform, return_entropy=False, return_slopes=False).raw for x in (source, other)
     )
     y = y.to(z.dtype)
-    # 3. Their divergences. The gradient overwrites the teacher's logits.
+    # 3. Compute the divergences of these rows. The gradient overwrites the teacher's logits.
     w = own(weights)
     out = y[None] if any(wanted) else None
     each = kernel_module("divergence", route.backend).row_divergence_(
@@ -290,7 +300,7 @@ def supported_divergence(
         out=out,
         offsets=support.offsets,
     )
-    # 4. Merge both kinds of rows.
+    # 4. Merge the rows with and without a set.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()

@@ -13,7 +13,7 @@ from grpo_fast.objective.config import LossConfig
 
 
 class FullEntropySweep:
-    """Two passes over the same rows: logps come from the first, entropies from the second.
+    """Two passes over the same rows. The first computes logps, and the second computes entropies.
 
     Args:
         supported: the pass over the token sets; must not overwrite given logits.

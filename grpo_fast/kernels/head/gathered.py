@@ -29,7 +29,7 @@ class SupportGradient(NamedTuple):
 
 
 class GatheredHead:
-    """The rows with a token set, computed from the weight rows that the sets list.
+    """LM head of the rows with a token set, which reads only the weight rows in the sets.
 
     With `keep_fp32`, gradients are returned in the dtype of their sums.
     """
@@ -65,7 +65,7 @@ class GatheredHead:
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute (dH, dW, db), added to the gradients `others` of the remaining rows, if given."""
+        """Compute (dH, dW, db), added to the gradients `others` of the remaining rows, if any."""
         d_hidden, d_weight, d_bias = self.no_gradients() if others is None else others
         d, g, slopes = of_rows
         is_first = others is None
@@ -92,15 +92,16 @@ class GatheredHead:
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
-        """Allocate dW, and return whether it is zeroed so that the kernel must add to it."""
+        """Allocate dW, and return whether it contains zeros to which the kernel must add."""
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
-        # Fresh pages are zeros already; the kernel then writes only the listed rows.
+        # On a CPU, fresh pages already contain zeros, so the kernel writes only the rows in the
+        # sets.
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
         return self.weight.new_empty(self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        """Scatter g·slopes into (N, H), added to `total` if given."""
+        """Scatter g·slopes into a new (N, H) tensor, or add them to `total` if given."""
         if total is not None or self.repeats:
             # Several rows may share a row of hidden, so the gradients must be added.
             assert self.index is not None

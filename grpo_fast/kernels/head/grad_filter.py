@@ -1,12 +1,13 @@
 """Optional approximation: skip vocabulary columns with a small share of the gradient.
 
 In a chunk's d-logits (C, V), column j has the mass m_j = Σ_t |d_tj|. The columns with the smallest
-masses are skipped while their masses sum to at most `tolerance`·Σ_j m_j. With δ = the skipped mass,
+masses are skipped while their masses sum to at most `tolerance`·Σ_j m_j. If δ is the skipped mass,
+the errors are bounded:
 
     ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
-The loss and the log-probabilities do not change. A row's dH then depends on its chunk, so it is no
-longer bitwise independent of the batch. Runs stay reproducible.
+The loss and the log-probabilities do not change. The dH of a row then depends on its chunk, so it
+is no longer bitwise independent of the batch. Runs are still reproducible.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import widened
 
-# Filter only if fewer than this share of columns remain. Above, gathering costs more than it saves.
+# Filter only if fewer than this share of the columns remain. Otherwise, gathering the columns costs
+# more than it saves.
 WORTH_BELOW = 0.6
-# Rows per step of the mass computation, which bounds temporary memory.
+# Number of rows per step when the masses are computed. It limits temporary memory.
 ROWS = 64
 
 
@@ -34,9 +36,7 @@ class Filtered(NamedTuple):
 
 
 def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
-    """Return (2,) fp32: the share of the mass that was skipped, and the share of columns that
-    remained.
-    """
+    """Return the skipped share of the mass and the remaining share of the columns, (2,) fp32."""
     dropped, total = torch.zeros(2, dtype=torch.float64, device=device)
     for chunk in chunks:
         dropped = dropped + chunk.dropped
@@ -48,13 +48,13 @@ def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
 
 
 def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return (V,) fp64 Σ_t |scale_t·d_tj| of (C, V) d-logits."""
+    """Return the mass Σ_t |scale_t·d_tj| of every column of d-logits (C, V), as (V,) fp64."""
     masses = torch.zeros(d.shape[1], dtype=torch.float64, device=d.device)
     for start in range(0, d.shape[0], ROWS):
         block = widened(d[start : start + ROWS]).abs()
         if scale is not None:
             block = block * scale[start : start + ROWS, None].abs()
-        # fp32 within a block, fp64 across blocks.
+        # Sum in fp32 within a block and in fp64 across blocks.
         masses += block.sum(0, dtype=torch.float32)
     return masses
 

@@ -24,15 +24,14 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# Gather the active rows of a chunk before the GEMMs if their share is below this.
+# The active rows of a chunk are gathered before the GEMMs if their share is below this value.
 GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
-    """The d-logits of a chunk: the matrix itself, or a matrix of exponentials with coefficients.
+    """The d-logits of a chunk, as a matrix or as exponentials with coefficients.
 
-    Exponentials are finite, and 0 in the target's column. Rows with coefficient 0 contribute
-    nothing.
+    Exponentials are finite, and 0 in the target column. Rows with coefficient 0 contribute nothing.
     """
 
     matrix: Tensor  # (padded C, V)
@@ -40,7 +39,7 @@ class ChunkGradients(NamedTuple):
 
 
 class GradientSums:
-    """Sums of dH by row and of dW and db over all chunks, in fp32 (fp64 for fp64).
+    """Accumulators of dH, dW and db over all chunks, in fp32 (fp64 for fp64 inputs).
 
     Args:
         tensors: hidden, weight and bias.
@@ -51,8 +50,9 @@ class GradientSums:
         keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of hidden,
             weight and bias.
         tolerance: share of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
-        fused_kernels: module gpu/gradients.py on a GPU, or None.
-        sum_hidden: sums dH over the ranks of a sharded vocabulary; None: unsharded.
+        fused_kernels: the module gpu/gradients.py on a GPU, otherwise None.
+        sum_hidden: function that sums dH over the ranks of a sharded vocabulary; None: the
+            vocabulary is not sharded.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class GradientSums:
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        # 0-d: 0, or NaN if a skipped row has a NaN coefficient.
+        # 0-d tensor, which is NaN if a skipped row has a NaN coefficient, and 0 otherwise.
         self.skipped_nan: Tensor | None = None
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
-        """Remember whether a skipped row has a NaN coefficient, so that the gradients become NaN.
+        """Record NaN coefficients of skipped rows, which `finish` adds to the gradients.
 
-        A skipped row has coefficient 0 unless its inputs were NaN.
+        The coefficient of a skipped row is 0 unless its inputs were NaN.
         """
         if keep is not None:
             nan = (0 * grad_logps).sum()
@@ -106,15 +106,15 @@ class GradientSums:
         count: int,
         keep: Tensor | None,
     ) -> None:
-        """Add one chunk.
+        """Add the gradients of one chunk to the sums.
 
         Args:
             rows: the chunk's positions among the T active rows.
             h: (padded C, H) rows of hidden.
             d_logits: the chunk's gradient.
             count: number of rows that are not padding.
-            keep: rows with a coefficient; None: all. Other rows are exact zeros, and are left out
-                of the GEMMs if there are many.
+            keep: rows with a nonzero coefficient; None: all rows. The other rows are exact zeros,
+                and the GEMMs skip them if there are many.
         """
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
@@ -122,13 +122,14 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and gathers(keep, count):
-            # 1. Drop inactive rows if that is worth a copy.
+            # 1. Drop inactive rows if this saves more time than copying the active rows costs.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # Padding rows contain old workspace data. 0·NaN from them would reach all of dW.
+            # Padding rows contain old data of the workspace. Clear them, because 0·NaN would reach
+            # all of dW.
             d[count:].zero_()
         # 2. Accumulate, depending on the representation of the chunk.
         if by is None:
@@ -148,8 +149,9 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Add a chunk given as exponentials. The factors scale (C, H) matrices; targets are added
-        in fp32.
+        """Add a chunk given as exponentials.
+
+        The coefficients of the rows scale (C, H) matrices, and the targets are added in fp32.
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
@@ -187,7 +189,7 @@ class GradientSums:
             self._keep_hidden(out, index)
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
-            # Stable: equal ids stay in row order, which makes the sum reproducible.
+            # A stable sort keeps equal ids in row order, which makes the sum reproducible.
             ids, order = by.target_ids.sort(stable=True)
             total = accumulate_outer(
                 self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
@@ -201,17 +203,21 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply the filter to d and W. Also return the remaining columns, or None for all."""
+        """Apply the filter to d and W.
+
+        Returns:
+            The remaining columns of d, the same rows of W, and their ids (None if all remain).
+        """
         if self.tolerance is None:
             return d, self.weight, None
         vocab = self.weight.shape[0]
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
         columns, dropped, total = heavy_columns(masses, self.tolerance)
         if by is not None:
-            # The target's column is not in the matrix of exponentials.
+            # The matrix of exponentials does not contain the gradient of the targets.
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
-        # Too few columns would be saved.
+        # Keep all columns if the filter would skip too few of them.
         if kept >= WORTH_BELOW * vocab:
             kept = vocab
             dropped = torch.zeros_like(total)
@@ -222,7 +228,7 @@ class GradientSums:
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         """Write the dH of some rows into the full dH, or add it if rows repeat."""
-        # All rows in one chunk: no scatter is needed.
+        # If one chunk contains all rows, no scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return
@@ -242,7 +248,10 @@ class GradientSums:
         scales: Tensor | None = None,
         added: AddedRows | None = None,
     ) -> None:
-        """Add dᵀ·diag(scales)·h and `added` to dW. `columns` contains no duplicates."""
+        """Add dᵀ·diag(scales)·h and `added` to dW.
+
+        `columns` are the vocabulary ids of the columns of d, without duplicates; None: all ids.
+        """
         if not self.wanted.weight:
             return
         if columns is None:
@@ -261,13 +270,13 @@ class GradientSums:
             added.add_to_(self.d_weight)
 
     def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
-        """Add the db of some columns."""
+        """Add the bias gradient of the given columns to the sum. None means all columns."""
         if columns is not None:
             db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
         self.d_bias = db if self.d_bias is None else self.d_bias + db
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return contiguous (dH, dW, db), empty where not wanted."""
+        """Return contiguous (dH, dW, db). A gradient that was not requested is empty."""
         if self.sum_hidden is not None and self.wanted.hidden:
             d_hidden = self._new_hidden() if self.d_hidden is None else self.d_hidden
             self.d_hidden = self.sum_hidden(d_hidden)
@@ -288,7 +297,5 @@ class GradientSums:
 
 
 def gathers(keep: Tensor, count: int) -> bool:
-    """Return whether so few of `count` rows are active that gathering them beats
-    multiplying zeros.
-    """
+    """Return whether so few of `count` rows are active that gathering them saves time."""
     return keep.shape[0] < GATHER_BELOW * count

@@ -1,10 +1,11 @@
 """Scaling that keeps fp16 gradients in range before the loss scale is known.
 
-In a large step a token has a weight of about 1e-5, and its d-logits are smaller. The smallest fp16
-number is 6e-8. Therefore weights are scaled up to 1 first (`weight_unit`), sums stay in fp32 (which
-needs fp32 copies of dH and dW), and each tensor is rounded to fp16 once, with its largest element
-near 2^13 (`narrowed`). Backward multiplies by upstream · unit. Scaling by powers of two is exact.
-bf16 has the range of fp32 and does not need this.
+In a large batch, a token has a weight of about 1e-5, and its d-logits are smaller. The smallest
+positive fp16 number is 6e-8. Therefore the weights are first scaled by `weight_unit`, so that the
+largest is about 1. Sums stay in fp32, which needs fp32 copies of dH and dW. `narrowed` then rounds
+each tensor to fp16 once, scaled so that its largest element is near 2^13. The backward pass
+multiplies by upstream·unit. Scaling by powers of two is exact. bf16 has the range of fp32 and does
+not need this.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The largest element of a stored gradient is below 2^13, a factor of 8 below fp16's maximum.
+# The largest element of a stored gradient is below 2^13, a factor of 8 below the maximum of fp16.
 TOP_EXPONENT = 13
 
 
@@ -22,28 +23,35 @@ def needs_range(dtype: torch.dtype) -> bool:
 
 
 def weight_unit(weights: Tensor) -> Tensor:
-    """Return a power of two (0-d fp32) that scales the largest of (T,) weights to [0.5, 1). Does
-    not sync.
+    """Return a power of two that scales the largest of (T,) weights into [0.5, 1).
+
+    The result is 0-d fp32. The host does not wait for the device.
     """
     return power_of_two(-largest_exponent(weights))
 
 
 def narrowed(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `stored` in `dtype` and a 0-d fp32 power of two with gradient = stored · unit."""
+    """Return (stored, unit), with gradient = stored·unit.
+
+    `stored` has the given dtype, and `unit` is a power of two (0-d fp32). `gradient` is modified.
+    """
     exponent = largest_exponent(gradient) - TOP_EXPONENT
     return gradient.mul_(power_of_two(-exponent)).to(dtype), power_of_two(exponent)
 
 
 def largest_exponent(x: Tensor) -> Tensor:
-    """Return e, 0-d, with 2^(e-1) <= max |x| < 2^e, clamped so that 2^±e is normal; 0 for zeros."""
+    """Return the exponent e with 2^(e-1) <= max |x| < 2^e, as a 0-d int32 tensor.
+
+    The exponent is clamped so that 2^e and 2^-e are normal numbers. It is 0 if all elements are 0.
+    """
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
-    # One pass without a temporary |x|.
+    # aminmax needs one pass and no temporary tensor |x|.
     low, high = x.aminmax()
     return torch.frexp(torch.maximum(-low, high)).exponent.clamp(-100, 100)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in fp32 for int32 -126 to 127. torch.ldexp is not exact on a GPU."""
-    # Build the bits of the float directly.
+    """Return 2^exponent in fp32, for int32 exponents from -126 to 127."""
+    # Build the bits of the float directly, because torch.ldexp is not exact on a GPU.
     return ((exponent + 127) << 23).view(torch.float32)

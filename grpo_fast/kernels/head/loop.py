@@ -1,18 +1,21 @@
-"""Chunked pass over the LM head: hidden states → loss and gradients, without (N, V) tensors.
+"""Chunked pass over the LM head, from hidden states to loss and gradients without (N, V) tensors.
 
-For each chunk of C rows: logits hidden·Wᵀ and their lse, logp, entropy → coefficients (objective/)
-→ d-logits → dH = d·W, dW += dᵀ·hidden in fp32. chunks.py has two representations of a chunk.
+For each chunk of C rows, the pass computes the logits hidden·Wᵀ and their lse, logp and entropy.
+The coefficients from objective/ turn them into d-logits, which give dH = d·W and dW += dᵀ·hidden in
+fp32. chunks.py has two representations of a chunk.
 
-The cost is 6·N·V·H flops if a chunk's coefficients depend on that chunk only (token-level losses,
-or a single chunk). Otherwise the last chunk is cached and the others are recomputed, up to 8·N·V·H.
-Passes without gradient cost 2·N·V·H. The workspace is one chunk, bounded by `workspace_bytes()` for
-any N, plus an fp32 dW for 16-bit weights. On a GPU, a single chunk that takes no more memory than
-these two needs no fp32 dW and is preferred.
+The cost is 6·N·V·H flops if the coefficients of a chunk depend on that chunk only. This is the case
+for token-level losses and for a single chunk. Otherwise, the last chunk is cached and the others
+are recomputed, which costs up to 8·N·V·H. Passes without gradient cost 2·N·V·H.
 
-A row's logp and dH depend only on that row, W and its scalars, bit for bit. Each GEMM gets a
+The workspace holds one chunk and is bounded by `workspace_bytes()` for any N. 16-bit weights also
+need an fp32 dW. On a GPU, a single chunk needs no fp32 dW, and is preferred if it takes no more
+memory than a bounded chunk and an fp32 dW.
+
+The logp and dH of a row depend only on that row, W and its scalars, bit for bit. Each GEMM gets a
 multiple of ROW_MULTIPLE rows (zero-padded), so that small and large batches use the same GEMM
-kernel. On a GPU this holds for logps, which a Triton kernel computes. Whether it holds for dH from
-the vendor's GEMM was not measured.
+kernel. On a GPU, this holds for logps, which a Triton kernel computes. It was not measured for dH,
+which the vendor's GEMM computes.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from grpo_fast.objective.config import LossConfig
 
 
 class LinearHead:
-    """One pass of T active rows through the LM head: logits by chunk, and the gradients.
+    """A pass of T active rows through the LM head, which computes logits and gradients by chunk.
 
     Args:
         tensors: hidden, weight and bias.
@@ -56,8 +59,8 @@ class LinearHead:
         entropy_gradient: whether the coefficients will include dL/dentropy.
         keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
         needs_d_weight: whether dW will be computed.
-        shard: set if weight and bias are one rank's vocabulary shard. The outputs then are those of
-            the full LM head, and dW and db those of the shard (vocabulary.py).
+        shard: this rank's vocabulary shard, if weight and bias are sharded. The outputs are then
+            those of the full LM head, but dW and db are those of the shard (vocabulary.py).
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class LinearHead:
         self.chunk.max_rows = padded(min(self.chunk_rows, self.num_rows))
         # The chunk whose logits or exponentials `logps` left in the workspace.
         self.cached: slice | None = None
-        # (2,) shares from the filter, set by the last gradient computation.
+        # The (2,) result of `filtered_shares`, set by the last gradient computation.
         self.filtered: Tensor | None = None
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
@@ -105,14 +108,14 @@ class LinearHead:
         """Return the number of rows per chunk.
 
         All rows form one chunk if this takes no more memory than several chunks and their fp32 dW.
-        Otherwise chunks have equal size and fit the workspace. Ranks that share a vocabulary use
-        the size of the largest shard, so that they run the same number of collective calls.
+        Otherwise, chunks have equal size and fit into the workspace. Ranks that share a vocabulary
+        use the size of the largest shard, so that they run the same number of collective calls.
         """
         bytes_per_logit = self.chunk.bytes_per_logit
         device = self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
         row_bytes = max(columns, 1) * bytes_per_logit
-        # The filter accumulates its columns of dW in fp32.
+        # The gradient filter accumulates dW in fp32.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
         # A single chunk does not need the fp32 dW, so its memory may go to logits.
@@ -120,7 +123,7 @@ class LinearHead:
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
-        # Equal chunks avoid a small last one.
+        # Chunks of equal size avoid a small last chunk.
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
@@ -131,7 +134,7 @@ class LinearHead:
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """True if the stored chunk determines the gradient of an entropy."""
+        """True if the gradient of an entropy can be computed from the stored chunk."""
         return self.chunk.has_entropy_gradient
 
     @property
@@ -148,7 +151,7 @@ class LinearHead:
         return ChunkRows(h, self.rows.target_ids[chunk], self.rows.transform.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
-        """Create the gradient sums of this head."""
+        """Create the accumulators for the gradients of this head."""
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,
@@ -172,7 +175,7 @@ class LinearHead:
         parts = []
         chunks = list(self.chunks())
         if self.head_logps is not None and not keep and self.num_rows:
-            # Without storage, `head_logps` needs no chunks.
+            # `head_logps` stores no logits here, so it can process all rows at once.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
             # 1. Chunks that are not cached need statistics only.
@@ -196,17 +199,17 @@ class LinearHead:
     ) -> tuple[RowLoss, tuple[Tensor, Tensor, Tensor]]:
         """Compute row losses and (dH, dW, db) in one pass of 6·T·V·H flops.
 
-        Each row's coefficient must depend on that row only.
+        The coefficient of a row must depend on that row only.
         """
         sums = self._sums(wanted)
         parts = []
-        # Do not wait for the GPU: a row that becomes inactive through its logp (by clipping) is
-        # multiplied as zeros.
+        # Do not wait for the GPU. A row whose logp makes it inactive (by clipping) stays in the
+        # GEMMs as zeros.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             here = terms.rows(chunk)
-            # 1. Logits, statistics, loss and d-logits of the chunk.
+            # 1. Compute logits, statistics, loss and d-logits of the chunk.
             d_logits, part = self.chunk.row_loss(at, here, config)
             # 2. Select the rows that take part in the GEMMs.
             if self.on_gpu:
@@ -214,7 +217,7 @@ class LinearHead:
                 sums.propagate_nan(part.grad_logps, keep)
             else:
                 keep = active_rows(part.grad_logps, here.grad_entropy).nonzero()[:, 0]
-            # 3. dH, dW and db.
+            # 3. Add the gradients of the chunk to dH, dW and db.
             sums.add(chunk, at.hidden, d_logits, len(at.target_ids), keep)
             parts.append(part)
         return RowLoss(*concat_chunks(parts, self.hidden)), self._finished(sums)
@@ -222,10 +225,10 @@ class LinearHead:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (dH, dW, db) of Σ g·logp + g_entropy·entropy, given the statistics `known` from
-        `logps`.
+        """Compute (dH, dW, db) of Σ g·logp + g_entropy·entropy.
 
-        The cached chunk is processed first. For all other chunks, the active rows are recomputed.
+        `known` contains the statistics that `logps` returned. The cached chunk is processed first.
+        In all other chunks, the active rows are recomputed.
         """
         sums = self._sums(wanted)
         chunks = list(self.chunks()) if any(wanted) else []
@@ -258,7 +261,7 @@ class LinearHead:
 
 
 def concat_chunks(parts: Sequence[tuple[Any, ...]], like: Tensor) -> tuple[Any, ...]:
-    """Concatenate per-chunk results; returns empty tensors for no chunks."""
+    """Concatenate the results of all chunks. Return empty tensors if there are no chunks."""
     if not parts:
         return tuple(like.new_empty(0, dtype=torch.float32) for _ in range(3))
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""The three matrix products of a chunk, with the GEMM implementation for each dtype and device."""
+"""The three matrix products of a chunk. Dtype and device select the GEMM implementation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Vocabulary rows converted to fp32 at a time if no 16-bit GEMM with fp32 output exists.
+# Number of vocabulary rows that are converted to fp32 at a time if there is no 16-bit GEMM with
+# fp32 output.
 WIDEN_ROWS = 16384
-# From this output size on, a GPU's GEMM may write 16 bits. For a smaller output the vendor's GEMM
-# may split the inner dimension and add parts that were already rounded, so the output is fp32
-# first.
+# Minimum number of elements for which a GPU's GEMM may write 16-bit output. For a smaller output,
+# the vendor's GEMM may split the inner dimension and add parts that are already rounded, so it must
+# write fp32.
 NARROW_FROM = 16 << 20
-# Rows of exponentials converted to fp32 at a time.
+# Number of rows of exponentials that are converted to fp32 at a time.
 COLUMN_SUM_ROWS = 64
 
 
@@ -25,7 +26,7 @@ def is_full_precision(x: Tensor) -> bool:
 
 
 def matmul_logits(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
-    """Compute out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ with exact products and fp32 sums."""
+    """Compute out (C, V) fp32 = h (C, H) · weight (V, H)ᵀ, with exact products and fp32 sums."""
     if uses_csrc_gemm(h):
         gemm.mm_(h, weight.t(), out)
     elif is_full_precision(h):
@@ -39,9 +40,9 @@ def matmul_logits(h: Tensor, weight: Tensor, *, out: Tensor) -> None:
 
 
 def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
-    """Compute d (C, V) · weight (V, H) in fp32 (fp64 for fp64).
+    """Compute d (C, V) · weight (V, H) in fp32 (fp64 for fp64 inputs).
 
-    d is fp32, or already has the weight's 16-bit dtype. If a CPU multiplies in 16 bits, an fp32 d
+    `d` is fp32 or has the 16-bit dtype of the weight. If a CPU multiplies in 16 bits, an fp32 `d`
     keeps 16 significant bits. The output is never 16-bit, because a GPU might split the sum over V
     and round its parts.
     """
@@ -61,7 +62,7 @@ def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
 def weighted_product(
     matrix: Tensor, weight: Tensor, scales: Tensor, added: AddedRows, dtype: torch.dtype
 ) -> Tensor:
-    """Compute diag(scales)·matrix · weight + added in fp32, rounded to `dtype` once.
+    """Compute diag(scales)·matrix·weight + added in fp32, and round the result to `dtype` once.
 
     Args:
         matrix: (padded C, V) exponentials in the weight's 16-bit dtype, fp32 or POSITIVE16. They
@@ -97,7 +98,7 @@ def accumulate_outer(
     scales: Tensor | None = None,
     added: AddedRows | None = None,
 ) -> Tensor:
-    """Compute total (V, H) += dᵀ (V, C) · h (C, H) in fp32, and return it.
+    """Add dᵀ (V, C) · h (C, H) to `total` in fp32, and return the sum, (V, H).
 
     Args:
         total: sum of earlier chunks, or None.
@@ -132,11 +133,11 @@ def accumulate_outer(
 def _accumulate_outer(
     total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_single_chunk: bool
 ) -> Tensor:
-    """Compute `accumulate_outer` with torch."""
+    """Implement `accumulate_outer` with torch."""
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
-        # One GEMM rounds its fp32 accumulators once.
+        # A single GEMM rounds its fp32 sums only once, so it may write 16-bit output.
         if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
@@ -148,7 +149,7 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    # A single chunk: each block is complete, and rounded when it is copied.
+    # With a single chunk, each block is complete and can be rounded when it is copied.
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
@@ -157,7 +158,7 @@ def _accumulate_outer(
 
 
 def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
-    """Return (V,) fp32 Σ_t coefficients[t]·matrix[t] for exponentials (C, V)."""
+    """Return Σ_t coefficients[t]·matrix[t] for exponentials (C, V), as (V,) fp32."""
     if not matrix.is_cuda:
         total = coefficients.new_zeros(matrix.shape[1])
         for t in range(0, matrix.shape[0], COLUMN_SUM_ROWS):

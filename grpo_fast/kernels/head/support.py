@@ -34,18 +34,19 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A gathered logit costs at most as much as this many logits of a dense product (fp32, one core of
-# an Intel Xeon, H = 896: 11 to 18 with few distinct ids, 28 to 33 if each weight row comes from
-# memory).
+# Cost of a gathered logit, relative to a logit of a dense product. On one core of an Intel Xeon
+# (fp32, H = 896), it is 11 to 18 with few distinct ids, and 28 to 33 if each weight row comes from
+# memory.
 GATHERED_COST = 32
-# The same on a GPU, estimated from L2 bandwidth and tensor-core flops; not measured.
+# The cost of a gathered logit on a GPU, estimated from L2 bandwidth and tensor-core flops. It was
+# not measured.
 GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
     tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
 ) -> LinearHead | SupportSweep | FullEntropySweep:
-    """Return the pass over an LM head for these rows. `options` are those of `LinearHead`.
+    """Return the pass over an LM head for these rows. `options` are arguments of `LinearHead`.
 
     With `full_entropy`, entropies are over the full vocabulary and logps over the token sets.
     """
@@ -73,17 +74,17 @@ def supported_head(
     """Return the cheaper head for these token sets: gathered weight rows, or the dense product."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    # Compare Σ|S| gathered logits with R·V dense ones.
+    # Compare the cost of Σ|S| gathered logits with the cost of R·V dense logits.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
     return form(tensors, rows, route, keep_fp32=keep_fp32)
 
 
 class SupportSweep:
-    """Pass over all active rows: rows with a token set from `source`, the rest from `dense`.
+    """Pass over all active rows, which merges rows with a token set and rows without one.
 
     Args:
-        source: computes logits in the token sets, and takes their gradient.
+        source: computes the logits of the token sets, and gradients from their d-logits.
         rows: all active rows.
         route: the selected kernels.
         dense: the pass over rows without a token set, or None.
@@ -118,12 +119,13 @@ class SupportSweep:
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """True if the cached data determines the gradient of an entropy."""
+        """True if the gradient of an entropy can be computed from the cached data."""
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of all active rows; with `keep`, cache the logits."""
-        # Slopes replace a second pass over the weight rows, unless the entropy needs one.
+        """Compute (lse, logps, entropy) of all active rows. With `keep`, cache the logits."""
+        # Slopes avoid a second pass over the weight rows. An entropy gradient needs this pass
+        # anyway.
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -147,8 +149,9 @@ class SupportSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy, given the statistics `known` from
-        `logps`.
+        """Compute the gradients of Σ g·logp + g_entropy·entropy.
+
+        `known` contains the statistics that `logps` returned.
         """
         if not any(wanted):
             return self.source.no_gradients()
@@ -172,13 +175,13 @@ class SupportSweep:
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-# Rows, their hidden rows, the range of their ids in (nnz,), row and column of each id, and a logit
-# buffer.
+# A tuple of the rows, their rows of hidden, the range of their ids in (nnz,), the row and column of
+# each id, and a logit buffer.
 DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 
 
 class DenseHead(GatheredHead):
-    """Rows with large token sets, computed from the dense product with all of W."""
+    """LM head of rows with large token sets, which uses the dense product with all of W."""
 
     def _chunks(self) -> Iterator[DenseChunk]:
         """Yield the chunks of rows, with hidden (padded C, H) and a logit buffer (padded C, V)."""
@@ -196,7 +199,8 @@ class DenseHead(GatheredHead):
             h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
             if workspace is None:
                 workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
-            # This synchronises, but the number of ids per chunk determines shapes.
+            # This line synchronises, but the number of ids per chunk is needed because it
+            # determines shapes.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
@@ -223,7 +227,7 @@ class DenseHead(GatheredHead):
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Continue the sums of the rows without a set.
+            # Continue from the sums of the rows without a set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
@@ -234,7 +238,7 @@ class DenseHead(GatheredHead):
 
 
 class GivenLogits:
-    """Rows with a token set, looked up in given logits.
+    """Rows with a token set whose logits are taken from a given matrix.
 
     Args:
         logits: (N, V), rows contiguous.
@@ -268,8 +272,9 @@ class GivenLogits:
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Return (d-logits,). If given, `others` already contains the d-logits of rows without a
-        set.
+        """Return (d-logits,).
+
+        If `others` is given, it already contains the d-logits of the rows without a set.
         """
         if others is not None:
             out = others[0]
@@ -284,7 +289,7 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
-    """Compute the statistics of ragged logits."""
+    """Return ragged logits together with their statistics."""
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps

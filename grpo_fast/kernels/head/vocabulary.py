@@ -1,15 +1,15 @@
 """LM head with a vocabulary sharded over the ranks of a process group (tensor parallelism).
 
-All ranks have the same hidden states and targets, and V/n rows of the weight each. One all-gather
-per chunk exchanges the statistics of all shards, 24 bytes per row and rank. Every rank joins them
-in the same order, with formulas in which nothing cancels:
+All ranks have the same hidden states and targets. Each rank has V/n rows of the weight. One
+all-gather per chunk exchanges the statistics of all shards, 24 bytes per row and rank. Every rank
+joins them in the same order, with formulas that do not cancel:
 
     lse  = log Σ_r e^lse_r
     logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that contains the target
     H    = Σ_r e^(lse_r - lse)·(H_r + lse - lse_r)
 
-d-logits are columnwise, so dW and db need no communication. dH is summed over the shards: one
-all-reduce of (N, H) after all chunks, in fp32 at least.
+Each column of d-logits is computed independently, so dW and db need no communication. dH is summed
+over the shards by one all-reduce of (N, H) after all chunks, at least in fp32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VocabularyShard(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The size of the largest shard, from which all ranks compute the same chunks."""
+        """The size of the largest shard. All ranks derive the size of their chunks from it."""
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
@@ -57,27 +57,28 @@ class VocabularyShard(NamedTuple):
         return torch.searchsorted(ends, target_ids, right=True)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """All-gather x into (ranks, …)."""
+        """Return the tensors x of all ranks, stacked in a new first dimension."""
         everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
 
     def summed(self, x: Tensor) -> Tensor:
-        """All-reduce the sum of x."""
+        """Return the sum of x over all ranks. It may overwrite x."""
         x = x.contiguous()
         distributed.all_reduce(x, group=self.group)
         return x
 
     def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
         """Join the statistics of all shards into fp32 statistics over the full vocabulary."""
-        # fp64: the join must not lose digits that a full row would keep.
+        # Use fp64, so that the join does not lose digits that a full row would keep.
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
         total = lse.logsumexp(0)
         owner = self.owners(target_ids)[None]
         own = lse.gather(0, owner)[0]
         logp = logps.gather(0, owner)[0]
-        # logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o)).
+        # Compute logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o)), where o is the shard of the
+        # target.
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
         # -inf - -inf is NaN, but a target with probability 0 must have logp -inf.
@@ -93,8 +94,9 @@ class VocabularyShard(NamedTuple):
 def unrounded_statistics(
     logits: Tensor, target_ids: Tensor, transform: LogitTransform, *, return_entropy: bool
 ) -> RowStats:
-    """Compute `reference.row_logps` without the final rounding; lse is -inf if all columns are
-    -inf.
+    """Compute `reference.row_logps` without the final rounding to fp32.
+
+    The lse is -inf if all columns are -inf.
     """
     z, _ = reference.final_logits(logits, transform)
     lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
@@ -108,7 +110,8 @@ class VocabularyChunks(LogitChunks):
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
-        # Loss and gradient cannot be one kernel, because the ranks exchange statistics in between.
+        # The ranks exchange statistics between loss and gradient, so one kernel cannot compute
+        # both.
         self.shard = shard
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
@@ -116,7 +119,7 @@ class VocabularyChunks(LogitChunks):
             self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute statistics of this shard and join them with all ranks."""
+        """Compute the statistics of this shard, and join them with those of all ranks."""
         h, target_ids, transform = at
         z = self.raw_logits(h)[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
@@ -131,7 +134,7 @@ class VocabularyChunks(LogitChunks):
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Compute the d-logits of this shard's columns. Does not communicate."""
+        """Compute the d-logits of this shard's columns, without communication."""
         h, target_ids, transform = at
         z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
         d = self._gradient(h.shape[0])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 FP32_MAX = 3.4028234663852886e38  # Largest finite fp32 number. The kernels compute in fp32.
 # Smallest log-probability that is accepted as a real value. Sampled tokens and most likely tokens
-# never have a lower one. vLLM writes -9999 for NaN and -inf.
+# never have a smaller log-probability. vLLM writes -9999 for NaN and -inf.
 LEAST_LOGP = -1000.0
 LONGEST_WORD = 200  # letters of a word that are compared with known names
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, "try again"
@@ -157,27 +157,33 @@ class RunError(RuntimeError):
 
 
 class EngineError(RunError):
-    """Error of a rollout engine that has stopped or has returned an unusable answer."""
+    """Raised if a rollout engine has stopped or has returned an unusable answer."""
 
 
 class NonFiniteLogits(RunError):
-    """Error of a policy with NaN or infinite logits, from which no token can be sampled."""
+    """Raised if the policy has NaN or infinite logits, from which no token can be sampled."""
 
 
 class RewardError(RunError):
-    """Error if too many samples have no reward. The message has the function and its last error."""
+    """Raised if too many samples have no reward.
+
+    The message names the reward function and its last error.
+    """
 
 
 class NonFiniteGradient(RunError):
-    """Error if too many consecutive gradients were NaN or infinite."""
+    """Raised if too many consecutive gradients were NaN or infinite."""
 
 
 class WriteError(RunError):
-    """Error if a file of a run could not be written. The previous version of the file is intact."""
+    """Raised if a file of a run could not be written.
+
+    The previous version of the file is intact.
+    """
 
 
 class RankError(RunError):
-    """Error if another rank failed or does not answer. The message names the rank."""
+    """Raised if another rank failed or does not answer. The message names the rank."""
 
 
 class Stopped(SystemExit):

@@ -100,8 +100,8 @@ apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """Return a pair (gradient, unit) for each tensor.
 
-    A unit is the power of two by which a gradient is multiplied later, or None. The gradient is
-    None where the pass returned an empty tensor, which means "not needed".
+    A unit is the power of two by which a gradient must be multiplied later. None stands for 1. The
+    gradient is None where the pass returned an empty tensor, which means "not needed".
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():

@@ -1,9 +1,9 @@
 """Checks of argument values. A failed check raises a ValueError that names the argument.
 
-Values on the CPU are checked at once. With `validate="full"`, values on a GPU are, too. With
-`validate="auto"`, the checks on a GPU do not wait for the device: their flags are copied to the
-host in the background, and the next call that finds a flag raises the error. Until then ids and
-offsets are clamped, so that no kernel reads out of bounds.
+Values on the CPU are checked at once. With `validate="full"`, values on a GPU are checked at once,
+too. With `validate="auto"`, the checks on a GPU do not wait for the device: their flags are copied
+to the host in the background, and the next call that finds a flag raises the error. Until then ids
+and offsets are clamped, so that no kernel reads out of bounds.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # These corrections read only old_logps and sampling_logps, so pass old_logps as logps.
+        # These corrections do not read logps, which are not known yet, so pass old_logps instead.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:

@@ -145,7 +145,7 @@ def sampling_metrics(
 
 
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
-    """Return the fractions of clipped tokens: below the range, above the range, and both.
+    """Return the fractions of tokens whose ratio is below, above, or on either side of the range.
 
     A token counts only if its advantage pushes the ratio further out of the clip range.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Inputs of the objective for every active token, except the logp. fp32 unless noted."""
+    """Inputs of the objective for every active token, except the logp, in fp32 unless noted."""
 
     advantages: Tensor  # (T,)
     token_weights: Tensor  # (T,) w_t of the aggregation

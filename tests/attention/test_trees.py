@@ -273,8 +273,7 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
 def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
     """A fused loss over a tree equals the loss of the flattened samples.
 
-    Each loss term has a support. Our matrix product does not support fp64, so the fixture cannot
-    change it.
+    Each loss term has a support.
     """
     model, samples = tiny_model("llama").double(), random_samples(random.Random(11), depth=6)
     generator = torch.Generator().manual_seed(2)

@@ -204,7 +204,7 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
     """If one token has all probability except `gap`, p·log(p/q) and 1 - p must not cancel in fp32.
 
-    This also holds for the gradient. The teacher's logit of that token is lower by `doubt` nats.
+    The gradient must not cancel, either. The teacher's logit of that token is `doubt` nats lower.
     """
     g = torch.Generator().manual_seed(0)
     V, N = 2049, 4 if IS_INTERPRETER else 16  # several blocks of columns
@@ -251,7 +251,7 @@ def test_it_is_zero_at_the_teacher_itself(way, dtype):
 def test_columns_that_one_side_excludes(kind, beta, backend):
     """A column with -inf on both sides contributes 0.
 
-    With -inf on one side, the docstring applies.
+    With -inf on one side, the result is as the docstring of `linear_divergence` says.
     """
     for student, teacher in itertools.product((0.0, -math.inf), repeat=2):
         sides = sides_of(ROWS, dtype=torch.float32)

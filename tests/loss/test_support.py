@@ -75,7 +75,7 @@ def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     backend=BACKENDS,
 )
 def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
-    """The entropy bonus then moves every id, but the policy term moves only ids in the sets."""
+    """The entropy bonus changes the logits of all ids, the policy term only of ids in the sets."""
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
     case, function = make_case(38, support=True, **options), take(form, monkeypatch)
     layout = LAYOUTS[loss_type == "dapo"]

@@ -27,7 +27,7 @@ def plain_call(world: World, **changes: Any) -> Any:
 
 
 def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
-    """Return invalid or different arguments for one rank, by the start of the expected message."""
+    """Return invalid or different arguments for one rank, keyed by the start of the message."""
     case = make_case(14, **options_for("grpo"))
     head, ids, advantages = world.shard(case), case.ids.clone(), case.advantages.clone()
     ids[0, 0], advantages[0] = 23, NAN

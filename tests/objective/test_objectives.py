@@ -81,7 +81,7 @@ def test_leaf_value_and_slope(loss_type, delta):
 
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 def test_a_slope_in_fp32_keeps_its_digits(loss_type):
-    """This also holds where a gate is nearly closed, for sapo at a ratio of 12."""
+    """The slope keeps its digits even if a gate is nearly closed, as for sapo at a ratio of 12."""
     params = LossConfig(**options_for(loss_type)).params
     lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
     logp = torch.full_like(lr, -4.0)

@@ -226,7 +226,7 @@ PUBLISHED = [
     Row(SKY_PPO, "test_compute_reinforce_plus_plus_outcome_advantage_gamma", "values",
         {"rewards": [1.0, 2.0, 3.0], "values": [0.0] * 3, "gamma": 0.5, "lam": 1.0},
         [2.75, 3.5, 3.0]),
-    # loss_reduction. Their tests reduce advantages. A REINFORCE loss with logps of -1 gives the
+    # loss_reduction. SkyRL's tests reduce advantages. A REINFORCE loss with logps of -1 gives the
     # same numbers.
     Row(SKY_PPO, "TestApplyLossReductionToAdvantagesMinibatch.test_prompt_mean", "loss",
         {"lp": [[-1.0, -1.0]] * 4, "advantages": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]],

@@ -1,6 +1,6 @@
-"""The public names of grpo_fast, a kernel-level GRPO engine.
+"""Public names of grpo_fast, a kernel-level GRPO engine.
 
-Each name is imported when it is first used, so that `grpo-fast --help` does not wait for torch.
+Each name is imported on first use, so that `grpo-fast --help` does not import torch.
 """
 
 from __future__ import annotations

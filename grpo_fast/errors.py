@@ -15,8 +15,8 @@ from difflib import SequenceMatcher
 from typing import Any, TypeVar, cast
 
 FP32_MAX = 3.4028234663852886e38  # Largest finite fp32 number. The kernels compute in fp32.
-# Smallest log-probability that is accepted as real. No sampled token and no most likely id is below
-# it; vLLM writes -9999 for NaN and -inf.
+# Smallest log-probability that is accepted as a real value. Sampled tokens and most likely tokens
+# never have a smaller log-probability. vLLM writes -9999 for NaN and -inf.
 LEAST_LOGP = -1000.0
 LONGEST_WORD = 200  # letters of a word that are compared with known names
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, "try again"
@@ -75,8 +75,8 @@ def choice(name: str, value: object, choices: Collection[str]) -> None:
 def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
     """Raise a ValueError unless `value` is a finite number for which `holds(value)` is true."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # The kernels compute in fp32. The bound also rejects NaN, and integers too large for a
-        # float.
+        # The kernels compute in fp32. The bound also rejects NaN and integers that are too large
+        # for a float.
         if abs(value) <= FP32_MAX and holds(value):
             return
     raise argument_error(name, expected, reprlib.repr(value))
@@ -97,8 +97,8 @@ def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
     def likeness(name: str) -> tuple[bool, float]:
         last = name.casefold().rpartition(".")[2]
-        # SequenceMatcher finds "gpro" equally similar to "gspo" and "grpo". Swapped letters are the
-        # more frequent mistake, so a name with the same letters wins.
+        # SequenceMatcher finds "gpro" as similar to "gspo" as to "grpo". Swapped letters are the
+        # more frequent mistake, so prefer the name that has the same letters.
         return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
 
     best = max(known, key=likeness, default=None)
@@ -118,7 +118,7 @@ def names_nearest(target: Target) -> Target:
 
 
 def _checks_keywords(build: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """Return `build` with a check of its keywords; errors name it `owner`."""
+    """Wrap `build` with a check for unknown keywords. The error message calls it `owner`."""
     known = [x for x in inspect.signature(build).parameters if x not in ("self", "_cls")]
     fields = frozenset(known)
 
@@ -132,7 +132,7 @@ def _checks_keywords(build: Callable[..., Any], owner: str) -> Callable[..., Any
 
 
 def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an unknown keyword of a function or class, with the nearest name.
+    """Return the error for an unknown keyword, which suggests the nearest known keyword.
 
     Args:
         owner: name of the function or class.
@@ -145,43 +145,52 @@ def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
 
 
 def kind_of(x: object) -> str:
-    """Describe a value for an error message: a tensor by its shape, anything else by its repr."""
+    """Describe a value for an error message: a tensor by its shape, any other value by its repr."""
     return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
 class RunError(RuntimeError):
-    """A run cannot continue. The message says why, and where the run was saved, if it was."""
+    """Error that ends a run.
+
+    The message gives the reason and says where the run was saved, if it was.
+    """
 
 
 class EngineError(RunError):
-    """A rollout engine has stopped, or returned an answer that cannot be used."""
+    """Raised if a rollout engine has stopped or has returned an unusable answer."""
 
 
 class NonFiniteLogits(RunError):
-    """The policy has NaN or infinite logits, so no token can be sampled from them."""
+    """Raised if the policy has NaN or infinite logits, from which no token can be sampled."""
 
 
 class RewardError(RunError):
-    """Too many samples have no reward. The message names the function and its last error."""
+    """Raised if too many samples have no reward.
+
+    The message names the reward function and its last error.
+    """
 
 
 class NonFiniteGradient(RunError):
-    """Too many consecutive gradients were NaN or infinite."""
+    """Raised if too many consecutive gradients were NaN or infinite."""
 
 
 class WriteError(RunError):
-    """A file of a run could not be written. The previous version of the file is intact."""
+    """Raised if a file of a run could not be written.
+
+    The previous version of the file is intact.
+    """
 
 
 class RankError(RunError):
-    """Another rank failed or does not answer. The message names the rank."""
+    """Raised if another rank failed or does not answer. The message names the rank."""
 
 
 class Stopped(SystemExit):
-    """A signal ended the run.
+    """Exit of the process after a signal has ended the run.
 
-    Derives from SystemExit, so that no `except Exception` catches it and the process exits with
-    `code`: 128 + the signal's number, or SAVED once a checkpoint holds the run.
+    The class derives from SystemExit, so that no `except Exception` catches it. The exit status
+    `code` is 128 + the signal's number, or SAVED if a checkpoint of the run was written.
 
     Args:
         number: the signal's number.

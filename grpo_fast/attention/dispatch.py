@@ -1,8 +1,8 @@
 """Selection of the kernel that computes the attention of packed rows.
 
-For each kind of input, the first kernel of PROVIDERS is used whose output and gradients agree with
-the dense reference on tiny packed rows. The choice is cached and logged. A kernel that fails is
-skipped with a warning.
+For each kind of input, the kernels of PROVIDERS are compared in order with the dense reference on
+tiny packed rows. The first kernel whose output and gradients agree is used. The choice is cached
+and logged. A kernel that fails is skipped with a warning.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from grpo_fast.kernels.self_test import in_fresh_thread
 
 log = logging.getLogger(__name__)
 
-# (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, params) → (T, H, D), differentiable.
+# The signature is (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, params) → (T, H, D). The
+# function is differentiable.
 Attention = Callable[..., Tensor]
 
-# Largest relative L2 error of output and gradients at which a kernel passes its self-test.
+# Largest relative L2 error of output and gradients with which a kernel passes its self-test.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """The properties of an input by which a kernel is selected."""
+    """Properties of an input that determine its kernel."""
 
     device: str
     dtype: torch.dtype
@@ -53,7 +54,7 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """A kernel, and a test for the inputs that it supports."""
+    """A kernel with a test that tells which inputs it supports."""
 
     name: str  # for the log
     takes: Callable[[Kind], bool]  # returns whether the kernel supports a kind of input
@@ -72,8 +73,8 @@ def packed_rows_attention(
 ) -> Tensor:  # (T, H, D)
     """Compute softmax(mask(softcap(scale·q·kᵀ)))·v for packed rows.
 
-    Each segment attends causally to itself and to its ancestors. First-order gradients only; double
-    backward raises a RuntimeError.
+    Each segment attends causally to itself and to its ancestors. The function supports first-order
+    gradients. Double backward raises a RuntimeError.
 
     Args:
         q: (T, H, D), float. Queries.
@@ -81,13 +82,14 @@ def packed_rows_attention(
         v: (T, H_kv, D). Values.
         layout: the segments of the row.
         scale: factor of the scores.
-        window: number of keys that a query sees at most, including its own. None: all.
-        softcap: bound of the scores, c·tanh(s/c). None: no bound.
+        window: maximum number of keys that a query sees, including the key at its own position.
+            None: all keys.
+        softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
 
     Returns:
         The attention output, (T, H, D).
     """
-    # Drop a window that is longer than every context: kernels without a window are faster.
+    # Drop a window that is longer than every context, because kernels without a window are faster.
     window = window if window and window < layout.longest_context else None
     kind = Kind(
         q.device.type, q.dtype, q.shape[-1], has_window=window is not None,
@@ -98,7 +100,7 @@ def packed_rows_attention(
 
 @cache
 def choose(kind: Kind) -> Provider:
-    """Return the first provider that supports this kind and passes its self-test. Cached."""
+    """Return the first provider that supports this kind of input and passes its self-test."""
     for provider in candidates(kind):
         name = provider.name
         try:
@@ -114,9 +116,9 @@ def choose(kind: Kind) -> Provider:
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """Run `self_test` in a thread without autograd state, on the GPU of the caller's tensors.
+    """Run `self_test` in a thread without autograd state.
 
-    A new thread would use GPU 0.
+    The thread selects the GPU of the caller's tensors, because a new thread would use GPU 0.
     """
     if kind.device != "cuda":
         return in_fresh_thread(lambda: self_test(attention, kind))
@@ -135,11 +137,11 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 
 
 def self_test(attention: Attention, kind: Kind) -> float:
-    """Return the largest relative L2 error of output and gradients against the dense fp64
-    reference.
+    """Return the largest relative L2 error of output and gradients against dense fp64 attention.
 
     The input has 43 tokens: two trees of three levels, with segments down to a single token, and a
-    plain segment. Two query heads share a key head. The result is NaN if any error is NaN.
+    segment outside of a tree. Two query heads share a key head. The result is NaN if any error is
+    NaN.
     """
     # 1. Draw inputs for a small tree.
     lengths = (9, 4, 5, 1, 3, 2, 7, 2, 10)
@@ -162,13 +164,14 @@ def self_test(attention: Attention, kind: Kind) -> float:
         gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
         results.append([out.detach(), *gradients])
     pairs = zip(*results, strict=True)
-    # 3. Compare. Use torch's max, because Python's max may ignore a NaN.
+    # 3. Compare the results with torch's max, because Python's max may ignore a NaN.
     return float(torch.stack([(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]).max())
 
 
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
-    """Return True for 16-bit inputs on a GPU whose head_dim and compute capability FlashAttention
-    supports.
+    """Return whether FlashAttention supports an input.
+
+    It needs a GPU with a sufficient compute capability, 16-bit inputs and a supported head_dim.
     """
     is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
     if kind.device != "cuda" or not is_16_bit or kind.head_dim % 8:
@@ -184,8 +187,10 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """Return True if a distribution is installed. FA2 and FA4 both ship a module `flash_attn`, so a
-    module test cannot tell them apart.
+    """Return whether a distribution is installed.
+
+    FA2 and FA4 both install a module `flash_attn`, so the module name does not identify the
+    version.
     """
     try:
         return bool(metadata.version(name))
@@ -194,10 +199,10 @@ def _has_distribution(name: str) -> bool:
 
 
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
-    """Return True for CPU inputs of one of these dtypes without window and softcap.
+    """Return whether an input is on the CPU, has one of these dtypes, and no window or softcap.
 
-    Without a window a causal span has as many keys as queries, so the kernels may align them at the
-    top.
+    Without a window a causal span has as many keys as queries. A kernel may then align queries and
+    keys at the top instead of at the bottom.
     """
     has_extras = kind.has_window or kind.has_softcap
     return kind.device == "cpu" and kind.dtype in dtypes and not has_extras
@@ -210,7 +215,8 @@ def _partial(
 
 
 PROVIDERS = (
-    # CUDA, 16 bits: FlashAttention 4, then 3, then the package flash-attn 2, then torch's FA2.
+    # 16-bit inputs on CUDA use FlashAttention 4, then 3, then the package flash-attn 2, then
+    # torch's FA2.
     _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
              and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
     _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)
@@ -219,13 +225,13 @@ PROVIDERS = (
              "fa2", cuda.fa2_forward, cuda.fa2_backward),
     _partial(lambda kind: not kind.has_softcap and _flash(kind, 80),
              "flash_aten", cuda.aten_forward, cuda.aten_backward),
-    # CUDA, other inputs: compiled flex_attention.
+    # Other inputs on CUDA use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
-    # CPU: our C++ kernel, then torch's FlashAttention with one call per span.
+    # Inputs on the CPU use our C++ kernel, then torch's FlashAttention with one call per span.
     _partial(lambda kind: _is_plain(kind, torch.float32) and not loader.unavailable("attention"),
              "csrc", csrc.forward, csrc.backward),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),
-    # Every other input: explicit scores in chunks of queries.
+    # Every other input uses explicit scores, computed in chunks of queries.
     _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The LM head of a transformers causal LM, as arguments for the loss functions."""
+"""LM head of a transformers causal LM, as arguments for the loss functions."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Largest accepted difference to the model's own logps in nats, by the dtype of the computation.
+# Largest accepted difference from the model's own logps in nats, by the dtype of the computation.
 CHECK_TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
 }  # fmt: skip
 
 
 class Head(NamedTuple):
-    """The LM head of a model: logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap).
+    """LM head of a model: logits = softcap·tanh(logit_scale·(hidden·weightᵀ + bias)/softcap).
 
     Attributes:
         weight: (V, H). The weight.
         bias: (V,). The bias, or None.
-        softcap: bound of the logits; None: no tanh.
+        softcap: bound of the logits. None: no bound.
         logit_scale: factor of the logits.
     """
 
@@ -42,9 +42,10 @@ def check_tolerance(dtype: torch.dtype) -> float:
 def head_of(lm: Any) -> Head:
     """Return the LM head of a transformers causal LM.
 
-    Applies the transforms that models put after the head: `final_logit_softcapping` (Gemma),
-    `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite, divides) and `lm_head_multiplier`
-    (Falcon-H1, multiplies). Compare logits once for a model with a different transform.
+    The result includes the transforms that models apply after the head: `final_logit_softcapping`
+    (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite, divides) and
+    `lm_head_multiplier` (Falcon-H1, multiplies). If your model has a different transform, compare
+    its logits once.
 
     Args:
         lm: a transformers causal LM.
@@ -53,8 +54,8 @@ def head_of(lm: Any) -> Head:
         The head. Its weight is the model's parameter, so gradients reach the model.
 
     Raises:
-        ValueError: the output embeddings are not a plain nn.Linear: a LoRA adapter is on them, or
-            FSDP2 wraps them as a separate group, whose hooks would not run.
+        ValueError: the output embeddings are not a plain nn.Linear. Either a LoRA adapter is on
+            them, or FSDP2 wraps them as a separate group, whose hooks would not run.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,17 +1,18 @@
-"""The layout of a packed row: where each sequence is. Computed once per micro-batch on the host,
-and used by every layer.
+"""Layout of a packed row, which says where each sequence is.
+
+It is computed once per micro-batch on the host, and used by every layer.
 
 A row of T tokens consists of S segments. Each segment attends causally to itself and to all its
-ancestors, and its positions continue after its parent's. Segments are in level order, so that the
-parents ascend; roots without children (plain segments) are last:
+ancestors, and its positions continue after the positions of its parent. Segments are in level
+order, so that the parents ascend. Roots without children (plain segments) are last:
 
     rows:     [P1][P2]  [a1][a2][b1]  [a11][a12][b11]  [s1][s2]
     parents:   −1  −1     0   0   1     2    2    4      −1  −1
 
-In this order, the segments that have an ancestor at distance j are one contiguous run of rows, and
-so are these ancestors, in the same order. Attention over the ancestors at one distance therefore
-copies neither queries nor keys. A shared prompt with its completions is a tree of two levels;
-without parents the row is a plain packed row.
+In this order, the segments that have an ancestor at distance j are adjacent rows. Their ancestors
+are adjacent rows, too, in the same order. Attention over the ancestors at one distance therefore
+copies neither queries nor keys. A shared prompt with its completions is a tree of two levels.
+Without parents the row is a plain packed row.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class Copies(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, total: int) -> Copies:
-        # A stable sort adds the gradients of a row's copies in a fixed order, so that the bits are
-        # reproducible.
+        # Use a stable sort. It adds the gradients of a row's copies in a fixed order, so that the
+        # result is reproducible bit by bit.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def sum_copies(self, grad: Tensor) -> Tensor:
-        """Sum the gradients of copies (Tk, …) over each row, (T, …), in fp32 or better and in a
-        fixed order.
+        """Sum the gradients of copies (Tk, …) over each row, (T, …).
+
+        The sum is computed in fp32 or fp64 and in a fixed order.
         """
         ordered = grad[self.order].to(torch.promote_types(grad.dtype, torch.float32))
         summed = torch.segment_reduce(ordered, "sum", lengths=self.copies, initial=0, unsafe=True)
@@ -61,19 +63,21 @@ class Call(NamedTuple):
     keys: slice | Copies  # rows
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the keys or values of the call, (Tk, …): a view, or the copies."""
+        """Return the keys or values of the call, (Tk, …), as a view of x or as copies."""
         return x[self.keys] if isinstance(self.keys, slice) else x[self.keys.rows]
 
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The segments of one packed row of T tokens, passed to a model as `model(...,
-    packed_layout=...)`.
+    """Segments of one packed row of T tokens.
+
+    Pass the layout to a model as `model(..., packed_layout=...)`.
 
     Attributes:
         cu_seqlens: (S+1,), int32, contiguous, on the model's device. Offsets of the segments.
-        lengths: tokens of each segment, on the host, so that no layer waits for the device.
-        parents: the parent of each segment; −1 for a root.
+        lengths: number of tokens of each segment, on the host, so that no layer waits for the
+            device.
+        parents: index of the parent of each segment; −1 for a root.
     """
 
     cu_seqlens: Tensor  # (S+1,) int32, contiguous, on the model's device
@@ -91,18 +95,18 @@ class TreeLayout:
         """Build the layout of consecutive segments.
 
         Args:
-            lengths: tokens of each segment; none may be 0, because FlashAttention returns lse =
-                +inf for an empty segment.
+            lengths: number of tokens of each segment. No length may be 0, because FlashAttention
+                returns lse = +inf for an empty segment.
             device: the model's device.
-            parents: the parent of each segment, −1 for a root. Parents ascend up to the last
-                segment that has one. Empty: all segments are roots.
+            parents: index of the parent of each segment, −1 for a root. Parents must ascend up to
+                the last segment that has a parent. If empty, all segments are roots.
 
         Returns:
             The layout.
 
         Raises:
-            ValueError: an empty segment, a different number of parents, or parents out of level
-                order.
+            ValueError: an empty segment, a wrong number of parents, or parents that are not in
+                level order.
         """
         fits = lengths and min(lengths) >= 1
         require(fits, "lengths", "at least one segment and none empty", list(lengths)[:8])
@@ -119,7 +123,7 @@ class TreeLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first row of each segment, and T."""
+        """First row of each segment, followed by T."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -132,9 +136,7 @@ class TreeLayout:
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """The number of ancestor tokens of each segment, which is the position of its first
-        token.
-        """
+        """Number of ancestor tokens of each segment, which is the position of its first token."""
         before: list[int] = []
         for parent in self.parents:
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
@@ -142,13 +144,14 @@ class TreeLayout:
 
     @cached_property
     def longest_context(self) -> int:
-        """The largest number of keys that a query sees. A longer sliding window has no effect."""
+        """Largest number of keys that a query sees. A longer sliding window has no effect."""
         return max(n + before for n, before in zip(self.lengths, self.prefixes, strict=True))
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Positions, (1, T) int64: from 0 in every root, continuing after the parent in every other
-        segment.
+        """Positions of the tokens, (1, T) int64.
+
+        They start at 0 in every root, and continue after the parent in every other segment.
         """
         pairs = zip(self.lengths, self.prefixes, strict=True)
         return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(
@@ -157,13 +160,13 @@ class TreeLayout:
 
     @cached_property
     def segments(self) -> Tensor:
-        """The segment of each token, (T,) int64."""
+        """Index of the segment of each token, (T,) int64."""
         counts = torch.tensor(self.lengths)
         return torch.arange(len(counts)).repeat_interleave(counts).to(self.cu_seqlens.device)
 
     @cached_property
     def related(self) -> Tensor:
-        """(S, S) bool: entry (i, j) is True if segment i attends to segment j."""
+        """A bool tensor (S, S), where entry (i, j) is True if segment i attends to segment j."""
         seen = torch.eye(len(self.parents), dtype=torch.bool)
         for segment, parent in enumerate(self.parents):
             if parent >= 0:
@@ -172,22 +175,23 @@ class TreeLayout:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """The attention calls of the row.
+        """Attention calls of the row.
 
-        In call 0 every segment attends to itself, causally. In call j every segment that has an
-        ancestor at distance j attends to that ancestor. An ancestor without descendants at that
-        distance has no queries.
+        In call 0 every segment attends causally to itself. In call j every segment that has an
+        ancestor at distance j attends to this ancestor. An ancestor without descendants at distance
+        j has no queries.
         """
         device = self.cu_seqlens.device
         all_rows = slice(0, self.total)
         calls = [
             Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
         ]
-        # (segment, ancestor) pairs at distance 1. Each round of the loop moves one level up.
+        # These are (segment, ancestor) pairs at distance 1. Each iteration of the loop moves the
+        # ancestors one level up.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
-            # The siblings of one ancestor are adjacent rows, so they form one span of queries.
+            # Siblings with the same ancestor are adjacent rows, so they form one span of queries.
             queries = [0] * (end - first)
             for segment, ancestor in run:
                 queries[ancestor - first] += self.lengths[segment]
@@ -200,8 +204,9 @@ class TreeLayout:
     def window_calls(self, window: int) -> tuple[Call]:
         """Return one causal call for a sliding window.
 
-        A window moves with each row, so a separate call on an ancestor cannot express it. In front
-        of each segment's keys, the call has copies of the last window − 1 keys of its ancestors.
+        The window begins at a different key for each query, so a separate call on an ancestor
+        cannot express it. Instead, the keys of each segment are preceded by copies of the last
+        window − 1 keys of its ancestors.
         """
         return self.cached(("copies", window), lambda: self._window_calls(window))
 
@@ -217,7 +222,7 @@ class TreeLayout:
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return what `build` derives from the layout, built once for all layers."""
+        """Return the result of `build`, which is called once and shared by all layers."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

@@ -1,6 +1,7 @@
-"""Options that save activation memory: offloaded checkpoints and tiled MLPs. Results do not change.
+"""Options that save activation memory: offloaded checkpoints and tiled MLPs.
 
-The trainer applies them by configuration, and `FastGRPOTrainer` by its arguments.
+They do not change results. The trainer applies them by configuration, and `FastGRPOTrainer` by its
+arguments.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Tiled MLPs have no dropout, so the recomputation needs no state of the random generator.
+# Tiled MLPs have no dropout, so the recomputation does not need the state of the random generator.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def offload_checkpoints(model: Any) -> None:
-    """Keep the inputs of checkpointed layers in host memory until the backward pass.
+    """Store the inputs of checkpointed layers in host memory until the backward pass.
 
-    transformers has such an option, but its version requires pinned memory and thus a GPU. A second
-    call changes nothing.
+    transformers has a similar option, but it requires pinned memory and therefore a GPU. Calling
+    this function again has no effect.
 
     Args:
         model: A transformers model whose gradient checkpointing is enabled.
@@ -39,7 +40,7 @@ def _offloaded(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Let every dense MLP compute a limited number of rows at a time.
+    """Make every dense MLP compute at most `rows` rows at a time.
 
     Each tile is computed again in the backward pass.
 
@@ -56,13 +57,14 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         kind = type(model).__name__
         raise ValueError(f"tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in mlps:
-        # The reference is a deep copy. Copying a bound method binds the copied module.
+        # Bind the method to the module. The reference model is a deep copy, and copying a bound
+        # method binds the copy to the copied module.
         tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
         module.forward = tiled
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Return True if all weights of an MLP belong to its linear layers."""
+    """Return whether all weights of an MLP belong to its linear layers."""
     others = [child for child in module.children() if not isinstance(child, nn.Linear)]
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     return linear >= 2 and not any(list(child.parameters()) for child in others)

@@ -1,10 +1,10 @@
-"""Attention of packed rows for any transformers model: plain rows, shared prompts and trees.
+"""Attention of packed rows for any transformers model, with plain rows, shared prompts or trees.
 
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
-The function must stay registered between a forward pass and its backward, because gradient
-checkpointing runs it again.
+The function must remain registered between a forward pass and its backward, because gradient
+checkpointing calls it again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
-# Names with "flash", "sdpa", "flex_attention" or "|" have a special meaning in transformers.
+# Avoid "flash", "sdpa", "flex_attention" and "|", which have a special meaning in transformers.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# noise on the inputs of MoE routers: Mixtral, PhiMoE
+# Names of the noise on the inputs of MoE routers (Mixtral, PhiMoE).
 JITTER = {"jitter_noise", "input_jitter_noise"}
 
 
 def register() -> str:
     """Register packed attention and its mask function with transformers.
 
-    Calling it again is harmless.
+    Calling the function again has no effect.
 
     Returns:
         The name for `model.set_attn_implementation`.
@@ -64,37 +64,37 @@ def packed_attention(
     packed_layout: TreeLayout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a layer, where each segment attends causally to itself and its
-    ancestors.
+    """Compute the attention of a layer, where each segment attends to itself and its ancestors.
 
-    This is the function that `register` gives to transformers.
+    `register` registers this function with transformers.
 
     Args:
         module: the attention layer.
         query: (1, H, T, D). Queries.
         key: (1, H_kv, T, D). Keys.
-        value: (1, H_kv, T, D), or narrower than the keys. Values.
-        attention_mask: the result of `window_as_mask`: None or the size of a sliding window.
+        value: (1, H_kv, T, D), or with a smaller last dimension than the keys. Values.
+        attention_mask: the result of `window_as_mask`, which is None or the size of a sliding
+            window.
         dropout: must be 0.
         scaling: factor of the scores. None: D^-0.5.
-        sliding_window: the layer's window, if the mask has none.
+        sliding_window: the window of the layer, used if the mask has no window.
         softcap: bound of the scores. None: no bound.
         packed_layout: the segments of the row.
         extra: other keyword arguments of transformers.
 
     Returns:
-        The attention output, (1, T, H, D), and None in place of attention weights.
+        The attention output, (1, T, H, D), and None instead of attention weights.
 
     Raises:
-        ValueError: the result would be wrong: no layout, a mask that is not causal or a window,
-            several rows, a cache, dropout, attention sinks, a position bias, or a bidirectional
-            layer.
+        ValueError: the result would be wrong because of a missing layout, a mask that is neither
+            causal nor a window, several rows, a cache, dropout, attention sinks, a position bias,
+            or a bidirectional layer.
     """
     if packed_layout is None:
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
-    # A cache would make keys longer than queries.
+    # With a cache there would be more keys than queries.
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
             f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "
@@ -108,10 +108,10 @@ def packed_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__}: packed attention is causal, this layer is not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # Under autocast RoPE returns fp32 queries and keys, while values have 16 bits.
+    # Under autocast, RoPE returns fp32 queries and keys, but the values have 16 bits.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # Latent attention (DeepSeek) has narrower values than keys: pad with zeros, and cut them off
-    # below.
+    # In latent attention (DeepSeek) the values have a smaller last dimension than the keys. Pad
+    # them with zeros, and remove the padding below.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
@@ -119,10 +119,10 @@ def packed_attention(
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise a ValueError for models whose layers packed attention would compute wrongly.
+    """Raise a ValueError for models that packed attention would compute incorrectly.
 
-    These are models with state-space or linear-attention layers, with RoPE that depends on the
-    sequence length, or with M-RoPE.
+    These are models with state-space or linear-attention layers, models whose RoPE depends on the
+    sequence length, and models with M-RoPE.
     """
     config: Any = model.config
     if getattr(model, "_is_stateful", False):
@@ -150,8 +150,9 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set dropout and router jitter to 0, because they would make logps of the same weights
-    differ.
+    """Set dropout and router jitter to 0.
+
+    Otherwise two computations of logps with the same weights would differ.
     """
     rates: set[float] = set()
     for module in model.modules():

@@ -1,6 +1,6 @@
 """Packing of samples into rows in which a shared prefix is stored once.
 
-Every loss term knows the row of hidden states that predicts its token.
+Every loss term has the index of the row of hidden states that predicts its token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from grpo_fast.attention.layout import Copies, TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
 from grpo_fast.errors import names_nearest, require
 
-# Token ids: a list of ints or a 1-D tensor of integers.
+# Token ids, as a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
 # A prompt and its completions.
 Group = tuple[Ids, Sequence[Ids]]
-# The ids of a sample, and for each id whether it is trained (bool, or 0 and 1).
+# The ids of a sample, and for each id whether it is trained (as a bool, 0 or 1).
 Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 
 
@@ -30,15 +30,15 @@ Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 class PackedTree:
     """B samples packed into one row.
 
-    The model computes T tokens, and the head R predictions: one for each trained token of each
-    sample, in the caller's order. The last trained token of a sample, and all tokens after it, are
-    left out of the row, because they predict nothing.
+    The model computes T tokens, and the head computes R predictions, one for each trained token of
+    each sample, in the caller's order. The row does not contain the last trained token of a sample
+    or the tokens after it, because they predict nothing.
 
     Attributes:
         input_ids: (1, T), int64. Token ids of the row.
         layout: the segments of the row.
-        predicting: (R,), int64. The row of T that predicts each trained token; rows may repeat.
-            Pass it as `hidden_rows`.
+        predicting: (R,), int64. For each trained token, the index in T of the row that predicts it.
+            Indices may repeat. Pass it as `hidden_rows`.
         target_ids: (R,), int64. The trained tokens.
         cu_seqlens: (B+1,), int32. Offsets of the samples in R.
         lengths: number of trained tokens of each sample, on the host.
@@ -53,8 +53,9 @@ class PackedTree:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of `model(...)`: input_ids, position_ids, use_cache=False and
-        packed_layout.
+        """Keyword arguments of `model(...)`.
+
+        They are input_ids, position_ids, use_cache=False and packed_layout.
         """
         return {
             "input_ids": self.input_ids,
@@ -70,7 +71,7 @@ class PackedTree:
             values: (R, …), one row for each trained token.
 
         Returns:
-            B views, (trained tokens of the sample, …) each.
+            B views of shape (trained tokens of the sample, …).
         """
         total = sum(self.lengths)
         shape = tuple(values.shape)
@@ -79,20 +80,21 @@ class PackedTree:
 
     @cached_property
     def distinct(self) -> Distinct:
-        """The distinct predictions. Samples that share trained tokens share predictions."""
+        """Distinct predictions of the row. Samples that share trained tokens share predictions."""
         pairs = torch.stack([self.predicting, self.target_ids])
         unique, terms = pairs.unique(dim=1, return_inverse=True)
         return Distinct(unique[0], unique[1], terms)
 
 
 class Distinct(NamedTuple):
-    """U distinct predictions of R loss terms. `spread(linear_logps(...))` computes each of them
-    once.
+    """U distinct predictions of R loss terms.
+
+    `spread(linear_logps(...))` computes each distinct prediction once.
 
     Attributes:
-        predicting: (U,), int64. The row of T that makes each prediction.
+        predicting: (U,), int64. For each prediction, the index in T of the row that makes it.
         target_ids: (U,), int64. The predicted tokens.
-        terms: (R,), int64. The prediction of each loss term.
+        terms: (R,), int64. For each loss term, the index of its prediction.
     """
 
     predicting: Tensor  # (U,) int64
@@ -100,14 +102,12 @@ class Distinct(NamedTuple):
     terms: Tensor  # (R,) int64
 
     def spread(self, logps: Tensor) -> Tensor:
-        """Expand logps (U,) to the loss terms (R,). Differentiable."""
+        """Expand logps (U,) to the loss terms (R,). The function is differentiable."""
         return _Spread.apply(logps, self.terms)
 
 
 class _Spread(torch.autograd.Function):
-    """Compute logps[terms], with a backward that sums in a fixed order, so that the bits are
-    reproducible.
-    """
+    """Compute logps[terms] with a reproducible backward, which adds gradients in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, terms: Tensor) -> Tensor:
@@ -123,7 +123,8 @@ class _Spread(torch.autograd.Function):
 class PackedGroups(PackedTree):
     """Groups of completions packed into one row.
 
-    Each completion is a sample whose own tokens are trained. The attributes of `PackedTree` apply.
+    Each completion is a sample in which the tokens of the completion are trained. The class also
+    has the attributes of `PackedTree`.
 
     Attributes:
         group_sizes: number of completions of each group.
@@ -138,7 +139,7 @@ class PackedGroups(PackedTree):
             values: (R, …), one row for each trained token.
 
         Returns:
-            For each group a tuple of views, (tokens of the completion, …) each.
+            For each group a tuple of views of shape (tokens of the completion, …).
         """
         views = self.split(values)
         ends = [0, *accumulate(self.group_sizes)]
@@ -159,13 +160,15 @@ def pack_tree(
     all samples but one.
 
     Args:
-        samples: pairs (ids, trained): the token ids of a sample, (n,), and a bool for each id that
-            says whether the token is trained. At least one token must be trained.
-        apart: a number for each sample, or (n,) numbers for the ids of a sample. Prefixes share
-            rows only where these numbers are equal. Use it if the model gets inputs besides the
-            ids, for example images, adapters or replayed routes. None: only the ids decide.
-        merge_cost: a shared prefix becomes a segment if it saves at least this fraction of the rows
-            after it; otherwise it is copied. 0 shares every token.
+        samples: pairs (ids, trained). `ids` are the n token ids of a sample, and `trained` has a
+            bool for each id that says whether the token is trained. At least one token must be
+            trained.
+        apart: a number for each sample, or n numbers for the ids of a sample. Prefixes share rows
+            only where these numbers are equal. Use it if the model has inputs other than the ids,
+            for example images, adapters or replayed routes. None: prefixes with equal ids share
+            rows.
+        merge_cost: a shared prefix becomes a segment if this saves at least this fraction of the
+            rows after the prefix. Otherwise the prefix is copied. 0 shares every token.
         device: the model's device.
 
     Returns:
@@ -173,7 +176,7 @@ def pack_tree(
 
     Raises:
         ValueError: no samples, a sample without ids, a mask of a different length, a trained token
-            at position 0 (nothing predicts it), or no trained token at all.
+            at position 0 (no token predicts it), or no trained token at all.
 
     Example:
         >>> from grpo_fast.attention import pack_tree
@@ -195,12 +198,12 @@ def pack_groups(
 ) -> PackedGroups:
     """Pack groups of completions into one row in which every prompt is stored once.
 
-    Completions are kept apart even where they begin alike, and so are equal prompts of different
-    groups.
+    Completions are stored separately even if they begin with the same tokens. Equal prompts of
+    different groups are stored separately, too.
 
     Args:
-        groups: pairs (prompt_ids, [completion_ids, …]). Each group needs at least one completion;
-            no sequence may be empty.
+        groups: pairs (prompt_ids, [completion_ids, …]). Each group needs at least one completion,
+            and no sequence may be empty.
         shared: if False, repeat the prompt in front of each completion. The outputs are the same.
         device: the model's device.
 
@@ -246,7 +249,8 @@ def _pack(
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)
     offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
-    # Map each trained token to the row of the token before it, along the sample's path of segments.
+    # Map each trained token to the row of the token before it, along the path of segments of the
+    # sample.
     rows = []
     for segment, (_, trained) in zip(last, samples, strict=True):
         path = []
@@ -256,9 +260,9 @@ def _pack(
         bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
         offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
         positions = trained - 1  # the previous token predicts a token
-        # right=True: the first position of a segment belongs to that segment.
+        # Use right=True, because the first position of a segment belongs to that segment.
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
-    # The tokens of each segment, taken from any sample that contains it.
+    # Copy the tokens of each segment from any sample that contains the segment.
     pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
     sizes = [len(trained) for _, trained in samples]
     return {
@@ -272,9 +276,9 @@ def _pack(
 
 
 def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
-    """Return the ids of a sample and the positions of its trained tokens, (n,) int64 each.
+    """Return the ids of a sample (n,) and the positions of its trained tokens, both int64.
 
-    Raises a ValueError that names the sample by `name`.
+    An invalid sample raises a ValueError that calls the sample `name`.
     """
     try:
         ids, mask = (torch.as_tensor(x, device="cpu") for x in (ids, trained))
@@ -294,9 +298,9 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
 def trie_of(
     samples: Sequence[Sample], apart: Sequence[int | Tensor] | None
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
-    """Check samples, and return them with the trie of their rows up to the last trained token."""
+    """Check samples, and return them with the trie of their ids before the last trained token."""
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    # Tokens from the last trained one on predict nothing.
+    # The last trained token and the tokens after it predict nothing, so leave them out.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
         expected = f"a number for each of {len(words)} samples"
@@ -308,9 +312,7 @@ def trie_of(
 
 
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Raise a ValueError for an empty prompt, an empty completion, or a group without
-    completions.
-    """
+    """Raise a ValueError for an empty prompt or completion, or a group without completions."""
     for group, (prompt, completions) in enumerate(lengths):
         name = f"groups[{group}]"
         came = f"lengths {list(completions)[:8]}"

@@ -14,24 +14,28 @@ from grpo_fast.errors import names_nearest
 
 
 class Share(NamedTuple):
-    """Some completions of one group, as part of a packed row.
+    """Some completions of one group, which are part of a packed row.
 
     Attributes:
         group: index of the group.
-        completions: indices of its completions.
+        completions: indices of completions of the group.
     """
 
     group: int
     completions: tuple[int, ...]
 
     def of(self, groups: Sequence[Group]) -> Group:
-        """Return the group (prompt, completions) of this share from the list of all groups."""
+        """Select the prompt and the completions of this share from the list of all groups."""
         prompt, completions = groups[self.group]
         return prompt, [completions[i] for i in self.completions]
 
 
 def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
-    """Return the tokens of a group in a packed row: P + Σ(C − 1) if shared, else Σ(P + C − 1)."""
+    """Return the number of tokens of a group in a packed row.
+
+    With prompt length P and completion lengths C it is P + Σ(C − 1) if the prompt is shared, and
+    Σ(P + C − 1) otherwise.
+    """
     return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
 
 
@@ -39,20 +43,21 @@ def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True
 def plan_packs(
     lengths: Sequence[tuple[int, Sequence[int]]], budget: int, *, shared: bool = True
 ) -> list[list[Share]]:
-    """Distribute groups over packed rows of at most `budget` tokens each. Best fit, deterministic.
+    """Distribute groups over packed rows of at most `budget` tokens each.
 
-    A group is kept together unless it exceeds the budget alone. Then its completions are
-    distributed over as few rows as best fit finds, each with a copy of the prompt. A completion
-    that exceeds the budget alone gets its own row. Without sharing, every completion is placed
-    separately.
+    The algorithm is best fit, and the result is deterministic. A group stays in one row unless it
+    exceeds the budget alone. In that case its completions are distributed over as few rows as best
+    fit finds, each with a copy of the prompt. A completion that exceeds the budget alone gets a
+    separate row. Without sharing, every completion is placed separately.
 
     Args:
         lengths: for each group the pair (prompt tokens, [tokens of each completion, …]).
-        budget: tokens of a row that the model computes.
+        budget: number of tokens of a row that the model computes.
         shared: whether the completions of a group share the rows of their prompt.
 
     Returns:
-        For each row the list of its shares. Rows are ordered by their first group, shares by group.
+        For each row the list of its shares. Rows are ordered by their first group, and shares by
+        group.
 
     Raises:
         ValueError: a budget below 1, a group without completions, or an empty prompt or completion.
@@ -77,12 +82,12 @@ def plan_trees(
 ) -> list[list[int]]:
     """Distribute samples over packed rows of at most `budget` distinct tokens each.
 
-    Subtrees are kept together unless they exceed the budget alone, as groups are in `plan_packs`.
-    Prefixes that `pack_tree` copies, because they save too little, are counted once.
+    A subtree stays in one row unless it exceeds the budget alone, like a group in `plan_packs`. A
+    prefix that `pack_tree` copies because it saves too little is counted once.
 
     Args:
         samples: pairs (ids, trained), as for `pack_tree`.
-        budget: distinct tokens of a row.
+        budget: number of distinct tokens of a row.
         apart: numbers that keep prefixes apart, as for `pack_tree`.
 
     Returns:

@@ -1,6 +1,4 @@
-"""The spans of one varlen attention call, in which span i of the queries attends to span i of the
-keys.
-"""
+"""Spans of a varlen attention call, in which query span i attends to key span i."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ class AttentionParams(NamedTuple):
 
     Attributes:
         scale: factor of the scores.
-        window: number of keys that a query sees at most; None: all.
-        softcap: bound c of the scores, c·tanh(s/c); None: no bound.
+        window: maximum number of keys that a query sees. None: all keys.
+        softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
     """
 
     scale: float
@@ -30,16 +28,16 @@ class AttentionParams(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """N consecutive spans of queries, and the span of keys for each.
+    """N consecutive spans of queries, each with a span of keys.
 
     Attributes:
         cu_q: (N+1,), int32, contiguous, on the device. Offsets of the query spans.
         cu_k: (N+1,), int32, contiguous, on the device. Offsets of the key spans.
         queries: lengths of the query spans, on the host.
         keys: lengths of the key spans, on the host.
-        causal: if True, spans are aligned at the bottom right, as in FlashAttention: the last query
-            sees all keys of its span, the query before it all but one. If False, every query sees
-            all keys of its span.
+        causal: if True, spans are aligned at the bottom right, as in FlashAttention. The last query
+            sees all keys of its span, and the query before it sees all keys but one. If False,
+            every query sees all keys of its span.
     """
 
     cu_q: Tensor  # (N+1,) int32, contiguous, on the device
@@ -52,9 +50,7 @@ class Spans:
     def of(
         cls, queries: Sequence[int], keys: Sequence[int], device: Any = "cpu", *, causal: bool
     ) -> Spans:
-        """Build spans from their lengths. A span may have keys without queries, but not the
-        reverse.
-        """
+        """Build spans from their lengths. Keys without queries are allowed, but not the reverse."""
         cu_q, cu_k = (
             torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device)
             for x in (queries, keys)
@@ -63,7 +59,7 @@ class Spans:
 
     @cached_property
     def with_queries(self) -> tuple[Spans, Tensor]:
-        """The spans that have queries, and the rows of their keys."""
+        """Spans that have queries, and the rows of their keys."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -72,7 +68,7 @@ class Spans:
 
     @cached_property
     def rows(self) -> list[tuple[slice, slice]]:
-        """The rows of queries and keys of each span that has queries, as slices."""
+        """Rows of queries and rows of keys of each span that has queries, as pairs of slices."""
         ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
         sides = ([slice(*pair) for pair in pairwise(x)] for x in ends)
         return [span for span, n in zip(zip(*sides, strict=True), self.queries, strict=True) if n]

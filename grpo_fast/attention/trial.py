@@ -1,8 +1,8 @@
-"""Conditions under which trials compare a faster computation with the model's own.
+"""Inputs and weights of trials, which compare a faster computation with the model's own.
 
-The verdict must not depend on the caller's data. Trials therefore draw random token ids, replace
-fp32 weights by random ones, shrink windows, and place sequences before, at and after every limit in
-the model's configuration.
+The result of a trial must not depend on the caller's data. Trials therefore draw random token ids,
+replace fp32 weights by random weights, and shrink windows. They place sequences before, at and
+after every limit in the model's configuration.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.layout import TreeLayout
 
-# Configuration fields that may change how a position is treated.
+# Names of configuration fields that may change the treatment of a position.
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
-# Positions for limits that are in the code and not in the configuration.
+# Positions near limits that are in the code of a model instead of its configuration.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
-# size of the random pool that fills large weights; a prime, so that no two rows are equal
+# Size of the random pool that fills large weights. It is prime, so that no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
 
 
 def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
-    """Return the positions and lengths that a configuration names as limits, in ascending order."""
+    """Return the positions and lengths that are limits in a configuration, in ascending order."""
     found: set[int] = set()
     fields = list(vars(config).items())
     while fields:
@@ -49,12 +49,14 @@ def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
 
 
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
-    """Return the first positions of a trial's sequences, so that at each limit one prompt and one
-    completion cross it.
+    """Return the first positions of a trial's sequences.
+
+    They are chosen so that at each limit one prompt and one completion cross it.
 
     Args:
         lm: the model.
-        bound: number of positions that the model supports; ignored if it has no position table.
+        bound: number of positions that the model supports. It is ignored if the model has no
+            position table.
     """
     starts = {0, *SPREAD}
     for limit in limits_of(lm.config):
@@ -64,9 +66,9 @@ def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
 
 
 def room_of(lm: nn.Module, bound: float) -> float:
-    """Return how many positions a model can be given.
+    """Return the number of positions that a model accepts.
 
-    Reading beyond a position table on a GPU would end the process.
+    On a GPU, reading past the end of a position table would abort the process.
     """
     if not any("rotary" in type(m).__name__.lower() for m in lm.modules()):
         return min([bound, FARTHEST, *limits_of(lm.config, TABLES)])
@@ -77,7 +79,7 @@ def room_of(lm: nn.Module, bound: float) -> float:
 
 
 def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list[int]]]]:
-    """Return random prompts with two completions each, identical in every process."""
+    """Return random prompts with two completions each. The draw is the same in every process."""
     generator = torch.Generator().manual_seed(number)
 
     def ids(length: int) -> list[int]:
@@ -90,7 +92,8 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
     """Return position_ids (1, T) for groups of two completions whose prompts begin at `starts`.
 
     Args:
-        layout: the layout of these groups: one root per group with shared prompts, else two.
+        layout: the layout of these groups. With shared prompts it has one root per group, otherwise
+            two.
         starts: the first position of each group.
     """
     per_group = layout.parents.count(-1) // len(starts)
@@ -101,16 +104,17 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
 
 
 def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Run a trial with the model's weights at position 0, and at all positions with random weights.
+    """Run a trial with the model's weights at position 0, and with random weights at all positions.
 
     Args:
         policy: an object with `lm`, `positions` and `autocast`.
-        gap: the trial. Takes the first positions of sequences (empty: short sequences from 0), and
-            returns the largest difference in nats, or NaN if the model's own logps are NaN.
+        gap: the trial. Its argument is the list of first positions of sequences. An empty list
+            means short sequences from position 0. It returns the largest difference in nats, or NaN
+            if the model's own logps are NaN.
 
     Returns:
-        The difference with the model's weights at position 0, and the largest difference of all.
-        NaN if the model's weights are NaN.
+        The difference with the model's weights at position 0, and the largest of all differences.
+        They are NaN if the model's weights are NaN.
     """
     starts = starts_of(policy.lm, policy.positions)
     at_start = gap(())
@@ -119,7 +123,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
         with random_weights(policy.lm) as are_random:
             if are_random:
                 elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
-    # No random weights were possible, or they overflowed: use the model's.
+    # Use the model's weights if random weights were impossible or have overflowed.
     if math.isnan(elsewhere):
         elsewhere = gap(starts)
     return at_start, max(at_start, elsewhere)
@@ -127,12 +131,13 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
 @contextmanager
 def random_weights(model: nn.Module) -> Iterator[bool]:
-    """Context in which a model has random weights. Layers with equal shapes share them.
+    """Return a context in which a model has random weights.
 
-    Yields False, and changes nothing, unless all weights are plain fp32 or fp64 tensors: in 16
-    bits, rounding with random weights would hide a wrong formula.
+    Layers with equal shapes share weights. The context yields False and changes nothing unless all
+    weights are plain fp32 or fp64 tensors. In 16 bits, the rounding errors with random weights
+    would hide a wrong formula.
     """
-    # 1. Random weights need fp32 or fp64, and tensors whose data can be exchanged.
+    # 1. Check that the weights are fp32 or fp64, and that their data can be exchanged.
     named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     fits = all(
         type(p) is nn.Parameter and p.dtype in WIDE and p.numel() and not p.is_meta
@@ -141,7 +146,8 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
     saved = [(p, p.data) for _, p in named]
     try:
         if fits:
-            # 2. Layers with equal shapes share one tensor, so that memory does not grow with depth.
+            # 2. Share one tensor between layers with equal shapes, so that memory does not grow
+            # with depth.
             shared: dict[Any, Tensor] = {}
             for name, p in named:
                 key = re.sub(r"\.\d+\.", ".", name), p.shape, p.dtype, p.device
@@ -150,20 +156,21 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
                 p.data = shared[key]
         yield fits
     finally:
-        # 3. Restore the weights, also after an error.
+        # 3. Restore the weights, even after an error.
         for p, data in saved:
             p.data = data
 
 
 def _random_weight(name: str, like: Tensor, seed: int) -> Tensor:
-    """Return a random weight of a scale at which every part of a layer affects the output."""
+    """Return a random weight with a scale at which every part of a layer affects the output."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(min(POOL, like.numel()), generator=generator, dtype=like.dtype)
     values = pool.repeat(-(-like.numel() // len(pool)))[: like.numel()].view(like.shape)
     if like.dim() < 2:
         values = 0.25 * values + (not name.endswith("bias"))  # norm weights near 1, biases near 0
     else:
-        # Some classes store (in, out), others (out, in). The geometric mean works for both.
+        # Some classes store weights as (in, out), others as (out, in). The geometric mean works for
+        # both.
         width = min(like.shape[-1], (like.shape[-1] * like.shape[-2]) ** 0.5)
         values = values * (1.5 * width**-0.5)
     return values.to(like.device)

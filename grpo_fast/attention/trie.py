@@ -1,5 +1,6 @@
-"""The prefix tree of N sequences, from which the segments of a packed row are made. Nothing
-recurses, because trees may be deep.
+"""Prefix tree of N sequences, from which the segments of a packed row are built.
+
+The code uses no recursion, because trees may be deep.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A node becomes a segment if it saves at least this fraction of the rows below it; otherwise its
-# children copy its tokens. Every level costs the rows below one more merge, about 1% of a row.
+# A node becomes a segment if it saves at least this fraction of the rows below it. Otherwise its
+# children copy its tokens. Every level costs one more merge of the rows below it, which takes about
+# 1% of the time of a row.
 MERGE_COST = 1 / 128
 
 
 class Segments(NamedTuple):
-    """The nodes that become segments of a row, in level order, roots without children last.
+    """Nodes that become segments of a row, in level order. Roots without children are last.
 
     Attributes:
-        parents: the parent of each segment; −1 for a root.
-        starts: the position of each segment's first token.
-        ends: the position after each segment's last token.
-        samples: a sequence that contains the tokens of each segment.
-        last: for each sequence the segment with its last token; −1 if the sequence is empty.
+        parents: index of the parent of each segment; −1 for a root.
+        starts: position of the first token of each segment.
+        ends: position after the last token of each segment.
+        samples: index of a sequence that contains the tokens of each segment.
+        last: for each sequence, the index of the segment with its last token; −1 for an empty
+            sequence.
     """
 
     parents: list[int]
@@ -34,31 +37,36 @@ class Segments(NamedTuple):
 
 
 class Trie:
-    """A prefix tree. Node 0 is the empty prefix, and a child's end is greater than its parent's.
+    """Prefix tree.
+
+    Node 0 is the empty prefix, and the end of a child is greater than its parent's end.
 
     Args:
         lengths: lengths of the N sequences.
-        order: the sequences sorted so that common prefixes are adjacent, shorter sequences first.
-        common: for each sequence in this order, the length of the prefix shared with the one before
-            it; 0 for the first.
+        order: indices of the sequences, sorted so that common prefixes are adjacent and shorter
+            sequences come first.
+        common: for each sequence in this order, the length of the prefix that it shares with the
+            previous sequence; 0 for the first.
     """
 
     def __init__(self, lengths: Sequence[int], order: Sequence[int], common: Sequence[int]) -> None:
         self.ends, self.parents, self.sequences = [0], [-1], [list[int]()]
         path = [0]  # nodes from the root to the previous sequence
-        # 1. Insert the sequences. A sequence leaves the path of the previous one at depth `depth`.
+        # 1. Insert the sequences. A sequence leaves the path of the previous sequence at depth
+        # `depth`.
         for number, depth in zip(order, common, strict=True):
             below = -1
             while self.ends[path[-1]] > depth:
                 below = path.pop()
-            # The sequence branches off inside the node `below`: split it.
+            # If the sequence branches off inside the node `below`, split this node.
             if self.ends[path[-1]] < depth:
                 path.append(self._add(depth, path[-1]))
                 self.parents[below] = path[-1]
             if lengths[number] > depth:
                 path.append(self._add(lengths[number], path[-1]))
             self.sequences[path[-1]].append(number)
-        # 2. Bottom-up: the first sequence of each node, its children, and the tokens below it.
+        # 2. Compute bottom-up the first sequence of each node, its children, and the number of
+        # tokens below it.
         self.first = [min(numbers, default=len(order)) for numbers in self.sequences]
         self.below, self.children = [0] * len(self.ends), [list[int]() for _ in self.ends]
         self.upwards = sorted(range(1, len(self.ends)), key=lambda node: -self.ends[node])
@@ -81,7 +89,8 @@ class Trie:
         """Build the trie of sequences of ids.
 
         Args:
-            ids: (n,) int64 each, or (n, k): two positions are then equal if all k numbers are.
+            ids: int64 tensors of shape (n,) or (n, k). With shape (n, k), two positions are equal
+                if all k numbers are equal.
         """
         # Byte order differs from numeric order, but it also makes equal prefixes adjacent.
         words = [x.contiguous().numpy().tobytes() for x in ids]
@@ -91,11 +100,13 @@ class Trie:
 
     @classmethod
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:
-        """Build the trie of prompts with their completions, without each completion's last token.
+        """Build the trie of prompts with their completions.
+
+        The last token of each completion is left out.
 
         Args:
             lengths: (prompt tokens, [tokens of each completion, …]) of each group.
-            shared: whether the completions of a prompt share its node.
+            shared: whether the completions of a prompt share the node of the prompt.
         """
         trunks, order, common = list[int](), list[int](), list[int]()
         for prompt, completions in lengths:
@@ -108,10 +119,10 @@ class Trie:
     def segments(self, merge_cost: float) -> Segments:
         """Return the segments of a row.
 
-        A chain of nodes becomes one segment. The tokens of a node that saves less than merge_cost
-        are copied into its children's segments.
+        A chain of nodes becomes one segment. If a node saves less than merge_cost, its tokens are
+        copied into the segments of its children.
         """
-        # 1. Choose the nodes, level by level, and then the roots without children.
+        # 1. Choose the nodes level by level, and then the roots without children.
         roots = self._worthwhile(0, merge_cost)
         nodes = [node for node in roots if self.children[node]]
         parents = [-1] * len(nodes)
@@ -122,8 +133,8 @@ class Trie:
         plain = [node for node in roots if not self.children[node]]
         nodes += plain
         parents += [-1] * len(plain)
-        # 2. Find the segment with the last token of each sequence. A copied node's tokens are in
-        # the segments of all its children; the first child's will do.
+        # 2. Find the segment with the last token of each sequence. The tokens of a copied node are
+        # in the segments of all its children, so use the first child.
         segment_of = {node: segment for segment, node in enumerate(nodes)}
         last = [-1] * sum(map(len, self.sequences))
         for node in self.upwards:
@@ -151,20 +162,21 @@ class Trie:
         return nodes
 
     def packs(self, budget: int) -> list[list[int]]:
-        """Distribute the sequences over rows of at most `budget` distinct tokens, largest first.
+        """Distribute the sequences over rows of at most `budget` distinct tokens.
 
-        A subtree is kept together unless it exceeds the budget together with its path from the
-        root. Then its parts go to as few rows as best fit finds, each with a copy of the path.
+        A subtree stays in one row unless it exceeds the budget together with its path from the
+        root. In that case its parts are distributed over as few rows as best fit finds, each with a
+        copy of the path.
 
         Args:
-            budget: distinct tokens of a row.
+            budget: number of distinct tokens of a row.
 
         Returns:
-            For each row the numbers of its sequences.
+            For each row the indices of its sequences.
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, got {budget}")
-        # For each node: parts that stay together, as (distinct tokens, sequences).
+        # For each node, the parts that stay in one row, as pairs (distinct tokens, sequences).
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]
@@ -191,13 +203,13 @@ def _common(a: Tensor, b: Tensor) -> int:
 
 
 def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Distribute items over bins: largest item first, into the fullest bin with enough room.
+    """Distribute items over bins: the largest item first, into the fullest bin with enough room.
 
-    Items larger than the capacity get a bin each.
+    An item that is larger than the capacity gets a separate bin.
 
     Args:
-        costs: the size of each item.
-        capacity: the size of a bin.
+        costs: size of each item.
+        capacity: size of a bin.
 
     Returns:
         For each bin the indices of its items.

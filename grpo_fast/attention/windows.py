@@ -1,5 +1,6 @@
-"""The sliding window of a layer, read from the mask that a model requests, and small windows for
-trials.
+"""Sliding window of a layer, and small windows for trials.
+
+The window is read from the mask that a model requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def window_as_mask(
 ) -> int | Callable | None:
     """Return a description of the mask that a model requests.
 
-    transformers calls this function in place of building a mask tensor.
+    transformers calls this function instead of building a mask tensor.
 
     Args:
         config: the model's configuration.
@@ -39,22 +40,22 @@ def window_as_mask(
     if request.get("attention_mask") is not None:
         instead = "packed attention takes no padding mask; pack the sequences instead"
         raise ValueError(f"attention_mask: {instead}")
-    # local_size is how transformers passes a sliding window to a mask function.
+    # transformers passes a sliding window to a mask function as local_size.
     size = request.get("local_size")
     is_plain = size in (None, getattr(config, "sliding_window", None))
     return size if is_plain and not request.get("use_vmap") else mask_function
 
 
 def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
-    """Return the window of a layer: the one of its mask, or else of its keyword argument.
+    """Return the window of a layer from its mask or, without a mask, from its keyword argument.
 
     Args:
         attention_mask: the result of `window_as_mask`.
         sliding_window: the keyword argument that the layer passes.
 
     Raises:
-        ValueError: mask and keyword have different windows, or the mask is neither causal nor a
-            window.
+        ValueError: mask and keyword argument have different windows, or the mask is neither causal
+            nor a window.
     """
     if attention_mask is None:
         return sliding_window
@@ -71,12 +72,11 @@ def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
 
 @contextmanager
 def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
-    """Context in which windows and chunks are a few tokens long, so that a short trial exceeds
-    them.
+    """Return a context in which windows and chunks are so short that a short trial exceeds them.
 
-    The smallest size becomes SMALLEST tokens, the next one more, and so on: sizes that differ still
-    differ. The change affects sizes that a forward pass reads from the configuration or from a
-    module.
+    The smallest size becomes SMALLEST tokens, the second smallest SMALLEST + 1, and so on, so that
+    different sizes remain different. The change affects sizes that a forward pass reads from the
+    configuration or from a module.
 
     Args:
         model: the model.
@@ -88,7 +88,8 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
     owners = list(configs.values())
     for fields in owners:  # the loop appends dictionaries that are inside configurations
         owners += [value for value in fields.values() if isinstance(value, dict)]
-    # 2. Map each size to a small one. Equal sizes stay equal, and different ones differ.
+    # 2. Map each size to a small size. Equal sizes remain equal, and different sizes remain
+    # different.
     names = WINDOWS + POSITIONS * positions
     sizes = {fields.get(name) for fields in owners for name in names}
     known = enumerate(sorted(size for size in sizes if type(size) is int))

@@ -1,4 +1,4 @@
-"""The public loss functions: signatures, documentation, and one call of the implementation each."""
+"""Public loss functions with their signatures and documentation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def linear_logps(
 ) -> Any:  # logps, or (logps, entropy)
     """Compute log-probabilities of target tokens from hidden states without storing all logits.
 
-    Equals, in exact arithmetic::
+    In exact arithmetic, the results equal::
 
         z = logit_scale * (hidden @ lm_head_weight.T + bias)
         z = softcap * tanh(z / softcap)            # only with a softcap
@@ -45,10 +45,10 @@ def linear_logps(
         logps = logp_all.gather(-1, target_ids[..., None])[..., 0]
         entropy = -(logp_all.exp() * logp_all).sum(-1)
 
-    Row t of hidden predicts `target_ids[t]`: the caller shifts the targets. First-order gradients
-    flow to hidden, lm_head_weight and bias; double backward raises an error. Sums are accumulated
-    in fp32 or better. For the backward pass, as many logits are cached as GRPO_FAST_WORKSPACE_MIB
-    allows, and the others are recomputed.
+    Row t of hidden predicts `target_ids[t]`, so the caller must shift the targets. First-order
+    gradients flow to hidden, lm_head_weight and bias; double backward raises an error. Sums are
+    accumulated in fp32 or fp64. Logits are cached for the backward pass up to the limit
+    GRPO_FAST_WORKSPACE_MIB, and the remaining logits are recomputed.
 
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
@@ -58,8 +58,8 @@ def linear_logps(
             collective call, and its gradient is averaged over the ranks.
         target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
             target, which gets logp 0 and no gradient.
-        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded as
-            the weight is. None: no bias.
+        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded like
+            the weight. None: no bias.
         temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
             target_ids.
         softcap: bound of the logits, a number > 0 (`final_logit_softcapping` of Gemma). None: no
@@ -74,11 +74,11 @@ def linear_logps(
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group`, and is not available in a CUDA graph. None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
-            share the vocabulary. Every rank passes the same hidden and target_ids, and its rows of
-            the head: a plain tensor, which may be empty, or a DTensor with Shard(0). Outputs and
-            the gradient of hidden are complete on every rank. The call is collective: if one rank
-            raises, all ranks raise. Not available inside torch.compile or a CUDA graph. None: the
-            head is not split over ranks, except by FSDP2.
+            share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
+            of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).
+            Outputs and the gradient of hidden are complete on every rank. The call is collective:
+            if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
+            None: the head is not split over ranks, except by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
 
@@ -136,8 +136,8 @@ def logits_logps(
 ) -> Any:  # logps, or (logps, entropy)
     """Compute log-probabilities of target tokens from logits.
 
-    The formula is that of `linear_logps`, with logits in place of `hidden @ lm_head_weight.T +
-    bias`. First-order gradients flow to logits; double backward raises an error.
+    The formula is the same as in `linear_logps`, with logits instead of `hidden @ lm_head_weight.T
+    + bias`. First-order gradients flow to logits; double backward raises an error.
 
     Args:
         logits: (B, L, V) padded or (T, V) packed, any float dtype. Raw logits, before scale,
@@ -207,31 +207,32 @@ def grpo_loss(
 ) -> LossOutput:
     """Compute the loss from per-token log-probabilities.
 
-    The formula is that of `linear_grpo_loss`. First-order gradients flow to logps and entropy;
-    double backward raises an error. `temperature`, `softcap` and `logit_scale` of the config have
-    no effect, because logps already contain them.
+    The formula is the same as in `linear_grpo_loss`. First-order gradients flow to logps and
+    entropy; double backward raises an error. `temperature`, `softcap` and `logit_scale` of the
+    config have no effect, because logps already contain them.
 
     Args:
         logps: (B, L) padded or (T,) packed, any float dtype. Logps of the current policy.
-        advantages: (B,), one per completion, or the shape of logps, one per token. Where T = B,
-            they count per completion.
+        advantages: (B,), one per completion, or the shape of logps, one per token. If T = B, they
+            are interpreted as one per completion.
         config: the options of the loss.
         completion_mask: the shape of logps, bool or 0/1. 1 marks a token of a completion. Masked
-            tokens have no influence, whatever values they hold. None: all tokens count.
+            tokens have no influence, whatever their values are. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
             from 0 to T. None: the padded layout.
         old_logps: the shape of logps, float. Logps of the policy that generated the data, for the
-            importance ratio. None: on-policy, the ratio is exactly 1.
+            importance ratio. None: on-policy, with a ratio of exactly 1.
         ref_logps: the shape of logps, float. Logps of the reference model. Required when
             config.beta is not 0.
         sampling_logps: the shape of logps, float. Logps that the sampler reported, for
-            `config.corrections`; NaN marks a token that it did not score. None: no correction.
+            `config.corrections`; NaN marks a token that the sampler did not score. None: no
+            correction.
         entropy: the shape of logps, float. Required when `config.entropy_coef` is not 0 or
             `config.top_entropy_quantile` is below 1.
         num_items_in_batch: number of active tokens in the whole optimizer step, over all
-            micro-batches and ranks. A number, or a tensor with one element; with
-            `aggregation="prompt_mean"` a (B,) tensor with the number of each completion's prompt.
-            None: the tokens of this call.
+            micro-batches and ranks. A number, or a tensor with one element. With
+            `aggregation="prompt_mean"`, a (B,) tensor that holds for each completion the number of
+            active tokens of its prompt. None: the tokens of this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
 
@@ -288,16 +289,15 @@ def linear_grpo_loss(
     backend: str = "auto",
     validate: str = "auto",
 ) -> LossOutput:
-    """Compute the loss and its gradients from hidden states in one pass, without storing all
-    logits.
+    """Compute the loss and its gradients from hidden states without storing all logits.
 
-    Equals, with `logps, entropy = linear_logps(hidden, lm_head_weight, target_ids, ...)`::
+    With `logps, entropy = linear_logps(hidden, lm_head_weight, target_ids, ...)` the loss equals::
 
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
     The loss is Σ_t w_t·(sampling_ratio_t·ℓ_t + beta·KL_t) - entropy_coef·Σ_t H_t/N. The config
-    selects ℓ (`loss_type`), KL (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ;
-    the losses page has the formulas.
+    selects ℓ (`loss_type`), KL (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ.
+    The losses page has the formulas.
 
     Gradients of hidden, lm_head_weight and bias are computed in the forward pass, for the tensors
     that require grad. Rows whose gradient is zero are skipped in the matrix products. Double
@@ -305,32 +305,33 @@ def linear_grpo_loss(
 
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
-            backend). The hidden states. Row t predicts `target_ids[t]`: the caller shifts the
-            targets.
+            backend). The hidden states. Row t predicts `target_ids[t]`, so the caller must shift
+            the targets.
         lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the LM head.
             A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
             collective call, and its gradient is averaged over the ranks.
-        target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V) at the active tokens; masked
-            tokens may hold any value, for example -100.
-        advantages: (B,), one per completion, or the shape of target_ids, one per token. Where T =
-            B, they count per completion.
+        target_ids: (B, L) or (T,), int64 or int32. Token ids, which must be in [0, V) at the active
+            tokens. Masked tokens may have any value, for example -100.
+        advantages: (B,), one per completion, or the shape of target_ids, one per token. If T = B,
+            they are interpreted as one per completion.
         config: the options of the loss.
-        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded as
-            the weight is. None: no bias.
+        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded like
+            the weight. None: no bias.
         completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
-            Masked tokens have no influence, whatever values they hold. None: all tokens count.
+            Masked tokens have no influence, whatever their values are. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
             from 0 to T. None: the padded layout.
         old_logps: the shape of target_ids, float. Logps of the policy that generated the data, for
-            the importance ratio. None: on-policy, the ratio is exactly 1.
+            the importance ratio. None: on-policy, with a ratio of exactly 1.
         ref_logps: the shape of target_ids, float. Logps of the reference model. Required when
             config.beta is not 0.
         sampling_logps: the shape of target_ids, float. Logps that the sampler reported, for
-            `config.corrections`; NaN marks a token that it did not score. None: no correction.
+            `config.corrections`; NaN marks a token that the sampler did not score. None: no
+            correction.
         num_items_in_batch: number of active tokens in the whole optimizer step, over all
-            micro-batches and ranks. A number, or a tensor with one element; with
-            `aggregation="prompt_mean"` a (B,) tensor with the number of each completion's prompt.
-            None: the tokens of this call.
+            micro-batches and ranks. A number, or a tensor with one element. With
+            `aggregation="prompt_mean"`, a (B,) tensor that holds for each completion the number of
+            active tokens of its prompt. None: the tokens of this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
         hidden_rows: the shape of target_ids, int64 or int32. The row of hidden (R, H) that predicts
@@ -339,23 +340,23 @@ def linear_grpo_loss(
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
             full vocabulary.
-        grad_filter: a number in (0, 1). Leaves vocabulary columns out of the gradient products that
-            together hold at most this share of Σ|d-logits| in a chunk of rows. Loss and logps stay
-            exact; the last bits of the gradient depend on how rows are batched. Cannot be combined
-            with `group`. None: no filter.
-        divergence: adds coef·Σ_t w_t·D_t, the divergence from a teacher (see `DivergenceTerm`). The
-            pass then costs 8·N·V·H flops. Cannot be combined with `grad_filter`. None: no such
-            term.
+        grad_filter: a number in (0, 1). In each chunk of rows, vocabulary columns that together
+            hold at most this share of Σ|d-logits| are left out of the gradient products. Loss and
+            logps stay exact, but the last bits of the gradient depend on how rows are batched.
+            Cannot be combined with `group`. None: no filter.
+        divergence: a term coef·Σ_t w_t·D_t that is added to the loss, the divergence from a teacher
+            (see `DivergenceTerm`). The call then costs 8·N·V·H flops. Cannot be combined with
+            `grad_filter`. None: no such term.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
-            share the vocabulary. Every rank passes the same hidden and target_ids, and its rows of
-            the head: a plain tensor, which may be empty, or a DTensor with Shard(0). Outputs and
-            the gradient of hidden are complete on every rank. The call is collective: if one rank
-            raises, all ranks raise. Not available inside torch.compile or a CUDA graph. None: the
-            head is not split over ranks, except by FSDP2.
+            share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
+            of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).
+            Outputs and the gradient of hidden are complete on every rank. The call is collective:
+            if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
+            None: the head is not split over ranks, except by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
-        validate: "auto" checks values on the CPU at once, and reports bad values on a GPU in a
-            later call. "full" checks at once everywhere, which costs a GPU sync.
+        validate: "auto" checks values on the CPU at once, and reports invalid values on a GPU in a
+            later call. "full" checks all values at once, which costs a GPU sync.
 
     Returns:
         The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
@@ -425,39 +426,41 @@ def logits_grpo_loss(
 ) -> LossOutput:
     """Compute the loss and its gradient from logits.
 
-    The formula is that of `linear_grpo_loss`, with logits in place of `hidden @ lm_head_weight.T +
-    bias`. The gradient of logits is computed in the forward pass. Double backward raises an error.
+    The formula is the same as in `linear_grpo_loss`, with logits instead of `hidden @
+    lm_head_weight.T + bias`. The gradient of logits is computed in the forward pass. Double
+    backward raises an error.
 
     Args:
         logits: (B, L, V) padded or (T, V) packed, any float dtype. Raw logits, before scale,
             softcap and temperature. Row t predicts `target_ids[t]`.
-        target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V) at the active tokens; masked
-            tokens may hold any value, for example -100.
-        advantages: (B,), one per completion, or the shape of target_ids, one per token. Where T =
-            B, they count per completion.
+        target_ids: (B, L) or (T,), int64 or int32. Token ids, which must be in [0, V) at the active
+            tokens. Masked tokens may have any value, for example -100.
+        advantages: (B,), one per completion, or the shape of target_ids, one per token. If T = B,
+            they are interpreted as one per completion.
         config: the options of the loss.
         completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
-            Masked tokens have no influence, whatever values they hold. None: all tokens count.
+            Masked tokens have no influence, whatever their values are. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
             from 0 to T. None: the padded layout.
         old_logps: the shape of target_ids, float. Logps of the policy that generated the data, for
-            the importance ratio. None: on-policy, the ratio is exactly 1.
+            the importance ratio. None: on-policy, with a ratio of exactly 1.
         ref_logps: the shape of target_ids, float. Logps of the reference model. Required when
             config.beta is not 0.
         sampling_logps: the shape of target_ids, float. Logps that the sampler reported, for
-            `config.corrections`; NaN marks a token that it did not score. None: no correction.
+            `config.corrections`; NaN marks a token that the sampler did not score. None: no
+            correction.
         num_items_in_batch: number of active tokens in the whole optimizer step, over all
-            micro-batches and ranks. A number, or a tensor with one element; with
-            `aggregation="prompt_mean"` a (B,) tensor with the number of each completion's prompt.
-            None: the tokens of this call.
+            micro-batches and ranks. A number, or a tensor with one element. With
+            `aggregation="prompt_mean"`, a (B,) tensor that holds for each completion the number of
+            active tokens of its prompt. None: the tokens of this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
         support: the ids from which a truncating sampler drew each target (see `Support`). Not
             available in a CUDA graph. None: the full vocabulary.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
-        validate: "auto" checks values on the CPU at once, and reports bad values on a GPU in a
-            later call. "full" checks at once everywhere, which costs a GPU sync.
+        validate: "auto" checks values on the CPU at once, and reports invalid values on a GPU in a
+            later call. "full" checks all values at once, which costs a GPU sync.
         inplace: if True, write the gradient over the logits. The logits must not be read again, and
             only one backward is possible.
 
@@ -502,8 +505,9 @@ def logits_grpo_loss(
 
 
 def _logit_rows(logits: Tensor) -> Tensor:
-    """Return logits as (N, V) with contiguous rows, as the kernels need; copy only if a view has
-    none.
+    """Return logits as (N, V) with contiguous rows, as the kernels expect.
+
+    The logits are copied only if their rows are not contiguous.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

@@ -14,7 +14,7 @@ from grpo_fast.objective.aggregation import Total
 
 
 class BatchInputs(NamedTuple):
-    """The per-token and per-completion tensors of a loss call, as the caller passed them."""
+    """Per-token and per-completion tensors of a loss call, as the caller passed them."""
 
     like: Tensor  # (B, L) or (T,): target_ids, or logps in `grpo_loss`
     advantages: Tensor  # (B,), or the shape of like
@@ -28,15 +28,15 @@ class BatchInputs(NamedTuple):
 
 
 def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids and offsets of a support, or two Nones."""
+    """Return the ids and offsets of a support, or (None, None) without a support."""
     return support or (None, None)
 
 
 class Options(NamedTuple):
     """Options of a loss call that do not belong to the objective.
 
-    A torch.compile graph can carry the fields listed in `schema.TYPES`. The other fields must have
-    their default values there.
+    A torch.compile graph can carry the fields listed in `schema.TYPES`. In a graph the other fields
+    must have their default values.
     """
 
     wanted: list[bool]  # which of the differentiable tensors need a gradient
@@ -69,13 +69,13 @@ class RowOptions(NamedTuple):
 
     @property
     def transform(self) -> LogitTransform:
-        """The transform from raw logits to final logits."""
+        """Transform from raw logits to the logits of the softmax."""
         temperature = self.temperature if self.temperatures is None else self.temperatures
         return LogitTransform(self.logit_scale, self.softcap, temperature)
 
 
 class Targets(NamedTuple):
-    """The vocabulary size, the hidden row of each target, and the support of each target."""
+    """Vocabulary size of a call, with the hidden row and the support of each target."""
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
@@ -84,8 +84,12 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
-        """Collect the targets of a call whose tensors have `columns` vocabulary columns on this
-        rank.
+        """Collect the targets of a call.
+
+        Args:
+            columns: number of vocabulary columns of the tensors on this rank.
+            num_hidden: number of rows of hidden.
+            options: the options of the call.
         """
         vocabulary = columns if options.shard is None else options.shard.vocabulary
         ids = options.support_ids

@@ -1,12 +1,14 @@
-"""Autograd functions of the passes without torch.compile; `operators.py` has the compiled ones.
+"""Autograd functions of the losses and logps in eager mode.
+
+`operators.py` has the versions for torch.compile.
 
 A loss computes its gradients in the forward pass. The first backward multiplies them by the
 upstream scalar and returns the same tensors, so that they become `.grad` without a copy. A second
-backward (`retain_graph=True`) computes them again.
+backward (`retain_graph=True`) computes the gradients again.
 
-Logps cache the logits, or their exponentials, of as many rows as the workspace holds. The first
-backward uses the cache and recomputes the remaining rows: 6 to 8·N·V·H flops for the linear
-functions.
+The forward pass of logps caches the logits, or their exponentials, for as many rows as fit into the
+workspace. The first backward uses the cache and recomputes the remaining rows. The linear functions
+then cost 6 to 8·N·V·H flops in total.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ OVERWRITTEN = "grpo_fast: inplace=True has overwritten the logits; it allows one
 
 
 def needs_gradient(*tensors: Tensor | None) -> list[bool]:
-    """Return, for each tensor of a call, whether autograd will need its gradient."""
+    """Return, for each tensor of a call, whether autograd needs its gradient."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in tensors]
 
@@ -40,19 +42,19 @@ Context = Any  # an autograd context: torch and this module set attributes on it
 RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
-# Loss, logps, entropy, share left out by grad_filter, divergence.
+# These are the loss, the logps, the entropy, the metrics of grad_filter and the divergence.
 FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # ---- Losses: gradients are computed in the forward pass
 
 
 class LossFunction(torch.autograd.Function):
-    """Autograd function of a loss pass, which computes the gradients in its forward.
+    """Autograd function of a loss, which computes the gradients in its forward pass.
 
     Args:
-        run: the pass, `run(*tensors) -> LossResult`.
-        overwrites: True if the pass writes the gradient over its only tensor. A second backward is
-            then impossible, because the input is gone.
+        run: computes the loss and its gradients, `run(*tensors) -> LossResult`.
+        overwrites: True if `run` writes the gradient over its only tensor. A second backward is
+            then impossible, because the input no longer exists.
         inputs: the differentiable tensors.
     """
 
@@ -65,14 +67,15 @@ class LossFunction(torch.autograd.Function):
         if not overwrites:
             ctx.save_for_backward(*tensors)
         elif result.gradients[0].numel():
-            # Autograd cannot see the kernels overwrite the logits. Raise the version, so that a
-            # backward that needs the old values fails instead of using the gradient as logits.
+            # Autograd does not see that the kernels overwrite the logits. Increment the version
+            # counter, so that a backward that needs the old logits raises an error instead of using
+            # the gradient as logits.
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
         ctx.run = run
         ctx.overwrites = overwrites
-        # Attributes instead of save_for_backward: autograd must not keep a second reference, or the
-        # gradients would be copied when they become .grad.
+        # Store the gradients as an attribute. With save_for_backward, autograd would keep a second
+        # reference and copy the gradients when they become .grad.
         ctx.gradients = with_units(tensors, result.gradients, result.units)
         outputs = result.loss, result.logps, result.entropy, result.filtered, result.divergence
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
@@ -95,8 +98,10 @@ apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
-    """Return (gradient, unit) for each tensor; the gradient is None where a pass returned (0,) for
-    "not needed".
+    """Return a pair (gradient, unit) for each tensor.
+
+    A unit is the power of two by which a gradient must be multiplied later. None stands for 1. The
+    gradient is None where the pass returned an empty tensor, which means "not needed".
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -116,17 +121,17 @@ def scaled_gradients(
     """Return the gradients of a loss, multiplied by the upstream gradient.
 
     Args:
-        ctx: the context; `ctx.gradients` holds the gradients of the forward pass until the first
-            call.
+        ctx: the autograd context. `ctx.gradients` holds the gradients of the forward pass until the
+            first call.
         grad_loss: 0-d, the upstream gradient, or None if the loss was not used.
         needs_grad: for each tensor, whether autograd needs its gradient.
-        form_again: computes the gradients again, for a second backward.
+        form_again: computes the gradients again for a second backward.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if grad_loss is None:
         return [None] * len(needs_grad)
-    # Use the stored gradients only once: autograd stores these tensors as `.grad`, and a second
+    # Use the stored gradients only once. Autograd stores these tensors as `.grad`, and a second
     # backward would modify them in place.
     gradients = ctx.gradients
     ctx.gradients = None
@@ -140,10 +145,12 @@ def scaled_gradients(
 
 
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
-    """Multiply a gradient by the upstream scalar in place. Free for an upstream of 1 on the CPU;
-    never a GPU sync.
+    """Multiply a gradient by the upstream scalar in place, without a GPU sync.
+
+    On the CPU, an upstream scalar of 1 costs nothing.
     """
-    # item() would be a sync on a GPU. Subclasses such as traced tensors have no value to read.
+    # item() on a GPU tensor would be a sync. Subclasses such as traced tensors have no readable
+    # value.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -161,14 +168,14 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_ro
 
 
 class LogpsPass:
-    """Computation of logps, and of their gradients, over the active rows of one call.
+    """Computation of logps and of their gradients over the active rows of one call.
 
     Args:
-        tensors: (hidden, weight, bias) or (logits,), flat.
+        tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
         options: how to compute the logps.
         places: the active rows, if they are already known.
         entropy_gradient: True if the backward pass has an upstream gradient of the entropies.
-        wanted: which tensors need a gradient.
+        wanted: for each tensor, whether it needs a gradient.
     """
 
     def __init__(
@@ -213,7 +220,7 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # A target with logit -inf is an error here, where the logps are known.
+        # This check finds targets with logit -inf, which only the logps reveal.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -222,7 +229,7 @@ class LogpsPass:
     def gradients(
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the tensors' gradients from the upstream gradients of logps and entropies."""
+        """Compute gradients of the tensors from upstream gradients of logps and entropies."""
         g, g_entropy = (
             None if d is None else self._selected(self.rows.active(d).float())
             for d in (d_logps, d_entropy)
@@ -234,26 +241,24 @@ class LogpsPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """Return the statistics of the active rows from saved outputs, in place of a second
-        forward.
-        """
+        """Return the statistics of the active rows from saved outputs, without a second forward."""
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
     def _selected(self, x: Tensor) -> Tensor:
-        """Set the rows without a target to 0. They are still present only in a CUDA graph."""
+        """Set rows without a target to 0. Only a CUDA graph still contains these rows."""
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
 def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
-    """Return the active rows of a call, after checking the values of targets and temperatures."""
+    """Check the values of targets and temperatures, and return the active rows of a call."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
     return active_target_rows(options.target_ids, options.transform, targets)
 
 
 class LogpsFunction(torch.autograd.Function):
-    """Autograd function of logps. Its first backward uses the logits that the forward cached."""
+    """Autograd function of logps. The first backward uses the logits cached by the forward pass."""
 
     @staticmethod
     def forward(
@@ -283,8 +288,8 @@ class LogpsFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if d_logps is None and d_entropy is None:
             return (None,) * (3 + len(needs))
-        # Read the saved tensors even if the cache makes them unnecessary: autograd then raises if
-        # one was modified since.
+        # Read the saved tensors even if the cache makes them unnecessary. Autograd then raises an
+        # error if one of them was modified in the meantime.
         saved = ctx.saved_tensors
         cached = ctx.cached
         ctx.cached = None
@@ -293,8 +298,8 @@ class LogpsFunction(torch.autograd.Function):
             and d_entropy is not None
             and not cached[0].sweep.has_entropy_gradient
         ):
-            # Cached exponentials give the gradient of logps only. The entropy gradient needs the
-            # logits again.
+            # Cached exponentials give only the gradient of the logps. The entropy gradient needs
+            # the logits, so compute them again.
             cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:
@@ -307,7 +312,7 @@ class LogpsFunction(torch.autograd.Function):
             cached = work, work.saved_stats(*outputs)
         work, stats = cached
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
-        # A pass returns (0,) for a gradient that is not needed; autograd expects None.
+        # A pass returns an empty tensor for a gradient that is not needed. Autograd expects None.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
 

@@ -1,9 +1,9 @@
 """`TokenBatch`: the active tokens of a call in flat form.
 
-Padded and packed layouts become T active rows and the completion of each row. Masked rows are
-removed before any computation, so that their values cannot reach a result. A batch copies the
-caller's per-token tensors, because metrics are computed later, when the caller may have changed
-them.
+Padded and packed layouts are converted to T active rows, each with the index of its completion.
+Masked rows are removed before any computation, so that their values cannot affect a result. A batch
+copies the caller's per-token tensors, because metrics are computed later, when the caller may have
+changed the tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class TokenBatch(NamedTuple):
-    """T active tokens: their rows, their inputs of the objective, and the objective."""
+    """T active tokens with their logits rows, their inputs of the objective, and the objective."""
 
     rows: ActiveRows
     tokens: Tokens
@@ -39,7 +39,7 @@ class TokenBatch(NamedTuple):
         targets: Targets | None = None,  # None in `grpo_loss`, which has no targets
         validate: str = "auto",
     ) -> TokenBatch:
-        """Build the batch from arguments whose shapes are checked, and check their values."""
+        """Check the values of the arguments and build the batch. Shapes must be checked before."""
         places = _active_tokens(inputs, validate)
         tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
@@ -59,19 +59,22 @@ class TokenBatch(NamedTuple):
         return cls(places.rows(ids, transform, targets, validate), tokens, config)
 
     def in_range(self) -> TokenBatch:
-        """Return the batch with its token weights scaled by a power of two, so that the largest is
-        0.5 to 1.
+        """Return the batch with scaled token weights, so that fp16 gradients do not underflow.
 
-        fp16 gradients of small weights would underflow otherwise. `tokens.unit` holds the factor.
+        The scale is a power of two that moves the largest weight into the range 0.5 to 1.
+        `tokens.unit` holds the factor.
         """
         return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
 
     def metrics(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-        """Compute the metrics of a call, 0-d tensors by TRL's names.
+        """Compute the metrics of a call under the names that TRL uses.
 
         Args:
             logps: (N,), the logps that the call returned.
-            entropy: (N,), or None.
+            entropy: (N,), the entropies, or None.
+
+        Returns:
+            0-d tensors by name.
         """
         active = self.rows.active
         return token_metrics(
@@ -84,20 +87,21 @@ def active_target_rows(
     transform: LogitTransform,
     targets: Targets,
 ) -> tuple[ActiveRows, Tensor | None]:
-    """Return the rows of `linear_logps` and `logits_logps`, and a mask of those to be set to 0.
+    """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
 
     Rows with target -100 are removed, and the mask is None. In a CUDA graph the number of rows must
-    not depend on values, so all rows stay and the mask marks those with target -100.
+    not depend on values, so all rows remain and the mask marks the rows with target -100. The
+    caller must set their results to 0.
 
     Args:
-        target_ids: (B, L) or (T,), -100 for no target.
-        transform: of the logits; its temperature is a float, or has the shape of target_ids.
+        target_ids: (B, L) or (T,). -100 marks a row without a target.
+        transform: the logit transform. Its temperature is a float or has the shape of target_ids.
         targets: the vocabulary, hidden rows and support of the targets.
     """
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
-    # nonzero() has a size that depends on values, which a CUDA graph cannot record.
+    # The size of nonzero() depends on values, so a CUDA graph cannot record it.
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
     places = _ActiveTokens(len(flat), index, flat, flat)
     if isinstance(transform.temperature, Tensor):
@@ -113,7 +117,7 @@ def active_target_rows(
 
 
 class _ActiveTokens(NamedTuple):
-    """The active rows of a call with N rows, and the completion of each."""
+    """The active rows of a call with N rows, each with the index of its completion."""
 
     num_rows: int  # N
     active_index: Tensor | None  # (T,) int64; None: all N rows
@@ -124,7 +128,8 @@ class _ActiveTokens(NamedTuple):
         """Return a flat copy of the active elements of x, which has N elements."""
         x = x.detach().reshape(-1)
         if self.active_index is None:
-            # Copy even if the dtype fits, because the caller may change x before metrics are read.
+            # Copy even if the dtype fits, because the caller may change x before the metrics are
+            # computed.
             return x.to(dtype, copy=True)
         return x.index_select(0, self.active_index).to(dtype)
 
@@ -138,7 +143,7 @@ class _ActiveTokens(NamedTuple):
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
-        """Return the rows in the form that the kernels take."""
+        """Return the active rows as the `ActiveRows` that the kernels expect."""
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
@@ -164,7 +169,7 @@ def _active_tokens(inputs: BatchInputs, validate: str) -> _ActiveTokens:
     lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
     if index is not None:
         segments = segments.index_select(0, index)
-        # With a mask, a completion is as long as its active tokens.
+        # With a mask, the length of a completion is the number of its active tokens.
         lengths = torch.bincount(segments, minlength=count)
     return _ActiveTokens(like.numel(), index, lengths, segments)
 
@@ -187,7 +192,7 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
 def _segments(
     like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the number of rows of each completion (B,), and the completion of each row (N,)."""
+    """Return the number of rows of each completion (B,) and the completion of each row (N,)."""
     device = like.device
     num_rows = like.numel()
     if cu_seqlens is None:
@@ -196,15 +201,15 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
-    # side="right" and inner offsets only: empty completions then get no row, and the last row maps
-    # to a completion below B even if GPU offsets are wrong.
+    # Use side="right" and only the inner offsets. Empty completions then get no row, and the index
+    # of a completion stays below B even if the offsets on a GPU are wrong.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
 def _tokens(
     places: _ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str
 ) -> Tokens:
-    # 1. Check the totals that token weights are divided by.
+    # 1. Check the totals that divide the token weights.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
@@ -222,7 +227,7 @@ def _tokens(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )[places.segments]  # fmt: skip
-    # An entropy bonus is averaged over prompts if the loss is, else over tokens.
+    # An entropy bonus is averaged over prompts if the loss is, and over tokens otherwise.
     entropy_weight: float | Tensor | None = None
     if by_prompt:
         entropy_weight = weights

@@ -1,4 +1,4 @@
-"""The steps of a public call after its arguments are checked, with and without torch.compile."""
+"""Steps of a public function after the check of its arguments, in eager mode and torch.compile."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public function: name the nearest keyword for a typo, and guard torch.compile.
+    """Decorate a public function for typos in keywords and for torch.compile.
+
+    The error for an unknown keyword suggests the nearest name.
 
     Args:
-        outside: keywords that a graph of torch.compile cannot carry. A call that passes one of
-            them runs outside of the graph.
+        outside: keywords that a graph of torch.compile cannot carry. A call that passes one of them
+            runs outside of the graph.
         is_traceable: False if no call of the function can be part of a graph.
     """
 
@@ -42,8 +44,8 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
         def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
             word = next((x for x in outside if keywords.get(x)), None)
             if torch.compiler.is_compiling():
-                # An error breaks the graph. With fullgraph=True the user sees it; without, dynamo
-                # runs this wrapper again untraced and reaches the branch below.
+                # An error breaks the graph. With fullgraph=True the user sees the error. Otherwise
+                # dynamo runs this wrapper again without tracing and reaches the code below.
                 if word is not None:
                     expected = f"{parameters[word].default} in a graph of torch.compile"
                     raise argument_error(word, expected, type(keywords[word]).__name__)
@@ -54,7 +56,8 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
             if unknown is not None:
                 raise _unknown_keyword(name, unknown, parameters)
             is_outside = word is not None or not is_traceable
-            # Importing torch._dynamo takes seconds. If nobody has, nothing is compiled.
+            # Importing torch._dynamo takes seconds. If it has not been imported, nothing is
+            # compiled, and the function needs no protection from tracing.
             if is_outside and "torch._dynamo" in sys.modules:
                 untraced_function: Callable[P, R] = untraced(function)
                 return untraced_function(*args, **keywords)
@@ -77,23 +80,23 @@ def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
 
 @functools.cache
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with tracing by torch.compile disabled."""
+    """Return the function with torch.compile tracing disabled."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 
 
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
-    """The result of a loss function.
+    """Result of a loss function.
 
     Attributes:
-        loss: 0-d, fp32. The loss, with gradients to hidden, weight and bias (or to logits, or to
-            logps and entropy).
-        logps: the shape of target_ids, fp32, detached. Log-probabilities of the targets; 0 where
-            masked.
-        entropy: the shape of target_ids, fp32, detached. Entropy of each row; None unless the
+        loss: 0-d, fp32. The loss. Its gradients flow to hidden, weight and bias, to logits, or to
+            logps and entropy, depending on the function.
+        logps: the shape of target_ids, fp32, detached. Log-probabilities of the targets; 0 at
+            masked tokens.
+        entropy: the shape of target_ids, fp32, detached. Entropy of each row. None unless the
             config needs it.
-        divergence: the shape of target_ids, fp32, detached. Divergence from the teacher; None
+        divergence: the shape of target_ids, fp32, detached. Divergence from the teacher. None
             without `divergence=`. Its mean is the metric "divergence".
 
     Example:
@@ -114,8 +117,10 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Metrics of the call by TRL's names: 0-d fp32 tensors on the device of the loss, computed
-        on first access.
+        """Metrics of the call under the names that TRL uses.
+
+        The values are 0-d fp32 tensors on the device of the loss. They are computed on first
+        access.
         """
         if not self._metrics:
             entropy = None if self.entropy is None else self.entropy.reshape(-1)
@@ -126,11 +131,15 @@ class LossOutput:
 def head_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden as (N, H), and the weight and bias of this rank, after checking their shapes.
+    """Check the shapes of an LM head, and return its tensors as this rank needs them.
 
     Weights sharded by FSDP2 are gathered, which is a collective call.
+
+    Returns:
+        hidden (N, H), weight (V, H) and bias (V,) or None. With a tensor-parallel group, weight and
+        bias have only the vocabulary rows of this rank.
     """
-    # Gather first: the shape checks need the tensors that this process computes with.
+    # Gather first, because the shape checks need the tensors that this process computes with.
     weight = local_rows("lm_head_weight", weight, ranks.group)
     bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
@@ -145,7 +154,7 @@ def loss(
     inputs: BatchInputs,
     ranks: Agreement = NO_GROUP,
 ) -> LossOutput:
-    """Run one of `operators.LOSSES` with autograd.
+    """Compute one of the losses in `operators.LOSSES`, in a graph or with autograd.
 
     Args:
         name: the loss: "linear", "logits" or "given_logps".
@@ -158,15 +167,15 @@ def loss(
     """
     # 1. Check the arguments.
     checks.tokens(config, inputs, has_logits=name != "given_logps")
-    # 2. Run the pass: as an operator of a graph, or with autograd.
+    # 2. Compute the loss, as an operator of a graph or with autograd.
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
         count = 0  # `divergence=` is not available in a graph
     else:
         known = operators.LOSSES[name]
         batch = operators.build_batch(known, tensors, options, config, inputs)
-        # Ranks that share a head must make the same call. Compare before the collectives of the
-        # pass, which would deadlock or mix different batches otherwise.
+        # Ranks that share a head must make the same call. Compare their calls before the first
+        # collective, which would otherwise deadlock or mix different batches.
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
             settings = (term.kind, term.coef, term.beta), getattr(term.teacher, "transform", None)
@@ -185,7 +194,7 @@ def loss(
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        # Mean over the active tokens; inactive ones are 0.
+        # The mean is over the active tokens. Inactive tokens have a divergence of 0.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)
     shaped = _shaped(detached(logps), like)
@@ -200,7 +209,7 @@ def logps(
     options: RowOptions,
     ranks: Agreement = NO_GROUP,
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
-    """Compute logps, and entropies if the options request them, in the layout of the targets."""
+    """Compute logps, and entropies if requested, in the layout of the targets."""
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:

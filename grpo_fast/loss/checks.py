@@ -1,4 +1,7 @@
-"""Checks of shapes, dtypes, devices and options, each a ValueError. `values.py` checks values."""
+"""Checks of shapes, dtypes, devices and options.
+
+A failed check raises a ValueError. `values.py` checks the values of tensors.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ KINDS = {  # the allowed dtypes for each description in a message
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-# Arguments of a loss that receive no gradient. A tensor that requires grad is an error here,
-# because a caller who forgot .detach() would expect a gradient.
+# Arguments of a loss that receive no gradient. If one of them requires grad, the caller probably
+# forgot .detach() and expects a gradient, so this is an error.
 CONSTANTS = (
     "advantages", "completion_mask", "old_logps", "ref_logps", "sampling_logps",
     "num_items_in_batch", "num_completions_in_batch",
@@ -49,12 +52,12 @@ def tensor(
     """Raise a ValueError unless x is a dense, unsharded tensor of the given kind.
 
     Args:
-        name: the argument's name.
+        name: name of the argument.
         x: the argument.
         kind: a key of KINDS.
-        shape: the required shape; None: any.
-        meaning: the required shape in letters, for the message.
-        same_device: name and tensor of the argument whose device x must share.
+        shape: the required shape. None allows any shape.
+        meaning: the required shape as symbols, for the message.
+        same_device: name and tensor of an argument that must be on the same device as x.
     """
     if is_sharded(x):
         raise argument_error(name, "a plain tensor", f"a {type(x).__name__}")
@@ -78,7 +81,7 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
 
 
 def constant(name: str, x: object) -> None:
-    """Raise a ValueError if x requires grad, although no gradient reaches it."""
+    """Raise a ValueError if x requires grad, because no gradient would reach it."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
         raise argument_error(name, "a tensor without a gradient", came)
@@ -92,14 +95,14 @@ def head(
     *,
     is_shard: bool = False,
 ) -> None:
-    """Check that hidden, weight and bias fit together.
+    """Check that hidden, weight and bias have matching shapes, dtypes and devices.
 
     Args:
         hidden: (..., H).
         weight: (V, H).
         bias: (V,), or None.
-        names: the three arguments' names, for the messages.
-        is_shard: True if the weight holds the rows of one rank, of which there may be none.
+        names: names of the three arguments in the messages.
+        is_shard: True if the weight has only the vocabulary rows of one rank, which may be empty.
     """
     # 1. Check the shapes. Each message names the argument that the caller must change.
     like, name, bias_name = names
@@ -126,7 +129,7 @@ def head(
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
-    """Check that hidden has the layout of target_ids or, with hidden_rows, that it is (R, H)."""
+    """Check that hidden has the layout of target_ids, or is (R, H) if hidden_rows is given."""
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
@@ -142,7 +145,7 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
-    """Check that logits are (B, L, V) or (T, V) and fit target_ids."""
+    """Check that logits have the shape (B, L, V) or (T, V), and that target_ids match it."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
@@ -150,7 +153,7 @@ def logits(x: Tensor, target_ids: Tensor) -> None:
 
 
 def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> None:
-    """Check logps, and the entropy if the config needs one."""
+    """Check the logps, and the entropy if the config needs it."""
     tensor("logps", logps)
     if logps.dim() not in (1, 2):
         raise argument_error("logps", "shape (B, L) or (T,)", tuple(logps.shape))
@@ -165,7 +168,7 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
 def logit_options(
     softcap: float | None, logit_scale: float, entropy_over: str, backend: str
 ) -> None:
-    """Check the options of `linear_logps` and `logits_logps` that are no tensors."""
+    """Check the non-tensor options of `linear_logps` and `logits_logps`."""
     choice("backend", backend, BACKENDS)
     choice("entropy_over", entropy_over, CHOICES["entropy_over"])
     number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
@@ -174,8 +177,10 @@ def logit_options(
 
 
 def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """Check the temperature. Return (temperature per target, 1.0) or (None, temperature of all
-    targets).
+    """Check the temperature, and split it into a tensor and a number.
+
+    Returns:
+        (temperature of each target, 1.0), or (None, the temperature of all targets).
     """
     if isinstance(temperature, Tensor):
         like_logps("temperature", temperature, target_ids)
@@ -204,11 +209,11 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     Args:
         config: the objective.
         inputs: the tensors.
-        has_logits: True if the function computes logps from logits, so that the temperature is
-            used.
+        has_logits: True if the function computes logps from logits, so that it uses the
+            temperature.
     """
     is_config(config)
-    # 1. Options that only trainers support.
+    # 1. Reject options that only trainers support.
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
         kind = EXACT[config.kl_estimator]
@@ -217,7 +222,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     like = inputs.like
     advantages = inputs.advantages
     cu_seqlens = inputs.cu_seqlens
-    # 2. Shapes: mask, offsets, advantages and logps.
+    # 2. Check the shapes of mask, offsets, advantages and logps.
     like_logps("completion_mask", inputs.completion_mask, like, MASK)
     _offsets(cu_seqlens, like)
     count = like.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -227,10 +232,10 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         raise argument_error("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(inputs, name), like)
-    # 3. Arguments without a gradient.
+    # 3. Check that arguments without a gradient do not require grad.
     for name in CONSTANTS:
         constant(name, getattr(inputs, name))
-    # 4. Arguments that the config requires or excludes.
+    # 4. Check the arguments that the config requires or excludes.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
         why = "these corrections read the sampler's logps; pass sampling_logps"
@@ -244,7 +249,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     if inputs.ref_logps is not None and not OBJECTIVES[config.loss_type].reference:
         why = "its beta weighs the step from old_logps; pass ref_logps=None"
         raise conflict("ref_logps", f"loss_type={config.loss_type!r}", why)
-    # 5. Totals of the optimizer step.
+    # 5. Check the totals of the optimizer step.
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
@@ -258,7 +263,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
 def options(
     backend: str, validate: str, grad_filter: float | None = None, *, is_shard: bool = False
 ) -> None:
-    """Check the options of a loss call that are no tensors."""
+    """Check the non-tensor options of a loss call."""
     choice("backend", backend, BACKENDS)
     choice("validate", validate, VALIDATE)
     if grad_filter is not None:
@@ -271,7 +276,7 @@ def options(
 def support(
     support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
-    """Check a `Support` against the targets, and that no other option excludes it."""
+    """Check that a `Support` fits the targets, and that no other option excludes it."""
     if support is None:
         return
     if not isinstance(support, Support):
@@ -292,7 +297,10 @@ def support(
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:
-    """Check that logits can be overwritten: `flat` is a view of x, and its rows do not overlap."""
+    """Check that logits can be overwritten.
+
+    This requires that `flat` is a view of x, and that the rows of `flat` do not overlap.
+    """
     shares = flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]  # expanded or overlapping view
     if flat.data_ptr() != x.data_ptr() or shares:
         expected = "inplace=True expects rows that flatten without a copy and share no memory"
@@ -304,7 +312,7 @@ def is_config(config: object) -> None:
 
 
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:
-    """Check that x is (B, L, ·) with target_ids (B, L), or (T, ·) with target_ids (T,)."""
+    """Check that x is (B, L, K) with target_ids (B, L), or (T, K) with target_ids (T,)."""
     if x.dim() not in (2, 3):
         raise argument_error(name, "shape (B, L, ·) or (T, ·)", tuple(x.shape))
     tensor("target_ids", target_ids, IDS, same_device=(name, x))

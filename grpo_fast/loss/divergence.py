@@ -22,17 +22,17 @@ from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Largest accepted sum of K probabilities. Rounding to 16 bits in an inference server exceeds 1 by
-# less.
+# Largest accepted sum of K probabilities. The sum may exceed 1 because inference servers round to
+# 16 bits.
 MAX_PROBABILITY_SUM = 1 + 1e-3
 
 
 class DivergenceOutput(NamedTuple):
-    """The result of `linear_divergence`.
+    """Result of `linear_divergence`.
 
     Attributes:
-        loss: 0-d. Σ_t weights_t·D_t, with gradients to hidden, weight and bias.
-        values: the layout of the rows. D_t, detached.
+        loss: 0-d, Σ_t weights_t·D_t. It is differentiable with respect to hidden, weight and bias.
+        values: (N,) or (B, L), detached. The divergence D_t of each row.
     """
 
     loss: Tensor  # 0-d
@@ -57,12 +57,11 @@ def linear_divergence(
     group: object = None,
     backend: str = "auto",
 ) -> DivergenceOutput:
-    """Compute the divergence of a student from its teacher for each row, without storing the
-    logits.
+    """Compute the divergence of a student from a teacher for each row without storing all logits.
 
-    The divergence is exact: a sum over the full vocabulary, or over the ids that a server returned.
-    Equals, in exact arithmetic, with z the student's logits as in `linear_logps` and y the
-    teacher's::
+    The divergence is an exact sum over the full vocabulary, or over the ids that a server returned.
+    With the student's logits z, as in `linear_logps`, and the teacher's logits y, the result equals
+    in exact arithmetic::
 
         lp = z.log_softmax(-1)
         lq = y.log_softmax(-1)
@@ -73,10 +72,11 @@ def linear_divergence(
         values = beta * KL(q ‖ m) + (1 - beta) * KL(p ‖ m)      # "jsd"
         loss = (weights * values).sum()                         # weights None: values.mean()
 
-    Values are never negative, and exactly 0 if teacher and student have the same logits. A column
-    where only q is 0 makes the reverse KL infinite; a column where only p is 0 makes the forward KL
-    infinite. Gradients are computed in the forward pass, with 8·N·V·H flops in all (6 for a
-    `TeacherTopK`). Double backward raises an error. Not available inside torch.compile.
+    Values are never negative, and exactly 0 if teacher and student have the same logits. A
+    vocabulary column in which only q is 0 makes the reverse KL infinite, and a column in which only
+    p is 0 makes the forward KL infinite. Gradients are computed in the forward pass. The call costs
+    8·N·V·H flops, or 6·N·V·H with a `TeacherTopK`. Double backward raises an error. Not available
+    inside torch.compile.
 
     The Jensen-Shannon divergence follows GKD (https://arxiv.org/abs/2306.13649).
 
@@ -86,12 +86,13 @@ def linear_divergence(
         lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the
             student's LM head. A parameter sharded by FSDP2 is gathered by a collective call, and
             its gradient is averaged over the ranks.
-        teacher: a `TeacherHead`, or a `TeacherTopK` with the answer of an inference server. One row
-            for each row of the student. Its tensors must not require grad.
+        teacher: a `TeacherHead`, or a `TeacherTopK` with the log-probabilities that an inference
+            server returned. It has one row for each row of the student, and its tensors must not
+            require grad.
         kind: "forward_kl", "reverse_kl" or "jsd".
         beta: the teacher's share in the mixture of "jsd", in (0, 1).
-        weights: (N,) or (B, L), finite. Weight of each row in the loss; a row of weight 0 is
-            skipped in the gradient's products. None: 1/N.
+        weights: (N,) or (B, L), finite. Weight of each row in the loss. A row of weight 0 is
+            skipped in the matrix products of the gradient. None: 1/N.
         bias: (V,), any float dtype, on the device of hidden. The bias of the student's LM head.
             None: no bias.
         temperature: temperature of the student, a number > 0.
@@ -99,11 +100,11 @@ def linear_divergence(
         logit_scale: factor of the student's logits, not 0.
         hidden_rows: (N,) or (B, L), int64 or int32. The row of hidden (R, H) for each row of the
             teacher. None: row t of hidden belongs to row t of the teacher.
-        support: restricts both distributions to these ids, one set for each row (see `Support`).
-            None: the full vocabulary.
+        support: the ids to which both distributions are restricted, one set for each row (see
+            `Support`). None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
-            share the vocabulary (see `linear_logps`). The teacher's weight and bias have the same
-            shards. None: the head is not split over ranks.
+            share the vocabulary (see `linear_logps`). The teacher's weight and bias must be sharded
+            in the same way. None: the head is not split over ranks.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
 
@@ -133,7 +134,7 @@ def linear_divergence(
         weight = tensors[1]
         is_shard = group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
-        # Use `like` in place of target_ids: only its shape, dtype and device are checked.
+        # Pass `like` instead of target_ids, because only its shape, dtype and device are checked.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
         checks.logit_options(softcap, logit_scale, "support", backend)
@@ -153,7 +154,7 @@ def linear_divergence(
         )  # fmt: skip
         numbers = repr((*options, transform)) if is_shard else ""
         ranks.check_agreement(tensors, rows.target_ids, list(wanted), backend, numbers)
-        # 3. Run the pass with autograd.
+        # 3. Compute the divergence with autograd.
         loss, each, *_ = autograd.apply_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
@@ -171,9 +172,10 @@ def form_divergence(
     backend: str,
     shard: VocabularyShard | None,
 ) -> LossResult:
-    """Compute Σ weights·D from hidden states.
+    """Compute Σ weights·D from hidden states, and its gradients.
 
-    The gradients are (d-hidden, d-weight, d-bias). The result's `logps` field holds D of each row.
+    The field `gradients` of the result is (d-hidden, d-weight, d-bias). The field `logps` has the
+    divergence D of each row.
     """
     # 1. Scale the weights for fp16, as `linear_loss` does.
     is_half = any(wanted) and needs_range(hidden.dtype)
@@ -186,7 +188,7 @@ def form_divergence(
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            # 2. Run the pass over the rows of the head, or over the sets of ids.
+            # 2. Use the rows of the head, or the sets of ids of the support.
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
             term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
@@ -221,7 +223,7 @@ def checked_term(
 
 
 def checked_kind(kind: str, beta: float) -> Divergence:
-    """Check the kind of a divergence and its beta."""
+    """Check a kind of divergence and its beta, and return both as a Divergence."""
     choice("kind", kind, tuple(DIVERGENCES))
     number("beta", beta, "a number in (0, 1)", lambda x: 0 < x < 1)
     return Divergence(kind, float(beta))
@@ -240,11 +242,11 @@ def checked_teacher(
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
         raise argument_error("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
-    # 1. No gradient reaches the teacher.
+    # 1. Check that no teacher tensor requires grad.
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
-        # The teacher is sharded as the student is.
+        # The teacher is sharded like the student.
         weight=local_rows("teacher.weight", teacher.weight, ranks.group),
         bias=local_rows("teacher.bias", teacher.bias, ranks.group),
     )
@@ -255,7 +257,7 @@ def checked_teacher(
     expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
-    # 3. One teacher row per student row.
+    # 3. The teacher must have one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.temperatures(like, teacher.temperature)
     checks.logit_options(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
@@ -271,13 +273,13 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
-    # 2. Check the values: ids, sums, and log-probabilities that no softmax gives.
+    # 2. Check the values: the ids, the sums, and log-probabilities that cannot come from a softmax.
     has_id = logps > -torch.inf
     is_whole = has_id.all(1) if K == vocab else has_id.new_zeros(len(logps))
     largest = logps.amax(1)
     sums = logps.double().exp().sum(1)
-    # A log-probability of -inf means "no id here". Such places get distinct negative numbers, so
-    # that they do not count as duplicates.
+    # A log-probability of -inf marks an unused place without an id. Give unused places distinct
+    # negative ids, so that they do not count as duplicates.
     places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
@@ -300,13 +302,13 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         )
         flags.append((few.any(), message))
     check_values(flags, "auto")
-    # 3. Give empty places a valid id, because the kernels read it.
+    # 3. Give unused places a valid id, because the kernels index memory by it.
     ids = torch.where(has_id, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
 
 
 def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
-    """Check that a teacher tensor has one row per element of `like`; return it as (N, ·)."""
+    """Check that a teacher tensor has one row per element of `like`, and return it as (N, K)."""
     checks.tensor(name, x, kind, same_device=("hidden", like))
     fits = x.shape[:-1] == like.shape
     expected = "one row for each of the student's, "
@@ -324,8 +326,8 @@ def _rows(
 ) -> ActiveRows:
     """Return all rows as active rows.
 
-    A divergence has no targets. Each row gets the first id of its set, or 0, because kernels expect
-    a target.
+    Kernels expect a target in every row, but a divergence has no targets. Each row gets the first
+    id of its set as the target, or 0.
     """
     count = like.numel()
     index = None
@@ -344,7 +346,7 @@ def _rows(
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each row (N,), 1/N by default."""
+    """Return the weight of each row (N,). The default weight is 1/N."""
     count = like.numel()
     dtype = torch.promote_types(dtype, torch.float32)
     if weights is None:

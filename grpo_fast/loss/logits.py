@@ -1,4 +1,4 @@
-"""The sweep over given logits. `LinearHead` is the sweep over the logits of an LM head."""
+"""Passes over given logits. `LinearHead` computes the same over the logits of an LM head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Size of a block of logits on the CPU: the second kernel then reads the block from cache.
+# Size of a block of logits on the CPU. The second kernel can then read the block from the cache.
 CPU_BLOCK_BYTES = 4 << 20
 
 
@@ -28,8 +28,9 @@ class LogitsSweep:
     twice. Inactive rows get zero gradients.
 
     Args:
-        logits: (N, V), rows contiguous.
-        out: (N, V), the buffer for d-logits, which may be `logits`. None: allocated when needed.
+        logits: (N, V), with contiguous rows.
+        out: (N, V), the buffer for d-logits, which may be `logits` itself. None allocates a buffer
+            when it is needed.
         rows: the active rows.
         route: the kernels of the backend.
     """
@@ -47,13 +48,16 @@ class LogitsSweep:
         route: Route,
         full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """Return the sweep for these rows. Rows with a support are processed separately."""
+        """Return the object that processes the given rows.
+
+        Rows with a support are processed separately.
+        """
         if rows.support is None:
             return cls(logits, out, rows, route)
         if full_entropy:
             full = cls(logits, out, rows._replace(support=None), route)
             return FullEntropySweep(cls.of(logits, None, rows, route), full)
-        # Rows without a support take the dense kernels.
+        # Rows without a support use the dense kernels.
         others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
@@ -75,7 +79,7 @@ class LogitsSweep:
         rows = step = self.logits.shape[0]
         if self.logits.device.type == "cpu":
             row_bytes = max(self.logits.shape[1] * self.logits.element_size(), 1)
-            # A block has at least 16 rows, however large the vocabulary is.
+            # Use at least 16 rows per block, however large the vocabulary is.
             step = max(CPU_BLOCK_BYTES // row_bytes, 16)
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
@@ -109,8 +113,10 @@ class LogitsSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Return the losses of the active rows and (d-logits,), for a loss whose gradient follows
-        row by row.
+        """Compute a loss whose gradient in a row depends only on that row.
+
+        Returns:
+            The losses of the active rows, and (d-logits,).
         """
         out = self._written()
         spread = terms.map(self.rows.to_rows)
@@ -126,7 +132,7 @@ class LogitsSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor]:
-        """Return (d-logits,) of Σ g·logp + g_entropy·entropy.
+        """Return (d-logits,), the gradient of Σ g·logp + g_entropy·entropy.
 
         Args:
             g: (T,), upstream gradients of the logps.
@@ -144,4 +150,4 @@ class LogitsSweep:
         return (out,)
 
     def release(self) -> None:
-        """Do nothing: the caller owns the logits, and no other memory is cached."""
+        """Do nothing, because the caller owns the logits and no other memory is cached."""

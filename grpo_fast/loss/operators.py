@@ -1,8 +1,8 @@
-"""Custom operators: the nodes that `torch.compile(fullgraph=True)` puts into its graph.
+"""Custom operators, which `torch.compile(fullgraph=True)` puts into its graph as nodes.
 
-Operator schemas know only tensors, numbers, strings and lists, so a batch is packed into a flat
-list of arguments here. Without torch.compile the operators are not used, because torch's dispatcher
-costs 0.2 ms per call.
+Operator schemas support only tensors, numbers, strings and lists, so this module packs a batch into
+a flat list of arguments. Eager calls do not use the operators, because torch's dispatcher costs 0.2
+ms per call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# Outputs of a loss operator; the gradients follow them.
+# Outputs of a loss operator, which are followed by its gradients.
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
@@ -54,9 +54,9 @@ class LossPass(NamedTuple):
     """A loss as an operator.
 
     Attributes:
-        tensors: schema of its differentiable tensors.
-        gradients: schema of their gradients.
-        run: the pass.
+        tensors: schema of the differentiable tensors.
+        gradients: schema of the gradients of these tensors.
+        run: the function that computes the loss.
         vocab: returns the vocabulary size of the tensors, or None without logits.
     """
 
@@ -85,7 +85,7 @@ library = torch.library.Library("grpo_fast", "DEF")
 def build_batch(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    """Build the batch of a call, which also checks the argument values."""
+    """Check the argument values of a call, and build its batch."""
     vocab_size = loss.vocab(tensors)
     targets = None
     if vocab_size is not None:
@@ -110,7 +110,7 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Call the operator of logps. Return logps and entropy."""
+    """Call the operator of logps, and return the logps and the entropy, both flat."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *graph_fields(options))
     return logps, entropy
@@ -146,7 +146,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def _gradient(x: Tensor, is_wanted: bool) -> Tensor:
-    """Return an uninitialised gradient for x, or (0,) if it is not needed."""
+    """Return an uninitialised gradient for x, or an empty tensor if it is not needed."""
     if not is_wanted:
         return x.new_empty(0)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -163,12 +163,12 @@ def _register(
     """Define an operator.
 
     Args:
-        name: the operator's name in torch.ops.grpo_fast.
-        schema: its arguments and outputs.
+        name: name of the operator in torch.ops.grpo_fast.
+        schema: arguments and outputs of the operator.
         run: the implementation.
         fake: returns outputs with the right shapes and without data, for tracing.
-        backward: `backward(ctx, inputs, grads)` returns the gradients of the first inputs. None:
-            not differentiable.
+        backward: `backward(ctx, inputs, grads)` returns the gradients of the first inputs. None if
+            the operator is not differentiable.
     """
     library.define(f"{name}{schema}")
     library.impl(name, run, "CompositeExplicitAutograd")
@@ -178,8 +178,8 @@ def _register(
 
     def remember(ctx: Context, inputs: Row, output: Sequence[Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        # save_for_backward takes tensors only, so remember which inputs were others. The tuple
-        # marks an input that is None.
+        # save_for_backward accepts only tensors, so store the other inputs separately. A tuple
+        # distinguishes an input that is None from a tensor.
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         ctx.output = [x.detach() for x in output]
@@ -200,7 +200,7 @@ def _register(
 def _fake_loss(
     loss: LossPass, tensors: RowTensors, options: Options, row: Row
 ) -> tuple[Tensor, ...]:
-    """Return uninitialised outputs of a loss operator, from shapes alone."""
+    """Return uninitialised outputs of a loss operator. Their shapes do not depend on values."""
     x = tensors[0]
     config, given = _unpack_arguments(row)
     rows = given.like.numel()
@@ -208,7 +208,7 @@ def _fake_loss(
     has_entropy = _has_entropy(loss, tensors, config)
     units = 0
     if loss.run is logps_loss:
-        # `logps_loss` computes both gradients in fp32, whatever the inputs are.
+        # `logps_loss` computes both gradients in fp32, whatever the dtypes of the inputs are.
         wanted = [True, has_entropy and config.entropy_coef != 0]
         tensors = tuple(x.float() for _ in wanted)
     elif any(wanted) and needs_range(x.dtype):
@@ -234,7 +234,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
         batch = build_batch(loss, tensors, options, *_unpack_arguments(row))
         result = loss.run(*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
-        # An operator must return a tensor for every output, and no two may share memory.
+        # An operator must return a tensor for every output, and no two outputs may share memory.
         nothing = result.loss.new_empty(0)
         optional = result.entropy, result.filtered, metrics, result.units
         extras = [nothing.clone() if x is None else x for x in optional]
@@ -250,7 +250,8 @@ def _register_loss(name: str, loss: LossPass) -> None:
         def form_again() -> Gradients:
             return gradients_of(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
 
-        # The gradients are outputs of the forward operator. Use them once, as autograd.py does.
+        # The gradients are outputs of the forward operator. Use them only once, as autograd.py
+        # does.
         output = ctx.output
         ctx.output = None
         ctx.gradients = None if output is None else gradients_of(output)
@@ -264,7 +265,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
-        # keep=False: an operator cannot cache tensors between forward and backward.
+        # Pass keep=False, because an operator cannot cache tensors between forward and backward.
         return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
@@ -293,7 +294,8 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
-        # The backward is an operator, too, so that the graph of the backward contains one node.
+        # The backward is an operator, too, so that it is a single node in the graph of the
+        # backward.
         operator = getattr(torch.ops.grpo_fast, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
         gradients = (gradients,) if count == 1 else gradients

@@ -1,9 +1,8 @@
-"""The passes of the loss functions: from hidden states, logits or logps to the loss and its
-gradients.
+"""Computation of losses and their gradients from hidden states, logits or logps.
 
-Gradients are computed in the forward pass, for an upstream gradient of 1. The passes share one
-algorithm over two kinds of sweeps, which have the same methods: over the rows of an LM head
-(`LinearHead`), and over given logits (`LogitsSweep`).
+Gradients are computed in the forward pass for an upstream gradient of 1. The same algorithm runs
+over an LM head (`LinearHead`) and over given logits (`LogitsSweep`), because both classes have the
+same methods.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ UNCHANGED = nullcontext()
 
 
 class LossResult(NamedTuple):
-    """Outputs of a pass, for all N rows."""
+    """Loss, logps and gradients of a call, for all N rows."""
 
     loss: Tensor  # 0-d
     logps: Tensor  # (N,)
@@ -41,13 +40,13 @@ class LossResult(NamedTuple):
     gradients: tuple[Tensor, ...]  # (0,) if not needed
     filtered: Tensor | None = None  # (2,) share and columns that grad_filter left out
     divergence: Tensor | None = None  # (N,) divergence from the teacher
-    # (K,) fp32: factor by which each gradient must be multiplied; None: 1. See
+    # (K,) fp32: factor by which each of K gradients must be multiplied. None: 1. See
     # kernels/head/half_range.py.
     units: Tensor | None = None
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast: kernels compute in the dtypes of their inputs."""
+    """Return a context without autocast, because kernels compute in the dtypes of their inputs."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return UNCHANGED
@@ -68,7 +67,7 @@ def linear_loss(
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
-    # fp16 gradients are summed in fp32 and rounded once, relative to a power of two (`unit`).
+    # fp16 gradients are summed in fp32 and rounded once, after scaling by a power of two (`unit`).
     is_half = needs_range(hidden.dtype)
     if any(wanted) and is_half:
         batch = batch.in_range()
@@ -100,10 +99,11 @@ def _with_divergence(
 ) -> LossResult:
     """Compute the loss plus coef·Σ w·D, the weighted divergence from a teacher.
 
-    Both come from one pass over the head. With a sampler's support there are two passes, and their
-    gradients are added.
+    Both terms come from one pass over the head. With a sampler's support two passes are needed, and
+    their gradients are added.
     """
-    # is_shard=True: divergences use row kernels, not the kernels that start from hidden states.
+    # Pass is_shard=True, because divergences use the row kernels instead of the kernels that start
+    # from hidden states.
     route = head_route(options.backend, tensors.weight, is_shard=True)
     rows = batch.rows
     weights = term.coef * batch.tokens.token_weights
@@ -118,8 +118,8 @@ def _with_divergence(
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
         teacher |= dict(wanted=wanted, keep_fp32=True)
         each, more = supported_divergence(tensors, rows, route, **teacher)
-        # Round once, after adding: two rounded parts would have twice the error. In fp16 the sum
-        # stays in fp32, because `in_units` rounds it.
+        # Round only the sum, because two rounded terms would have twice the error. In fp16 the sum
+        # stays in fp32, because `in_units` rounds it later.
         likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)
@@ -131,8 +131,10 @@ def _with_divergence(
 
 
 def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
-    """Divide the loss by `unit`, and round each gradient to `dtype`, scaled by a power of two near
-    its maximum.
+    """Divide the loss by `unit`, and round each gradient to `dtype`.
+
+    Each gradient is first scaled by a power of two near its maximum. The result's `units` undo both
+    scales.
     """
     pairs = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in pairs])
@@ -141,8 +143,9 @@ def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
 
 
 def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossResult:
-    """Compute the loss from (N, V) logits. The gradient is (d-logits,), written over the logits if
-    `inplace`.
+    """Compute the loss from (N, V) logits.
+
+    The gradients are (d-logits,). With `inplace` they overwrite the logits.
     """
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
@@ -160,16 +163,16 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
 
 
 def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) -> LossResult:
-    """Run a loss over a sweep.
+    """Compute a loss over an LM head or over given logits.
 
-    A token-level loss takes one sweep, because each row's gradient depends on that row only. Other
-    losses first compute the logps of all rows, then the gradients in a second sweep.
+    A token-level loss needs one pass, because each row's gradient depends only on that row. Other
+    losses first compute the logps of all rows, then the gradients in a second pass.
     """
     config = batch.config
     tokens = batch.tokens
     with kernel_precision(tokens.advantages.device):
         terms = row_terms(tokens, config)
-        # Token-level loss: one sweep computes losses and gradients.
+        # A token-level loss computes losses and gradients in one pass.
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
             values.check_logps(rows.logps, options.validate)
@@ -177,7 +180,7 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
-        # Other losses, and losses without gradient: first the logps of all rows, then the
+        # Other losses, and losses without a gradient, first compute the logps of all rows, then the
         # gradients.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
         values.check_logps(stats[1], options.validate)
@@ -202,7 +205,8 @@ def logps_loss(
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    # Clone: outputs must not share memory with inputs, or a later in-place change would reach both.
+    # Clone the logps, because outputs must not share memory with inputs. Otherwise a later in-place
+    # change of one would change the other.
     entropies = None if h is None else h.clone()
     return _result(result.loss, lp.clone(), entropies, gradients, batch)
 
@@ -215,6 +219,6 @@ def _result(
     batch: TokenBatch,
     filtered: Tensor | None = None,
 ) -> LossResult:
-    """Return the result with logps and entropies moved from the T active rows to all N rows."""
+    """Return the result, with logps and entropies expanded from the T active rows to all N rows."""
     of_rows = batch.rows.to_rows(logps), batch.rows.to_rows(entropy)
     return LossResult(loss, *of_rows, gradients, filtered)

@@ -1,12 +1,12 @@
 """Sharded parameters (DTensors), and the agreement of tensor-parallel ranks on one call.
 
-With FSDP2 each rank has different rows of hidden: the parameter is gathered for the call, and its
-gradient is reduced. With tensor parallelism (`group=`) all ranks have the same rows, and each
-computes with its part of the vocabulary.
+With FSDP2 each rank has different rows of hidden. The parameter is gathered for the call, and its
+gradient is reduced. With tensor parallelism (`group=`) all ranks have the same rows of hidden, and
+each rank computes with its part of the vocabulary.
 
-A call with `group=` makes two small all-gathers first: one of the shard sizes, one of a description
-of the call. A rank whose arguments are invalid sends its error message instead, so that every rank
-raises the same ValueError and no rank waits for a collective that never comes.
+A call with `group=` starts with two small all-gathers: one of the shard sizes, and one of a
+description of the call. A rank with invalid arguments sends its error message instead, so that
+every rank raises the same ValueError and no rank deadlocks in a later collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.workspace import workspace_bytes
 
-# names of mesh dimensions that are tensor parallel
+# Names of mesh dimensions that are tensor parallel.
 TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")
 TEXT_BYTES = 1024  # length of the uint8 tensor that carries one message
 OK = b"+"
@@ -32,19 +32,18 @@ ERROR = b"-"
 
 
 def is_sharded(x: object) -> bool:
-    """Return True for a DTensor."""
-    # Importing torch.distributed.tensor is slow. This test needs no import, and whoever has a
-    # DTensor has imported the module.
+    """Return whether x is a DTensor."""
+    # Importing torch.distributed.tensor is slow. Code that has a DTensor has already imported it,
+    # so this attribute test is enough.
     return hasattr(type(x), "full_tensor")
 
 
 def gather_parameter(name: str, x: Any) -> Any:
-    """Return the full tensor of a parameter sharded or replicated over one data-parallel mesh
-    dimension.
+    """Return the full tensor of a parameter over one data-parallel mesh dimension.
 
-    The call is collective. Its backward averages the gradient over the ranks and scatters it into
-    the shards. Tensors that are no DTensor are returned unchanged; other placements raise a
-    ValueError.
+    The parameter may be sharded or replicated. The call is collective. Its backward averages the
+    gradient over the ranks and scatters it into the shards. A tensor that is not a DTensor is
+    returned unchanged. Other placements raise a ValueError.
     """
     if not is_sharded(x):
         return x
@@ -54,7 +53,8 @@ def gather_parameter(name: str, x: Any) -> Any:
     known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
     fits = known and not any(dimension in TENSOR_PARALLEL for dimension in names)
     if not fits:
-        # Built only here: text about placements breaks a torch.compile graph on torch 2.14.
+        # Build the text only here, because formatting placements breaks a torch.compile graph on
+        # torch 2.14.
         expected = (
             "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
         )
@@ -101,7 +101,7 @@ def local_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather in the forward pass; average and scatter the gradient in the backward pass."""
+    """All-gather in the forward pass. The backward averages and scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -114,8 +114,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
-        # Partial() marks a sum that is not reduced yet; redistribute then reduces and scatters in
-        # one collective.
+        # Partial() marks a sum that is not reduced yet. redistribute() then reduces and scatters it
+        # in one collective.
         parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
         reduced = parts.redistribute(placements=ctx.placements)
         return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
@@ -125,7 +125,7 @@ _gather: Callable[[Any], Tensor] = _Gather.apply
 
 
 class Agreement:
-    """A context in which the ranks of a group check the arguments of the same call.
+    """Context in which the ranks of a group check that they make the same call.
 
     If one rank raises inside the context, the other ranks raise the same error at their next
     exchange.
@@ -149,8 +149,10 @@ class Agreement:
     def shard(self, weight: Tensor) -> VocabularyShard | None:
         """Return the description of this rank's part of the vocabulary, or None without a group.
 
-        The call is collective. Raises a ValueError if all shards are empty, or if another rank
-        raised.
+        The call is collective.
+
+        Raises:
+            ValueError: all shards are empty, or another rank raised an error.
         """
         if self.group is None:
             return None
@@ -158,7 +160,7 @@ class Agreement:
         sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
-        # The exchange has told every rank all sizes, so all ranks raise together.
+        # After the exchange every rank has all sizes, so all ranks raise the error together.
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
@@ -170,21 +172,21 @@ class Agreement:
         backend: str,
         numbers: str,
     ) -> None:
-        """Check that all ranks make the same call. Collective.
+        """Check that all ranks make the same call. The check is a collective call.
 
         Args:
             tensors: (hidden, weight, bias) of this rank.
             target_ids: (T,), the active targets.
             wanted: for each tensor, whether it needs a gradient.
             backend: the backend of the call.
-            numbers: the other options as text; ranks compare its checksum.
+            numbers: the other options as text. The ranks compare its checksum.
 
         Raises:
-            ValueError: a rank makes a different call, or raised before.
+            ValueError: a rank makes a different call, or has raised an error.
         """
         if self.group is None:
             return
-        # 1. Describe this call by texts that must be equal on all ranks.
+        # 1. Describe this call by strings that must be equal on all ranks.
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
@@ -196,7 +198,7 @@ class Agreement:
             "config": f"numbers with checksum {zlib.crc32(numbers.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }
-        # 2. Exchange them, and compare each rank with rank 0.
+        # 2. Exchange the strings, and compare each rank with rank 0.
         answers = [text.split("\n") for text in self._exchange(OK, "\n".join(facts.values()))]
         self.is_open = False
         for rank, others in enumerate(answers):
@@ -205,13 +207,14 @@ class Agreement:
                 require(first == other, name, "the same on every rank of group", came)
 
     def _exchange(self, verdict: bytes, text: str) -> list[str]:
-        """Gather one message of each rank, in rank order. If any rank sent an error, raise it on
-        all ranks.
+        """Gather one message of each rank, in rank order.
+
+        If any rank sent an error, all ranks raise it.
         """
         assert self.group is not None
         self.is_open = False  # if the collective fails, no rank waits for another message
         ranks = distributed.get_world_size(self.group)
-        # NCCL only sends tensors on a GPU.
+        # NCCL can send only tensors on a GPU.
         is_cuda = distributed.get_backend(self.group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
         # Messages have a fixed size, because all_gather needs equal shapes.
@@ -220,7 +223,7 @@ class Agreement:
         everyone = [torch.empty_like(mine) for _ in range(ranks)]
         distributed.all_gather(everyone, mine, group=self.group)
         lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
-        # truncation may have split a character
+        # Ignore decoding errors, because truncation may have split a character.
         texts = [x[1:].decode(errors="ignore") for x in lines]
         errors = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == ERROR}
         if not errors:
@@ -235,5 +238,5 @@ NO_GROUP = Agreement(None)
 
 
 def checksum(x: Tensor) -> int:
-    """Return a number that depends on the ids and their order. It wraps around at 64 bits."""
+    """Return a number that depends on the ids and their order. The sum wraps around at 64 bits."""
     return int((x * torch.arange(1, len(x) + 1, device=x.device)).sum())

@@ -1,4 +1,4 @@
-"""Schemas of the custom operators: the arguments of a call that a torch.compile graph carries."""
+"""Schemas of the custom operators, which list the arguments that a torch.compile graph carries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 Argument = Any  # of an operator: a tensor, number, string, or list of bools
 Row = Sequence[Argument]
 
-# Schema types of the fields that a graph carries. `shard`, `inplace` and `divergence` are missing:
-# a schema has no type for process groups or teachers, and autograd does not support operators that
-# write over their input.
+# Schema types of the fields that a graph carries. `shard` and `divergence` are missing because a
+# schema has no type for process groups or teachers. `inplace` is missing because autograd does not
+# support operators that overwrite their input.
 TYPES = {
     "like": "Tensor", "advantages": "Tensor", "completion_mask": "Tensor?",
     "cu_seqlens": "Tensor?", "old_logps": "Tensor?", "ref_logps": "Tensor?",
@@ -29,9 +29,7 @@ Arguments = type[BatchInputs] | type[Options] | type[RowOptions]
 
 
 def names_of(kind: Arguments) -> list[str]:
-    """Return the names of the fields that a graph carries, in the order of the operator's
-    arguments.
-    """
+    """Return the names of the fields that a graph carries, in the order of the operator."""
     return [name for name in kind._fields if name in TYPES]
 
 
@@ -48,11 +46,11 @@ NUM_OPTIONS = len(names_of(Options))
 def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
     """Return the fields that a graph carries, in the order of the operator's arguments.
 
-    Raises a ValueError if another field is not at its default. `call.public` keeps such calls out
-    of graphs.
+    Raises a ValueError if a different field does not have its default value. `call.public` runs
+    such calls outside of graphs.
     """
     for name, value in zip(options._fields, options, strict=True):
-        # Test the name first: the value of a field in TYPES may be a traced tensor, which has no
+        # Test the name first. The value of a field in TYPES may be a traced tensor, which has no
         # truth value.
         if name not in TYPES and value:
             raise argument_error(

@@ -1,9 +1,9 @@
 """Checks of argument values. A failed check raises a ValueError that names the argument.
 
-Values on the CPU are checked at once, and so are all values under `validate="full"`. With "auto",
-checks on a GPU do not wait for the device: their flags are copied to the host in the background,
-and the next call that finds a flag raises. Until then ids and offsets are clamped, so that no
-kernel reads out of bounds.
+Values on the CPU are checked at once. With `validate="full"`, values on a GPU are checked at once,
+too. With `validate="auto"`, the checks on a GPU do not wait for the device: their flags are copied
+to the host in the background, and the next call that finds a flag raises the error. Until then ids
+and offsets are clamped, so that no kernel reads out of bounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Check = tuple[Tensor, str]  # 0-d bool that is set on an error, and the message
 
 
 class _Pending(NamedTuple):
-    """Checks of a GPU call whose flags are on their way to the host."""
+    """Checks of a GPU call whose flags are being copied to the host."""
 
     flags: Tensor  # (K,) bool on the host, valid after `ready`
     ready: torch.cuda.Event
@@ -48,7 +48,7 @@ _lock = threading.Lock()
 
 
 def is_checked_later(x: Tensor, validate: str) -> bool:
-    """Return True if errors in x are reported by a later call, so that this call must clamp x."""
+    """Return whether a later call reports errors in x. The current call must then clamp x."""
     return x.is_cuda and validate == "auto"
 
 
@@ -74,8 +74,9 @@ def raise_pending() -> None:
 
 
 def check_values(checks: list[Check], validate: str) -> None:
-    """Raise a ValueError for the first flag that is set, or queue the flags of a GPU for a later
-    call.
+    """Raise a ValueError for the first flag that is set.
+
+    Flags on a GPU are queued for a later call unless `validate` is "full".
     """
     if not checks or is_capturing(checks[0][0]):
         return
@@ -91,16 +92,16 @@ def check_values(checks: list[Check], validate: str) -> None:
 
 
 def value_check(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
-    """Return a check that no element of x is bad.
+    """Return a check that fails if an element of x is bad.
 
-    On the CPU the message names the first bad value and the number of bad values. On a GPU reading
-    them would cost a sync, so the message describes them by `on_device`.
+    On the CPU the message names the first bad value and the number of bad values. Reading them from
+    a GPU would cost a sync, so there the message contains `on_device` instead.
 
     Args:
         x: the values.
         is_bad: the shape of x, bool. The elements that are not allowed.
-        expected: start of the message, up to the expected values.
-        on_device: description of bad values for a message about a GPU tensor.
+        expected: start of the message, which ends with the allowed values.
+        on_device: description of the bad values for a message about a GPU tensor.
     """
     flag = is_bad.any()
     if x.device.type != "cpu" or not flag:
@@ -115,12 +116,13 @@ def is_positive(x: Tensor) -> Tensor:
 
 
 def is_not_finite(x: Tensor) -> Tensor:
-    # two kernel launches fewer than ~torch.isfinite(x); NaN < inf is False
+    # This form needs two kernel launches fewer than ~torch.isfinite(x). NaN < inf is False.
     return ~(x.abs() < torch.inf)
 
 
-# For each argument: the expected values, a description of bad ones, and the test for bad ones.
-# old_logps may be -inf: its ratio is clamped. An infinite ref_logp would give an infinite KL.
+# Each argument has the expected values, a description of bad values, and the test for bad values.
+# old_logps may be -inf, because the ratio is clamped. An infinite ref_logp would give an infinite
+# KL.
 ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
 RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
@@ -132,22 +134,23 @@ RULES: ValueRules = {
     "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
-# Logps that belong to logits are log-probabilities, at most 0. The rules of `grpo_loss` do not
-# bound them: it also accepts log-densities of continuous actions, which may be positive.
+# Logps of logits are log-probabilities, so they are at most 0. `RULES` has no such bound, because
+# `grpo_loss` also accepts log-densities of continuous actions, which may be positive.
 ROUNDING = 1e-2  # nats above 0 that rounding to 16 bits may cause
 _LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
 LOGPS_RULES = RULES | {
     "old_logps": (_LOGPS, "positive numbers, or NaN", lambda x: ~(x <= ROUNDING)),
     "ref_logps": (f"finite {_LOGPS}", "positive numbers, NaN or inf",
                   lambda x: ~(x <= ROUNDING) | (x == -torch.inf)),
-    # NaN is allowed: it marks a token that the sampler did not score.
+    # NaN is allowed, because it marks a token without a logp from the sampler.
     "sampling_logps": (_LOGPS, "positive numbers", lambda x: x > ROUNDING),
 }  # fmt: skip
 
 
 def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
-    """Check the given tensors by the rule of their name. Arguments without a rule, or that are no
-    tensors, pass.
+    """Check each tensor with the rule of its name.
+
+    Arguments without a rule and arguments that are not tensors are not checked.
     """
     checks = []
     for name, x in tensors.items():
@@ -176,17 +179,20 @@ def checked_total(name: str, value: Total | None, validate: str) -> Total | None
 def checked_offsets(
     cu: Tensor, num_rows: int, validate: str, name: str = "cu_seqlens", end: str = "T"
 ) -> Tensor:
-    """Check that offsets ascend from 0 to num_rows, and return them as (B+1,) int64.
+    """Check that offsets ascend from 0 to num_rows, and return them.
 
-    On a GPU the result is clamped to be ascending and in [0, num_rows], so that lengths computed
-    from bad offsets are still >= 0.
+    On a GPU the offsets are clamped to be ascending and in [0, num_rows], so that no length
+    computed from wrong offsets is negative.
 
     Args:
         cu: (B+1,), int64. The offsets.
-        num_rows: the last offset.
+        num_rows: the expected last offset.
         validate: "auto" or "full".
-        name: the argument's name, for the message.
-        end: the symbol of num_rows, for the message.
+        name: name of the argument in the message.
+        end: symbol for num_rows in the message.
+
+    Returns:
+        The offsets, (B+1,), int64.
     """
     message = f"{name}: expected non-decreasing offsets from 0 to {end} = {num_rows}"
     if cu.device.type == "cpu":
@@ -200,15 +206,15 @@ def checked_offsets(
 def checked_ids(
     name: str, x: Tensor, end: int, validate: str, *, expected: str, kind: str = "ids"
 ) -> Tensor:
-    """Check that ids are in [0, end), and return them, clamped on a GPU.
+    """Check that ids are in [0, end), and return them. On a GPU they are clamped to this range.
 
     Args:
-        name: the argument's name, for the message.
+        name: name of the argument in the message.
         x: (T,), int64. The ids.
         end: upper bound, exclusive.
         validate: "auto" or "full".
-        expected: the expected values, for the message.
-        kind: the word for the values, for the message.
+        expected: description of the allowed values in the message.
+        kind: the word for the values in the message.
     """
     if not x.numel():
         return x
@@ -219,8 +225,8 @@ def checked_ids(
         if name == "target_ids" and low == IGNORED_TARGET:
             message += IGNORED_HINT
     check_values([((low < 0) | (high >= end), message)], validate)
-    # The kernels index memory by these ids, so a bad one must not get through until the flag
-    # arrives.
+    # The kernels index memory by these ids. Clamp them, because the error flag may arrive after the
+    # kernels have run.
     return x.clamp(0, end - 1) if is_checked_later(x, validate) else x
 
 
@@ -240,13 +246,13 @@ def support_rows(
     vocab_size: int,
     validate: str,
 ) -> SupportRows | None:
-    """Return the active rows that have a set of ids, or None if no row has one.
+    """Return the active rows that have a set of ids, or None if no row has a set.
 
-    The sizes of the sets must be known on the host, which costs a GPU sync.
+    The host must know the sizes of the sets, which costs a GPU sync.
 
     Args:
-        support: one set for each target of the caller.
-        active_index: (T,), int64. Positions of the active targets; None: all targets are active.
+        support: one set of ids for each target of the caller.
+        active_index: (T,), int64. Positions of the active targets. None if all targets are active.
         target_ids: (T,), int64. The active targets.
         vocab_size: V.
         validate: "auto" or "full".
@@ -266,7 +272,8 @@ def support_rows(
         return None
     own_rows = other_rows = None
     if count < len(lengths):
-        # nonzero() would cost a second sync; the sizes are already known.
+        # nonzero() would cost a second sync. nonzero_static() uses the sizes that are already
+        # known.
         own_rows = torch.nonzero_static(has_set, size=count)[:, 0]
         other_rows = torch.nonzero_static(~has_set, size=len(lengths) - count)[:, 0]
         starts = starts[own_rows]
@@ -291,7 +298,7 @@ def support_rows(
 
 
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-    # One transfer for both numbers, so one GPU sync.
+    # Transfer both numbers at once, which costs one GPU sync instead of two.
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     return count, total
 

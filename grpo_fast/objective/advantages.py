@@ -1,4 +1,4 @@
-"""Group-relative advantages: one small function per mode, over rewards laid out group by group."""
+"""Group-relative advantages, with one small function for each mode."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, kind_of, nearest_name, number, require
 
-# Each mode takes (N, G) fp64 rewards, where NaN marks a completion without a reward. Such a
-# completion is left out of means, deviations and counts. Its own advantage is arbitrary here,
-# because `group_advantages` sets it to 0.
+# The function of a mode expects (N, G) fp64 rewards, where NaN marks a completion without a reward.
+# Such completions are excluded from means, deviations and counts. Their advantages may have any
+# value here, because `group_advantages` sets them to 0.
 
 
 def count(r: Tensor) -> Tensor:
@@ -26,9 +26,7 @@ def highest(r: Tensor) -> Tensor:
 
 
 def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """Return `a` shifted and scaled to mean 0 and deviation 1 over the entries where `known` is
-    True.
-    """
+    """Shift and scale `a` to mean 0 and standard deviation 1 over the entries in `known`."""
     counted = a[known]
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
@@ -39,8 +37,9 @@ def raw_rewards(r: Tensor) -> Tensor:
 
 
 def baseline(r: Tensor, *, value: float = 0.0) -> Tensor:
-    """Compute A = r - value, with a constant independent of the batch (REINFORCE, Williams
-    1992).
+    """Compute A = r - value, where the constant is independent of the batch.
+
+    Source: REINFORCE, Williams 1992
     """
     return r - value
 
@@ -51,13 +50,15 @@ def centered(r: Tensor) -> Tensor:
 
 
 def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
-    """Compute A = (r - mean) / (std + eps) of the group (DeepSeekMath,
-    https://arxiv.org/abs/2402.03300).
+    """Compute A = (r - mean) / (std + eps) of the group.
+
+    Source: DeepSeekMath, https://arxiv.org/abs/2402.03300
 
     Args:
         r: (N, G), the rewards.
-        eps: added to the deviation.
-        unbiased: divide the variance by G - 1, as torch does; otherwise by G, as numpy does.
+        eps: number added to the standard deviation.
+        unbiased: if True, divide the variance by G - 1, as torch does; otherwise by G, as numpy
+            does.
     """
     a = centered(r)
     variance = a.square().nansum(-1, keepdim=True) / (count(r) - int(unbiased)).clamp(min=1)
@@ -65,12 +66,12 @@ def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor
 
 
 def maximum(r: Tensor) -> Tensor:
-    """Compute A = r - mean at the group's maximum, 0 elsewhere (text of CS336)."""
+    """Compute A = r - mean at the group's maximum and 0 elsewhere (CS336, the text)."""
     return torch.where(r == highest(r), centered(r), 0.0)
 
 
 def maximum_reward(r: Tensor) -> Tensor:
-    """Compute A = r at the group's maximum, 0 elsewhere (code of CS336)."""
+    """Compute A = r at the group's maximum and 0 elsewhere (CS336, the code)."""
     return torch.where(r == highest(r), r, 0.0)
 
 
@@ -81,8 +82,9 @@ def batch(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
 
 
 def rloo(r: Tensor) -> Tensor:
-    """Compute A = r - mean of the group's other completions (RLOO,
-    https://arxiv.org/abs/2402.14740).
+    """Compute A = r - mean of the other completions of the group.
+
+    Source: RLOO, https://arxiv.org/abs/2402.14740
     """
     return centered(r) * (count(r) / (count(r) - 1).clamp(min=1))
 
@@ -90,10 +92,11 @@ def rloo(r: Tensor) -> Tensor:
 def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Compute A = (r - mean of the others) / (std of the others + eps), as NeMo-RL does.
 
-    If the other rewards are all equal, or there is only one, A is not divided.
+    The others are the other completions of the group. If their rewards are all equal, or there is
+    only one other reward, A is not divided.
     """
     diagonal = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
-    # (N, G, G): row i has the group's rewards without that of completion i.
+    # The shape is (N, G, G). Row i has the rewards of the group without the reward of completion i.
     others = torch.where(diagonal, torch.nan, r[:, None, :])
     a = r - others.nanmean(-1)
     deviations = others - others.nanmean(-1, keepdim=True)
@@ -104,7 +107,7 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Compute A = (r - mean) / (mean + eps) of rewards >= 0 (MaxRL)."""
+    """Compute A = (r - mean) / (mean + eps) from rewards >= 0 (MaxRL)."""
     least = r.nan_to_num(nan=torch.inf).min().item()
     require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
     return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
@@ -117,20 +120,21 @@ def gdpo(
     each: str = "normalized",
     eps: float = 1e-4,
 ) -> Tensor:  # (N, G)
-    """Compute A = Σ_k w_k·A_k over K rewards, whitened over the batch (GDPO,
-    https://arxiv.org/abs/2601.05242).
+    """Compute A = Σ_k w_k·A_k over K rewards, whitened over the batch.
 
-    A reward that is NaN is left out of its completion's sum, as in TRL.
+    Source: GDPO, https://arxiv.org/abs/2601.05242
+
+    A reward that is NaN is excluded from the sum of its completion, as in TRL.
 
     Args:
         r: (K, N, G), the rewards.
-        weights: w_k; empty: all 1.
+        weights: the K weights w_k. If empty, all weights are 1.
         each: the mode that computes A_k from reward k.
-        eps: added to the deviation of the batch.
+        eps: number added to the standard deviation of the batch.
     """
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
     a = (share * torch.stack([_zero_equal_groups(MODES[each](x), x) for x in r])).nansum(0)
-    # A completion counts in the statistics if at least one reward applies.
+    # A completion counts in the statistics if at least one of its rewards is not NaN.
     known = a[~r.isnan().all(0)]
     std = known.std(correction=int(known.numel() > 1))
     return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
@@ -139,36 +143,39 @@ def gdpo(
 def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
-    # Rounding of the mean could leave a tiny value, which a division by eps would amplify.
+    # Rounding of the mean could leave a tiny advantage, which a division by eps would amplify.
     return torch.where(lowest == highest(r), 0.0, a)
 
 
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Compute A = r - group mean, whitened over the batch (REINFORCE++,
-    https://arxiv.org/abs/2501.03262).
+    """Compute A = r - group mean, whitened over the batch.
+
+    Source: REINFORCE++, https://arxiv.org/abs/2501.03262
     """
     a = centered(r)
     return whitened(a, ~a.isnan(), eps)
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
-    """Compute A = r - Σ l·r / Σ l, with completion lengths l (OPO,
-    https://arxiv.org/abs/2505.23585).
+    """Compute A = r - Σ l·r / Σ l with completion lengths l.
+
+    Source: OPO, https://arxiv.org/abs/2505.23585
 
     Args:
         r: (N, G), the rewards.
-        lengths: (N*G,), tokens of each completion.
+        lengths: (N*G,), number of tokens of each completion.
     """
     weight = torch.where(r.isnan(), 0.0, lengths.to(r).reshape(r.shape))
     return r - (weight * r).nansum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
 def passk(r: Tensor) -> Tensor:
-    """Compute A = best - second best for the best, 0 elsewhere (https://arxiv.org/abs/2503.19595, k
-    = G).
+    """Compute A = best - second best reward for the best completion, and 0 elsewhere.
+
+    Source: https://arxiv.org/abs/2503.19595 with k = G
     """
     top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
-    # A single reward has no second best.
+    # A group with a single reward has no second best, so the gap is 0.
     gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
 
@@ -191,7 +198,7 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# numeric options: expected values, and the test
+# For each numeric option, the expected values and the test.
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eps": ("a finite number >= 0", lambda x: x >= 0),
     "value": ("a finite number", lambda x: True),
@@ -199,8 +206,8 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "clip_high": ("None or a number >= 0", lambda x: x >= 0),
 }
 
-# Modes that do not compare within a group. A group of one completion, or of equal rewards, still
-# has a signal there.
+# These modes do not compare completions within a group. A group with one completion, or with equal
+# rewards, still has a signal.
 WITHOUT_GROUPS = ("rewards", "baseline")
 
 
@@ -216,19 +223,19 @@ def group_advantages(
     """Compute group-relative advantages from rewards.
 
     A group with equal rewards gets exactly 0, except with the modes "rewards" and "baseline", which
-    do not compare within a group. A reward of NaN marks a completion without a reward: it is left
-    out of the group's statistics and gets advantage 0.
+    do not compare completions within a group. NaN marks a completion without a reward. Such a
+    completion is excluded from the statistics of its group and gets advantage 0.
 
     Args:
-        rewards: (N*G,), float. Rewards, group by group: the G completions of a prompt are adjacent.
-            With mode "gdpo" (K, N*G), the values of K reward functions; a completion without a
-            reward has NaN in all K.
+        rewards: (N*G,), float. The rewards, group by group, so that the G completions of a prompt
+            are adjacent. With mode "gdpo" (K, N*G), the values of K reward functions. A completion
+            without a reward then has NaN for all K functions.
         mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
             "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "gdpo",
             "reinforce_pp_baseline", "opo" or "passk". The losses page has the formula and the paper
-            of each.
-        group_size: G, completions per prompt. Must divide the number of rewards. 1 is allowed with
-            the modes "rewards" and "baseline" only.
+            of each mode.
+        group_size: G, completions per prompt. Must divide the number of rewards. 1 is allowed only
+            with the modes "rewards" and "baseline".
         clip_low: lower bound of the advantages, a number <= 0. None: no bound.
         clip_high: upper bound of the advantages, a number >= 0. None: no bound.
         options: options of the mode: `eps` and `unbiased` (of "normalized", "batch" and others),
@@ -318,7 +325,7 @@ def check_options(mode: str, options: Mapping[str, Any]) -> None:
         elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         elif name == "weights":
-            # A string is a sequence as well, so test the type.
+            # Test the type, because a string is a sequence as well.
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:

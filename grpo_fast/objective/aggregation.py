@@ -1,8 +1,8 @@
-"""Aggregations: the weight w_t of every token in loss = Σ_t w_t·ℓ_t.
+"""Aggregations, which define the weight w_t of every token in loss = Σ_t w_t·ℓ_t.
 
 The weights are known before the forward pass. If `num_items_in_batch` and
-`num_completions_in_batch` hold the totals of the whole optimizer step, loss and gradient do not
-depend on how the step is split into micro-batches and ranks ("token_mean_local" excepted).
+`num_completions_in_batch` contain the totals of the whole optimizer step, loss and gradient do not
+depend on how the step is split into micro-batches and ranks. "token_mean_local" is the exception.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Total = float | Tensor  # a number, or a 0-d tensor on a device
 
 
 class Counts(NamedTuple):
-    """The counts that an aggregation may divide by."""
+    """Numbers by which an aggregation may divide."""
 
     active: int  # active tokens of this call, at least 1
     tokens: Total  # num_items_in_batch; if None, `active`
@@ -27,12 +27,12 @@ class Counts(NamedTuple):
 
 
 class Aggregation(NamedTuple):
-    """One way to weight tokens.
+    """One way to compute the weights of tokens.
 
     Attributes:
-        total: the divisor of all weights.
-        by_length: if True, weights are also divided by the completion's length, or with
-            "prompt_mean" by the tokens of its prompt's completions.
+        total: returns the divisor of all weights.
+        by_length: if True, weights are also divided by the length of the completion, or for
+            "prompt_mean" by the number of tokens of all completions of the prompt.
     """
 
     total: Callable[[Counts], Total]
@@ -71,13 +71,15 @@ def step_weights(
 
     Args:
         aggregation: a key of `AGGREGATIONS`.
-        lengths: (B,), active tokens of this call's completions; 0 is allowed.
+        lengths: (B,), active tokens of each completion of this call. 0 is allowed.
         active: the sum of lengths, known on the host.
         max_completion_length: maximum number of tokens, for "fixed_length".
-        num_items_in_batch: active tokens of the whole optimizer step; None: those of this call. For
-            "prompt_mean" (B,), the tokens of each completion's prompt; None: this call holds all
-            completions of each prompt, side by side.
-        num_completions_in_batch: completions of the whole optimizer step; None: those of this call.
+        num_items_in_batch: active tokens of the whole optimizer step. None: the tokens of this
+            call. For "prompt_mean" a (B,) tensor with the number of tokens of each completion's
+            prompt. None then requires that this call has all completions of each prompt, next to
+            each other.
+        num_completions_in_batch: completions of the whole optimizer step. None: the completions of
+            this call.
         group_size: completions per prompt, for "prompt_mean".
 
     Returns:

@@ -1,4 +1,4 @@
-"""A running mean of rewards as the baseline: `advantages: baseline` with `running: true`."""
+"""Running mean of rewards as the baseline, for `advantages: baseline` with `running: true`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_fast.errors import conflict, number, require
 class RunningBaseline:
     """Exponential moving average of the mean reward of previous steps.
 
-    Update: mean = decay·mean + (1 - decay)·(mean reward of the step). A step's rewards do not enter
-    its own baseline, which would bias the gradient.
+    The update is mean = decay·mean + (1 - decay)·(mean reward of the step). The rewards of a step
+    do not enter the baseline of the same step, because that would bias the gradient.
 
     Args:
         value: the baseline of the first step.
@@ -29,18 +29,21 @@ class RunningBaseline:
 
     @property
     def value(self) -> float:
-        """The baseline of the next step."""
+        """Baseline of the next step."""
         return self.start if self.mean is None else self.mean
 
     def update(self, rewards: Tensor) -> None:
-        """Add the rewards (N,) of a step; NaN marks a completion without a reward."""
+        """Update the mean with the rewards (N,) of a step.
+
+        NaN marks a completion without a reward.
+        """
         mean = float(rewards.double().nanmean())
         if math.isnan(mean):
             return
         self.mean = mean if self.mean is None else self.decay * self.mean + (1 - self.decay) * mean
 
     def state_dict(self) -> dict[str, float | None]:
-        """Return the running mean, for a checkpoint."""
+        """Return the running mean for a checkpoint."""
         return {"mean": self.mean}
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
@@ -50,7 +53,7 @@ class RunningBaseline:
 def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline | None:
     """Return the running baseline that a configuration selects, or None.
 
-    Mode "baseline" is running by default unless `value` sets a constant.
+    Mode "baseline" uses a running baseline by default, unless `value` sets a constant.
     """
     known, running = split_options(mode, options)
     if mode != "baseline" or not running.pop("running", "value" not in known):
@@ -59,11 +62,11 @@ def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline |
 
 
 def split_options(mode: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options into those of `group_advantages` and those of a running baseline.
+    """Split the options of a mode into options of `group_advantages` and of a running baseline.
 
     Raises:
-        ValueError: `running` is not a bool, or `decay` is outside [0, 1) or given without a running
-            baseline.
+        ValueError: `running` is not a bool, or `decay` is outside [0, 1), or `decay` is given
+            without a running baseline.
     """
     names = ("running", "decay") if mode == "baseline" else ()
     known = {name: value for name, value in options.items() if name not in names}

@@ -1,4 +1,4 @@
-"""Loss of per-token logps, and its derivatives dL/dlogp and dL/dentropy, computed by hand."""
+"""Loss of per-token logps with its derivatives dL/dlogp and dL/dentropy, without autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """Inputs of a token-level loss for every row, all known before the forward pass."""
+    """Inputs of a token-level loss for every row, which are known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -43,7 +43,7 @@ class RowTerms(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """A loss, its derivatives, and the terms that metrics report."""
+    """Loss, its derivatives, and the terms that metrics report."""
 
     loss: Tensor  # 0-d fp32
     grad_logps: Tensor  # (T,) dL/dlogp
@@ -67,7 +67,7 @@ def token_loss(
     correction = corrected(logps, old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
-    # 2. Compute loss and slope of every token.
+    # 2. Compute the loss and the slope of every token.
     loss, slope = objective.function(logps, ratio.log, tokens.advantages, *config.params)
     if objective.ratio_kind == "geometric":
         mean = tokens.completion_mean(loss)
@@ -87,8 +87,8 @@ def token_loss(
         grad = ratio.slope_to_logps(weights * slope, tokens)
     else:
         grad = weights * slope
-    # Comparisons and masks in the loss functions turn NaN into finite values. Restore the NaN, so
-    # that a broken model is noticed.
+    # Comparisons and masks in the loss functions turn NaN into finite values. Restore the NaN,
+    # because otherwise a broken model would not be noticed.
     is_nan = logps.isnan() | ratio.log.isnan()
     grad, policy = (torch.where(is_nan, torch.nan, x) for x in (grad, weights * loss))
 
@@ -112,8 +112,8 @@ def token_loss(
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     """Return the inputs of a token-level loss for every row.
 
-    Returns None if a row's gradient depends on other rows or, with corrections and no old_logps, on
-    the logps of the forward pass.
+    The result is None if the gradient of a row depends on other rows. It is also None if
+    corrections need the logps of the forward pass because old_logps is missing.
     """
     is_corrected = any(x.is_read(tokens) for x in config.corrections)
     if not config.is_token_local or (is_corrected and tokens.old_logps is None):
@@ -121,7 +121,7 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # These corrections read old and sampling logps only, so old_logps may replace logps.
+        # These corrections do not read logps, which are not known yet, so pass old_logps instead.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:
@@ -145,7 +145,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
         config: the objective.
 
     Returns:
-        (losses, grad_logps), (T,) each. Both are NaN where the logp is NaN.
+        (losses, grad_logps), each (T,). Both are NaN where the logp is NaN.
     """
     advantages, weights, kl_weights, old_logps, ref_logps, _ = terms
     log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
@@ -153,7 +153,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
     loss, slope = OBJECTIVES[config.loss_type].function(
         logps, log_ratio, advantages, *config.params
     )
-    # where(): a loss of inf at a token of weight 0 must not become NaN.
+    # Use where(), because an infinite loss times a weight of 0 would be NaN.
     losses = torch.where(weights == 0, 0.0, weights * loss)
     grad = torch.where(weights == 0, 0.0, weights * slope)
     if kl_weights is not None and ref_logps is not None:
@@ -164,14 +164,13 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
             kl = kl * ratio
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
-    # Comparisons and zero weights hide a NaN logp. Restore it, so that a broken model is noticed.
+    # Comparisons and zero weights hide a NaN logp. Restore the NaN, so that a broken model is
+    # noticed.
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """Return a mask (T,) of the tokens with the highest entropies, or None if all tokens
-    are kept.
-    """
+    """Return a mask (T,) of the tokens with the highest entropies, or None to keep all tokens."""
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:
@@ -180,7 +179,10 @@ def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | No
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """Return the interpolated quantile of x (T,). torch.quantile is limited to 16M elements."""
+    """Return the interpolated quantile of x (T,).
+
+    Do not use torch.quantile, which is limited to 16M elements.
+    """
     ordered = x.sort().values
     position = q * (x.numel() - 1)
     low = math.floor(position)
@@ -200,14 +202,17 @@ def policy_weights(
 def weighted_kl(
     logps: Tensor, ratio: Ratio, tokens: Tokens, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the KL of each token without its weight, and its derivative with the weight, (T,)
-    each.
+    """Return the KL of each token and its derivative with respect to the logp.
+
+    Returns:
+        (kl, grad), each (T,). `kl` is unweighted, and `grad` is multiplied by the token weights.
     """
     assert tokens.ref_logps is not None
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    # The other kinds have no differentiable ratio per token or completion; use the token's.
+    # Other ratio kinds have no differentiable ratio of a token or completion, so use the token's
+    # ratio.
     has_ratio = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
     r = torch.exp(ratio.log if has_ratio else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r

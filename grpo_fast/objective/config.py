@@ -1,4 +1,4 @@
-"""`LossConfig`: all options of the loss in one frozen dataclass that validates them."""
+"""`LossConfig`, a frozen dataclass with all options of the loss, which it validates."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NULLABLE = (
     "group_size",
 )  # fmt: skip
 
-# Options that only some losses read. With a different loss they would be ignored silently, so a
-# changed value is an error. The clip range is exempt: users keep one range while they try several
-# losses, and `replace` keeps an epsilon_high that was filled in.
+# Options that only some losses read. A different loss would ignore them silently, so it is an error
+# to change them. The clip range is exempt, because users keep one range while they try several
+# losses, and because `replace` keeps the default of epsilon_high.
 LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
@@ -48,7 +48,7 @@ LOSS_SPECIFIC_OPTIONS = (
 
 
 def reads_option(objective: Objective, option: str) -> bool:
-    """Return True if one of LOSS_SPECIFIC_OPTIONS has an effect with this objective."""
+    """Return whether an option of LOSS_SPECIFIC_OPTIONS has an effect with this objective."""
     if option.startswith("kl_"):
         return objective.reference
     return {"cispo_bound": "ratio_max"}.get(option, option) in objective.params
@@ -59,65 +59,68 @@ def reads_option(objective: Objective, option: str) -> bool:
 class LossConfig:
     """All options of `grpo_loss`, `linear_grpo_loss` and `logits_grpo_loss`.
 
-    The losses page has the formulas. A config is immutable; `replace` returns a changed copy.
+    The losses page has the formulas. A config is immutable, and `replace` returns a changed copy.
 
     Objective
         loss_type: str. The loss: "reinforce", "unclipped", "grpo", "bnpo", "dr_grpo", "dapo",
             "luspo", "dual_clip", "cispo", "sapo", "gspo", "gspo_token", "gmpo", "vespo", "dppo_tv",
             "dppo_kl", "kimi" or "dro".
-        epsilon_low: float. Lower clip bound: the ratio is clipped at 1 - epsilon_low. "gmpo" clips
-            the log ratio at -epsilon_low; for "dppo_tv" and "dppo_kl" it is a divergence.
-        epsilon_high: float. Upper clip bound: the ratio is clipped at 1 + epsilon_high. None:
+        epsilon_low: float. The ratio is clipped from below at 1 - epsilon_low. "gmpo" clips the log
+            ratio at -epsilon_low. For "dppo_tv" and "dppo_kl" the bound is a divergence.
+        epsilon_high: float. The ratio is clipped from above at 1 + epsilon_high. None: the value of
             epsilon_low. For "cispo" it is the upper bound of the ratio itself, 5.0 by default.
-        importance_sampling_level: str. "token" uses one ratio per token. "sequence" uses one per
-            completion, the exponential of the mean log ratio (GSPO), and "sequence_sum" the
-            exponential of their sum. With loss_type "gspo" the default is "sequence".
+        importance_sampling_level: str. "token" uses one ratio per token. "sequence" uses one ratio
+            per completion, the exponential of the mean log ratio (GSPO). "sequence_sum" uses the
+            exponential of the sum of the log ratios. With loss_type "gspo" the default is
+            "sequence".
         aggregation: str. How tokens are averaged: "sequence_mean", "token_mean_local",
             "token_mean_global", "fixed_length", "sequence_sum" or "prompt_mean". None: the default
             of the loss type.
-        max_completion_length: int. Tokens of the longest allowed completion. Required by
+        max_completion_length: int. Maximum number of tokens of a completion. Required by
             aggregation "fixed_length".
-        group_size: int. Completions per prompt. Required by aggregation "prompt_mean"; the
+        group_size: int. Completions per prompt. Required by aggregation "prompt_mean". The
             completions of a prompt must be adjacent.
 
     KL to the reference
-        beta: float. Weight of the KL to the reference policy; `ref_logps` are required unless it is
-            0. For "kimi" and "dro" it is the weight of the squared log ratio, and there is no
-            reference.
+        beta: float. Weight of the KL to the reference policy. Unless beta is 0, `ref_logps` is
+            required. For "kimi" and "dro" beta is the weight of the squared log ratio, and no
+            reference is used.
         kl_estimator: str. "k1", "abs", "k2", "k3", "k3+" or "k1+". "exact" and
-            "exact_reference_first" are for trainers that add `linear_divergence` to the loss; the
+            "exact_reference_first" are for trainers that add `linear_divergence` to the loss. The
             loss functions reject them.
         kl_times_ratio: bool. Multiply the KL by the importance ratio, with gradients through both
             (TRL's `use_bias_correction_kl`).
         kl_clamp: float. Clamp the KL of a token to ±kl_clamp. None: no clamp. A clamped token has
             no KL gradient, except with "k3+" and "k1+".
-        kl_input_clamp: float. Clamp ref_logp - logp to ±kl_input_clamp before the estimator. None:
-            no clamp.
+        kl_input_clamp: float. Clamp ref_logp - logp to ±kl_input_clamp before the KL is estimated.
+            None: no clamp.
 
     Logits
-        temperature: float or float tensor. Sampling temperature; a tensor has the shape of
-            target_ids. z = softcap * tanh(logit_scale * raw / softcap) / temperature.
+        temperature: float or float tensor. Sampling temperature. A tensor has the shape of
+            target_ids. The logits are z = softcap * tanh(logit_scale * raw / softcap) /
+            temperature.
         softcap: float. Bound of the logits (`final_logit_softcapping` of Gemma). None: no bound.
         logit_scale: float. Factor of the logits (`logit_scale` of Cohere).
 
     Filters and corrections
-        top_entropy_quantile: float. Keep this fraction of the tokens, those with the highest
-            entropy. 1.0: all.
-        corrections: `Correction`, or a list of them. How `sampling_logps` weight and mask the
-            policy loss. Dictionaries of a Correction's fields also work. () for none.
+        top_entropy_quantile: float. Fraction of the tokens to keep. The tokens with the highest
+            entropy are kept. 1.0 keeps all tokens.
+        corrections: `Correction`, or a list of them. How `sampling_logps` weights and masks the
+            policy loss. A dictionary with the fields of a Correction is accepted, too. () disables
+            corrections.
 
     Entropy
         entropy_coef: float. Weight of an entropy bonus, which is subtracted from the loss.
-        compute_entropy: bool. Return entropies without a bonus.
-        entropy_over: str. With a `support`, "support" computes entropies over the sampled ids'
-            sets, and "vocabulary" over all ids, which costs the full matrix product.
+        compute_entropy: bool. Return entropies even if the loss does not need them.
+        entropy_over: str. With a `support`, "support" computes entropies over the ids of the
+            support, and "vocabulary" over all ids, which costs the full matrix product.
 
     Options of single losses
         delta: float. Upper bound of the unclipped ratio (INTELLECT-2), for "grpo" and its variants.
             None: no bound.
         dual_clip_c: float. For A < 0 the loss of "dual_clip" is at most -dual_clip_c·A.
-        cispo_bound: str. "raw" clips the ratio of "cispo" at epsilon_high, "offset" to [1 -
-            epsilon_low, 1 + epsilon_high].
+        cispo_bound: str. "raw" clips the ratio of "cispo" at epsilon_high. "offset" clips it to [1
+            - epsilon_low, 1 + epsilon_high].
         sapo_temperature_pos: float. τ of "sapo" for A > 0.
         sapo_temperature_neg: float. τ of "sapo" for A <= 0.
         vespo_k_pos: float. k of "vespo" for A >= 0.
@@ -170,7 +173,7 @@ class LossConfig:
     entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by value. A temperature tensor equals only itself, consistent with its hash."""
+        """Compare by value. A temperature tensor equals only itself, as its hash requires."""
         if not isinstance(other, LossConfig):
             return NotImplemented
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
@@ -183,12 +186,12 @@ class LossConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None or name not in NULLABLE:
                 choice(name, getattr(self, name), choices)
-        # The dataclass is frozen, so fields are set through object.
+        # Set the field through object, because the dataclass is frozen.
         object.__setattr__(self, "corrections", corrections_of(self.corrections))
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
-        # The key carries the config through torch.compile, whose graphs accept strings.
+        # The key carries the config through torch.compile, whose graphs accept only strings.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -197,22 +200,21 @@ class LossConfig:
 
     @property
     def key(self) -> str:
-        """The config as a JSON string, without a temperature tensor."""
+        """JSON string of the config, without a temperature tensor."""
         key: str = self.__dict__["_key"]
         return key
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> LossConfig:
-        """Return the config with this `key`. Custom operators carry the key through
-        torch.compile.
+        """Return the config of a `key`.
+
+        Custom operators pass configs through torch.compile as keys.
         """
         return LossConfig(**json.loads(key))
 
     def _fill_defaults(self) -> None:
-        """Fill in the defaults that depend on the loss type, so that repr shows the actual
-        values.
-        """
+        """Set the defaults that depend on the loss type, so that repr shows the actual values."""
         objective = OBJECTIVES[self.loss_type]
         if self.epsilon_high is None:
             raw = objective.raw_epsilon_high if self.cispo_bound == "raw" else None
@@ -242,12 +244,12 @@ class LossConfig:
     def _check_combinations(self) -> None:
         objective = OBJECTIVES[self.loss_type]
         loss = f"loss_type={self.loss_type!r}"
-        # 1. The level of the ratio.
+        # 1. Check the level of the ratio.
         level = self.importance_sampling_level
         if level not in objective.levels:
             why = f"choose one of {list(objective.levels)}"
             raise conflict(f"importance_sampling_level={level!r}", loss, why)
-        # 2. Numbers that an aggregation needs.
+        # 2. Check the numbers that an aggregation needs.
         for name, aggregation in (
             ("max_completion_length", "fixed_length"),
             ("group_size", "prompt_mean"),
@@ -255,14 +257,14 @@ class LossConfig:
             if self.aggregation == aggregation and getattr(self, name) is None:
                 why = f"the mean needs this number; pass {name}"
                 raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
-        # 3. Options of KL estimators with an exact KL.
+        # 3. Reject options of KL estimators together with an exact KL.
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value = getattr(self, name)
             default = getattr(LossConfig, name)
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
-        # 4. Options that this loss does not read.
+        # 4. Reject options that this loss does not read.
         for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
@@ -272,7 +274,7 @@ class LossConfig:
                     f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
                 raise conflict(f"{name}={value!r}", loss, why)
-        # 5. Corrections that would apply the ratio twice.
+        # 5. Reject corrections that would apply the ratio twice.
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"
@@ -280,14 +282,14 @@ class LossConfig:
 
     @property
     def params(self) -> tuple[float, ...]:
-        """The hyperparameters of the loss function, in the order of its arguments."""
+        """Hyperparameters of the loss function, in the order of its arguments."""
         offset = self.cispo_bound == "offset"
         high = self.high_bound
         derived = {
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
             "ratio_max": 1.0 + high if offset else high,
-            # Lower bound of TRL: with λ = 0, φ would grow without limit.
+            # TRL has the same lower bound. With λ = 0, φ would grow without limit.
             "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
             "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
         }
@@ -296,25 +298,28 @@ class LossConfig:
 
     @property
     def high_bound(self) -> float:
-        """`epsilon_high`, typed as float: a config has always filled it in."""
+        """`epsilon_high` as a float. It is never None after construction."""
         assert self.epsilon_high is not None
         return self.epsilon_high
 
     @property
     def kl_limits(self) -> tuple[float, float]:
-        """(kl_clamp, kl_input_clamp), the last arguments of a KL estimator; inf for None."""
+        """(kl_clamp, kl_input_clamp), the last arguments of a KL estimator.
+
+        None is converted to inf.
+        """
         value = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
         reach = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
         return value, reach
 
     @property
     def uses_reference(self) -> bool:
-        """True if the loss has a KL to a reference, so that `ref_logps` are required."""
+        """True if the loss contains a KL to a reference, which requires `ref_logps`."""
         return self.beta != 0 and OBJECTIVES[self.loss_type].reference
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the entropy of every row is computed."""
+        """True if the loss or the caller needs the entropy of every row."""
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     @property
@@ -324,7 +329,7 @@ class LossConfig:
 
     @property
     def is_token_local(self) -> bool:
-        """True if dL/dlogp of a row depends on that row only, so that one pass is enough."""
+        """True if dL/dlogp of a row depends only on that row, so that one pass is enough."""
         return (
             OBJECTIVES[self.loss_type].ratio_kind == "ratio"
             and self.importance_sampling_level == "token"
@@ -335,7 +340,7 @@ class LossConfig:
     def replace(self, **changes: Any) -> LossConfig:
         """Return a copy with some fields changed.
 
-        Defaults that depend on the loss type were filled in at construction and are kept.
+        Defaults that depend on the loss type were set at construction and do not change.
 
         Args:
             changes: the fields to change.

@@ -13,7 +13,7 @@ from grpo_fast.errors import argument_error, choice, conflict, names_nearest, nu
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
-# How log ratios (T,) are pooled: the level's name and a function (T,) → (T,).
+# For each level, the function that pools log ratios. It maps (T,) to (T,).
 LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "token": lambda tokens, x: x,
     "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
@@ -33,24 +33,25 @@ WORDS: dict[str, tuple[str, ...]] = {
 class Correction:
     """One correction of the policy loss by a ratio of probabilities.
 
-    Corrections account for the difference between the sampler and the policy that is trained:
-    importance weights (truncated or masked), and rejection of tokens or completions. At most one
-    correction of a config may weight; the others must reject.
+    Corrections account for the difference between the sampler and the trained policy. They are
+    importance weights (truncated or masked), or they reject tokens or completions. At most one
+    correction of a config may be a weight, and the others must reject.
 
     Args:
         kind: "truncate" weights by the ratio, clamped to the bounds. "mask" weights by the ratio
-            inside the bounds and by 0 outside (IcePop). "reject" weights by 1 inside and by 0
-            outside.
+            inside the bounds and by 0 outside (IcePop). "reject" weights by 1 inside the bounds and
+            by 0 outside.
         low: lower bound of the ratio, a number >= 0. None: no bound.
         high: upper bound of the ratio, a number > low. None: no bound.
-        level: "token" uses each token's ratio. "product" and "geometric" use one ratio per
-            completion: the product or the geometric mean of its tokens' ratios. "worst_token" (of
-            "reject") drops a completion if one token is outside.
+        level: "token" uses the ratio of each token. "product" and "geometric" use one ratio per
+            completion, the product or the geometric mean of the ratios of its tokens.
+            "worst_token", only for "reject", drops a completion if the ratio of one token is
+            outside the bounds.
         ratio: "old/sampling", "current/sampling" or "current/behaviour". "current" is the policy of
-            the forward pass, without its gradient; "behaviour" is the sampler, or the old policy if
-            there are no `sampling_logps`.
-        advantages: "all", or "negative" (of "reject"), which never drops a token with advantage >=
-            0 (DeepSeek-V3.2).
+            the forward pass, without its gradient. "behaviour" is the sampler, or the old policy if
+            `sampling_logps` is missing.
+        advantages: "all", or "negative", only for "reject", which never drops a token with
+            advantage >= 0 (DeepSeek-V3.2).
 
     Raises:
         ValueError: an unknown choice, bounds in the wrong order, or a level or `advantages` that
@@ -89,19 +90,21 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
-        """True if the correction multiplies by the ratio."""
+        """True if the correction multiplies the loss by the ratio."""
         return self.kind != "reject"
 
     def is_read(self, tokens: Tokens) -> bool:
-        """Return True if the correction has an effect, which needs sampling_logps or ratio
-        "current/behaviour".
+        """Return whether the correction has an effect.
+
+        It has none without sampling_logps, unless its ratio is "current/behaviour".
         """
         return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
 
     def log_ratio(self, logps: Tensor, old_logps: Tensor, tokens: Tokens) -> Tensor:
-        """Return the log ratio at the correction's level, (T,).
+        """Return the log ratio (T,) at the level of the correction.
 
-        It is 0 where sampling_logps are NaN, which marks a token that the sampler did not score.
+        The log ratio is 0 where sampling_logps is NaN, which marks a token that the sampler did not
+        score.
         """
         above = old_logps if self.ratio == "old/sampling" else logps
         below = old_logps if tokens.sampling_logps is None else tokens.sampling_logps
@@ -119,8 +122,8 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """Return the factor (T,) of each token's policy loss."""
-        # clamp: exp of a large log ratio would be inf, and inf·0 NaN.
+        """Return the factor (T,) of the policy loss of each token."""
+        # Clamp before exp, because a large log ratio would give inf, and inf·0 is NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
@@ -132,17 +135,17 @@ DEFAULT = (Correction("truncate", high=3.0),)
 
 
 def corrections_of(value: object) -> tuple[Correction, ...]:
-    """Return corrections as the tuple that a config stores.
+    """Convert corrections to the tuple that a config stores.
 
     Args:
         value: a Correction or a dictionary of its fields, a list of these, or None.
 
     Raises:
-        ValueError: the value is something else, or two corrections weight.
+        ValueError: the value has a different type, or contains two importance weights.
     """
     if value is None:
         return ()
-    # 1. Accept one correction, or several.
+    # 1. Accept a single correction or several.
     listed = (value,) if isinstance(value, (Correction, Mapping)) else value
     if not isinstance(listed, Iterable) or isinstance(listed, str):
         raise argument_error("corrections", "Corrections or their fields", repr(value))
@@ -156,7 +159,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
             corrections.append(Correction(**x))
         else:
             raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
-    # 3. Two importance weights would correct twice.
+    # 3. Reject two importance weights, which would correct twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

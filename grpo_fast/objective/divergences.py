@@ -1,16 +1,17 @@
 """Divergences between a student's distribution p and a teacher's q, as functions of one logit.
 
 With the student's logits z and D = Σ_j value_j, each function returns value_j and slope_j =
-p_j·∂D/∂p_j. The callers then compute dD/dz_j = slope_j - p_j·Σ_k slope_k. The functions use the
-vocabulary of `losses.py`, because Triton and C++ compile the same source. Arguments:
+p_j·∂D/∂p_j. The callers then compute dD/dz_j = slope_j - p_j·Σ_k slope_k. Triton and C++ compile
+the same source, so the functions use only the operations listed in `losses.py`. Arguments:
 
     p, q    probabilities
     d       log p - log q, 0 where both are -inf
     near    e^-|d| - 1; q - p = (d >= 0 ? p : -q)·near has no cancellation
     beta    the teacher's share in the mixture of "jsd"
 
-Every value is the Bregman form of its divergence: it includes Σ(q - p) = 0, so that no term is
-negative and nearly equal logits lose no digits. Values for |d| < 0.5 are computed by e^x - 1 - x.
+Every value is written in the Bregman form of its divergence, which includes Σ(q - p) = 0. In this
+form no term is negative, and nearly equal logits lose no digits. For |d| < 0.5 the values are
+computed with e^x - 1 - x.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def reverse_kl(p, q, d, near, beta):
 
 
 def jsd(p, q, d, near, beta):
-    """Compute β·KL(q ‖ m) + (1 - β)·KL(p ‖ m) with m = (1 - β)·p + β·q
-    (https://arxiv.org/abs/2306.13649).
+    """Compute β·KL(q ‖ m) + (1 - β)·KL(p ‖ m) with m = (1 - β)·p + β·q.
+
+    Source: GKD, https://arxiv.org/abs/2306.13649
     """
     larger = -log1p(tl.where(d >= 0, beta * near, (1.0 - beta) * near))
     above = larger + tl.clamp(d, -1e38, 0.0)  # log p - log m

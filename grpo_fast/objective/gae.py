@@ -1,4 +1,4 @@
-"""Per-token advantages: generalised advantage estimation, and group-normalised process rewards."""
+"""Per-token advantages by generalised advantage estimation or group-normalised process rewards."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ def gae(
     mask: Tensor | None = None,  # (B, L)
     following: Tensor | None = None,  # (B,)
 ) -> Tensor:  # (B, L)
-    """Compute per-token advantages by generalised advantage estimation
-    (https://arxiv.org/abs/1506.02438).
+    """Compute per-token advantages by generalised advantage estimation.
+
+    Source: https://arxiv.org/abs/1506.02438
 
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), where V after the completion's last token is
     `following`. Tokens outside the mask are skipped, for example the output of a tool between two
-    turns: the next token is then the next one inside the mask. The sum over k takes log2(L)
-    doubling steps over whole tensors, in fp64. With values of 0 and lam = 1 the result is the
-    discounted return.
+    turns. The token after t is then the next token inside the mask. The sum over k is computed in
+    fp64 by log2(L) doubling steps over whole tensors. With values of 0 and lam = 1 the result is
+    the discounted return.
 
     Args:
         rewards: (B, L), float. Reward of each token.
         values: (B, L), float. Value of the state before each token.
         gamma: discount factor in [0, 1].
-        lam: trace decay in [0, 1], a number, or (B,) for one per completion.
+        lam: trace decay in [0, 1]. A number, or a (B,) tensor with one value per completion.
         mask: (B, L), 1 for tokens that count. None: all tokens count.
         following: (B,), value of the state after each completion's last token. None: 0, for
             completions that ended.
 
     Returns:
-        Advantages, (B, L), fp32; 0 outside the mask.
+        Advantages, (B, L), fp32. They are 0 outside the mask.
 
     Raises:
         ValueError: shapes differ, or gamma or lam is outside [0, 1].
@@ -67,7 +68,7 @@ def gae(
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         decay = gamma * lam
-    # 2. Move the tokens inside the mask to the front, and find the value after each.
+    # 2. Move the tokens inside the mask to the front, and find the value that follows each token.
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
     r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
@@ -75,7 +76,7 @@ def gae(
     if following is not None and length:
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
-    # 3. Sum the discounted errors by doubling, and move them back to their positions.
+    # 3. Sum the discounted errors by doubling, and move the sums back to their positions.
     advantages = r + gamma * after - v
     reach = 1
     while reach < length:  # invariant: A_t holds the terms k < reach, and decay = (γλ)^reach
@@ -87,8 +88,9 @@ def gae(
 
 
 def lam_by_length(lengths: Tensor, alpha: float) -> Tensor:  # (B,) each
-    """Return λ = 1 - 1/(alpha·length), larger for longer completions (VAPO,
-    https://arxiv.org/abs/2504.05118).
+    """Return λ = 1 - 1/(alpha·length), which is larger for longer completions.
+
+    Source: VAPO, https://arxiv.org/abs/2504.05118
     """
     return (1.0 - 1.0 / (alpha * lengths.double()).clamp(min=1.0)).clamp(0.0, 1.0)
 
@@ -102,20 +104,21 @@ def process_advantages(
     """Compute per-token advantages from per-token rewards, without a critic.
 
     This is process supervision as in DeepSeekMath (https://arxiv.org/abs/2402.03300, section
-    4.1.3): rewards are normalised by mean and deviation over all rewards of the group, and a
-    token's advantage is the sum of the normalised rewards at and after it.
+    4.1.3). Rewards are normalised by the mean and standard deviation of all rewards of the group.
+    The advantage of a token is the sum of the normalised rewards from this token on.
 
     Args:
-        rewards: (N*G, L), float, group by group. NaN where a token has no reward, for example at
-            padding. A completion with NaN only gets advantage 0.
+        rewards: (N*G, L), float, group by group. NaN marks a token without a reward, for example
+            padding. A completion with only NaN gets advantage 0.
         group_size: G, completions per prompt. Must divide the number of completions.
-        eps: added to the deviation.
+        eps: number added to the standard deviation.
 
     Returns:
         Advantages, (N*G, L), fp32.
 
     Raises:
-        ValueError: a wrong shape, infinite rewards, or a group_size that does not divide.
+        ValueError: the rewards have a wrong shape or are infinite, or group_size does not divide
+            the number of completions.
 
     Example:
         >>> import torch
@@ -127,7 +130,8 @@ def process_advantages(
     require(fits, "rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
     fits = group_size >= 1 and len(rewards) % group_size == 0
     require(fits, "group_size", f"a divisor of {len(rewards)} completions", group_size)
-    # One row per group, so that the mean is over all rewards of the group and not a mean of means.
+    # Use one row per group, so that the mean is over all rewards of the group instead of a mean of
+    # means.
     grouped = rewards.double().reshape(len(rewards) // group_size, -1)
     steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
     return steps.flip(-1).cumsum(-1).flip(-1).float()

@@ -1,8 +1,8 @@
 """KL estimators between the policy and a reference, from the logps of the sampled tokens.
 
-With d = ref_logp - logp, each function returns (value, slope), where slope = d value / d logp. The
-functions use the vocabulary of `losses.py`, because Triton and C++ compile the same source;
-kernels/gpu/math.py has Triton's `expm1` and `expm1_minus`.
+With d = ref_logp - logp, each function returns (value, slope), where slope = d value / d logp.
+Triton and C++ compile the same source, so the functions use only the operations listed in
+`losses.py`. The Triton versions of `expm1` and `expm1_minus` are in kernels/gpu/math.py.
 
 Source: http://joschu.net/blog/kl-approx.html
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Above this d, k3 continues as its tangent: the value stays finite, and the gradient still pulls
-# towards the reference.
+# Above this d, k3 continues as its tangent. The value then stays finite, and the gradient still
+# pulls the policy towards the reference.
 K3_GUARD = 20.0
 INF = float("inf")
 
@@ -30,8 +30,8 @@ def expm1_minus(x):
     return (tl.expm1(x64) - x64).to(x.dtype)
 
 
-# The last arguments of an estimator are `LossConfig.kl_limits`: the bound `most` of the value, and
-# the bound `reach` of d.
+# The last arguments of an estimator are `LossConfig.kl_limits`. `most` is the bound of the value,
+# and `reach` is the bound of d.
 def clamped(value, slope, d, most, reach):
     """Clamp a value to ±most, and set the slope to 0 where the value or d is out of bounds."""
     inside = (tl.abs(value) <= most) & (tl.abs(d) <= reach)
@@ -39,9 +39,9 @@ def clamped(value, slope, d, most, reach):
 
 
 def k1(d, most=INF, reach=INF):
-    """Compute -d: unbiased, high variance."""
+    """Compute -d, an unbiased estimate with high variance."""
     near = tl.clamp(d, -reach, reach)
-    # Not 1.0: the slope must have the shape of d, and be NaN where d is.
+    # Do not return 1.0, because the slope must have the shape of d, and must be NaN where d is NaN.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
     return value, slope
 
@@ -55,14 +55,14 @@ def absolute(d, most=INF, reach=INF):
 
 
 def k2(d, most=INF, reach=INF):
-    """Compute d²/2, whose gradient is an unbiased estimate of the KL's gradient."""
+    """Compute d²/2. Its gradient is an unbiased estimate of the gradient of the KL."""
     near = tl.clamp(d, -reach, reach)
     value, slope = clamped(0.5 * near * near, -near, d, most, reach)
     return value, slope
 
 
 def k3(d, most=INF, reach=INF):
-    """Compute e^d - d - 1: unbiased and never negative. Linear above d = 20."""
+    """Compute e^d - d - 1, which is unbiased and never negative. It is linear above d = 20."""
     inside = tl.clamp(d, -reach, reach)
     near = tl.clamp(inside, -1e30, 20.0)
     slope_near = -expm1(near)
@@ -72,8 +72,8 @@ def k3(d, most=INF, reach=INF):
     return value, slope
 
 
-# Straight-through estimators: the value of k3 or k1, the gradient of k2. The clamps apply to the
-# value only, as in verl.
+# Straight-through estimators have the value of k3 or k1 and the gradient of k2. The clamps apply
+# only to the value, as in verl.
 def k3_straight_through(d, most=INF, reach=INF):
     value, unused = k3(d, most, reach)
     return value, -d
@@ -84,8 +84,8 @@ def k1_straight_through(d, most=INF, reach=INF):
     return value, -d
 
 
-# Not estimators: exact KLs over the full vocabulary, which `linear_divergence` computes. "exact" is
-# KL(policy ‖ reference), "exact_reference_first" is KL(reference ‖ policy).
+# These are exact KLs over the full vocabulary instead of estimators. `linear_divergence` computes
+# them. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖ policy).
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 
 KL_ESTIMATORS: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {

@@ -1,13 +1,13 @@
-"""The loss functions, one small function per loss type, with value and slope.
+"""Loss functions of one token, with one small function for each loss type.
 
 A function takes fp32 scalars or tensors `(logp, log_ratio, advantage, *params)`. It returns the
-loss of one token, and the derivative of the loss to log_ratio or to logp (`Objective.slope_of`).
-The code uses only the operations `+ - * / < <= > >= == & exp log abs where clamp` of the module
-global `tl`. Here `tl` is torch, which makes this file the readable reference; `bind` gives the same
-code object a different `tl`, so that Triton compiles this source (kernels/gpu/rows.py) and C++ is
-printed from it (kernels/cpu/leaves.py).
+loss of one token, and the derivative of the loss with respect to log_ratio or logp, as
+`Objective.slope_of` says. The code uses only the operations `+ - * / < <= > >= == & exp log abs
+where clamp` of the module global `tl`. In this file `tl` is torch, so the functions are a readable
+reference. `bind` gives the same code object a different `tl`, so that Triton compiles this source
+(kernels/gpu/rows.py) and C++ is generated from it (kernels/cpu/loss_codegen.py).
 
-To add a loss, write one function and one line of `OBJECTIVES`.
+To add a loss, write one function and add one line to `OBJECTIVES`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch as tl
 # Log ratios are clamped to this value before exp. The slope ignores the clamp, so that the gradient
 # still pulls the policy back.
 LOG_RATIO_MAX = 20.0
-# Bound of the mean log ratio of gspo_token (https://arxiv.org/abs/2507.18071). Beyond it the slope
-# is 0.
+# Bound of the mean log ratio of gspo_token (https://arxiv.org/abs/2507.18071). Above this bound the
+# slope is 0.
 MEAN_LOG_RATIO_MAX = 10.0
 
-# (logp, log_ratio, advantage, *params) -> (loss, slope): numbers, tensors, or Triton values.
+# The signature is (logp, log_ratio, advantage, *params) -> (loss, slope), for numbers, tensors or
+# Triton values.
 TokenFunction = Callable[..., Any]
 LEVELS = ("token", "sequence", "sequence_sum")
 
@@ -44,7 +45,7 @@ def unclipped(logp, log_ratio, advantage):
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
     """Compute -min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A) (PPO; δ: INTELLECT-2).
 
-    At a tie the unclipped branch is chosen, which keeps its gradient.
+    If both branches are equal, the unclipped branch is chosen, so that the gradient is not lost.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)
@@ -54,8 +55,9 @@ def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
 
 
 def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c):
-    """Compute the PPO clip, limited to at most -c·A for A < 0
-    (https://arxiv.org/abs/1912.09729).
+    """Compute the PPO clip loss, limited to at most -c·A for A < 0.
+
+    Source: https://arxiv.org/abs/1912.09729
     """
     ratio = tl.exp(log_ratio)
     clipped = tl.clamp(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
@@ -81,8 +83,9 @@ def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
 
 
 def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
-    """Compute -φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)), where w = log_ratio is the log of the
-    completion's weight (TRL).
+    """Compute -φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)), as TRL does.
+
+    Here w = log_ratio is the logarithm of the completion's weight.
     """
     k = tl.where(advantage < 0, k_neg, k_pos)
     lam = tl.where(advantage < 0, lambda_neg, lambda_pos)
@@ -91,9 +94,11 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Clip the log ratio on the side that A pushes to (GMPO, https://arxiv.org/abs/2507.20673).
+    """Clip the log ratio on one side, the side to which A pushes it.
 
-    `coefficients.py` computes the loss -A·exp(mean of the clipped log ratios) from it.
+    `coefficients.py` computes the loss -A·exp(mean of the clipped log ratios) from the result.
+
+    Source: GMPO, https://arxiv.org/abs/2507.20673
     """
     clipped = tl.where(
         advantage < 0,
@@ -104,8 +109,9 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute -A·sg(min(r, 20))·lp while p - p_old is inside the trust region on the side of A
-    (verl).
+    """Compute -A·sg(min(r, 20))·lp inside a trust region of p - p_old, as verl does.
+
+    Outside of the trust region on the side to which A pushes p, the loss is 0.
     """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
@@ -115,7 +121,7 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute the loss of dppo_tv with the binary KL of (p_old, p) as the distance (verl)."""
+    """Compute the loss of dppo_tv with the binary KL of (p_old, p) as the distance, as in verl."""
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
@@ -141,16 +147,18 @@ class Objective(NamedTuple):
 
     Attributes:
         function: the loss function of one token.
-        params: names of its hyperparameters, which `LossConfig.params` resolves.
+        params: names of the hyperparameters of the function. `LossConfig.params` returns their
+            values.
         aggregation: the default aggregation.
-        ratio_kind: the meaning of the function's log_ratio. "ratio": log ratio of the token, or of
-            its completion at sequence level. "detached_mean": mean of the completion without
-            gradient (gspo_token). "sum": log weight of the completion (vespo). "geometric": of the
-            token, and the function's results are averaged (gmpo).
-        slope_of: variable of the function's slope: "log_ratio" or "logp".
-        levels: the importance_sampling_level values that the loss supports.
+        ratio_kind: the meaning of the log_ratio that the function receives. "ratio": the log ratio
+            of the token, or of its completion at sequence level. "detached_mean": the mean over the
+            completion, without gradient (gspo_token). "sum": the log weight of the completion
+            (vespo). "geometric": the log ratio of the token; the results of the function are
+            averaged (gmpo).
+        slope_of: the variable of the derivative that the function returns, "log_ratio" or "logp".
+        levels: the values of importance_sampling_level that the loss supports.
         clips: the clip metrics to report: "ppo", "cispo", "vespo" or None.
-        reference: True if beta weights a KL to `ref_logps`.
+        reference: True if beta is the weight of a KL to `ref_logps`.
         raw_epsilon_high: default of epsilon_high for a loss that uses it as the bound of the ratio.
         follows_advantage: True if the slope is 0 where the advantage is 0.
     """
@@ -220,10 +228,9 @@ def bind(
 
     Args:
         function: a function of this module, `kl.py` or `divergences.py`.
-        tl: the module that provides exp, where and the other operations, for example
-            `triton.language`.
-        wrap: applied to the function and to each helper, for example `triton.jit`.
-        words: replacements of helpers by name, for example `expm1`.
+        tl: the module with exp, where and the other operations, for example `triton.language`.
+        wrap: a decorator for the function and for each helper, for example `triton.jit`.
+        words: replacements for helpers by name, for example `expm1`.
     """
     scope = {**function.__globals__, "tl": tl, **(words or {})}
     for name in function.__code__.co_names:

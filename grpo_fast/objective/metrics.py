@@ -1,4 +1,7 @@
-"""Metrics of a loss call by TRL's names. They are computed from its logps when they are read."""
+"""Metrics of a loss call under the names that TRL uses.
+
+The metrics are computed from the logps of the call when they are read.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ def token_metrics(
 ) -> dict[str, Tensor]:
     """Compute the metrics of a call.
 
-    Means are over the active tokens, minima and maxima of clip ratios over completions.
-    "skipped_rows" counts the rows that receive no gradient.
+    Means are taken over the active tokens. Minima and maxima of clip ratios are taken over
+    completions. "skipped_rows" counts the rows that receive no gradient.
 
     Args:
-        logps: (T,), of the active tokens.
-        entropy: (T,), or None.
+        logps: (T,), logps of the active tokens.
+        entropy: (T,), entropies of the active tokens, or None.
         tokens: the other inputs of the active tokens.
         config: the objective.
-        num_rows: N, all rows of the call.
+        num_rows: N, the number of all rows of the call.
     """
-    # 1. Compute the loss again from the logps of the call, so that the call pays nothing for unread
-    # metrics.
+    # 1. Compute the loss again from the logps of the call. A call whose metrics are never read then
+    # has no additional cost.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -43,7 +46,7 @@ def token_metrics(
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)
 
-    # 2. Metrics of every loss.
+    # 2. Compute the metrics that every loss has.
     is_pooled = objective.ratio_kind in ("sum", "geometric")
     r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
@@ -53,7 +56,7 @@ def token_metrics(
         "active_tokens": logps.new_full((), float(logps.numel())),
         "skipped_rows": num_rows - active.sum().float(),
     }
-    # 3. Metrics of the entropy, the KL, the loss type and the corrections.
+    # 3. Add the metrics of the entropy, the KL, the loss type and the corrections.
     if entropy is not None:
         metrics["entropy"] = mean(entropy)
     if result.kl is not None and tokens.ref_logps is not None:
@@ -78,8 +81,8 @@ def token_metrics(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """Return the names of the metrics of a call, in the order of `token_metrics`."""
     objective = OBJECTIVES[config.loss_type]
-    # A torch.compile graph returns the values without names, so a different order here would swap
-    # the names.
+    # A torch.compile graph returns the values without names. A different order here would assign
+    # the names to the wrong values.
     names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
     names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []
@@ -102,7 +105,11 @@ CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Return the share of dropped tokens, the share of clamped ratios, and (Σw)²/(n·Σw²)."""
+    """Return the metrics of the corrections by name.
+
+    They are the share of dropped tokens, the share of clamped ratios, and the effective sample size
+    as a share of the tokens, (Σw)²/(n·Σw²).
+    """
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
     spread = mean(weights * weights)
@@ -112,12 +119,12 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
 
 
 def mean(x: Tensor) -> Tensor:
-    """Return the mean in fp32 from an fp64 sum, 0 for an empty tensor."""
+    """Return the mean in fp32, computed from an fp64 sum. An empty tensor has mean 0."""
     return x.sum(dtype=torch.float64).float() / max(x.numel(), 1)
 
 
 def extents(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return mean, min and max of x (T,); zeros for an empty tensor."""
+    """Return mean, minimum and maximum of x (T,) by name. They are 0 for an empty tensor."""
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
     return {
         f"{name}/{how}": value for how, value in zip(EXTENTS, (mean(x), low, high), strict=True)
@@ -127,7 +134,7 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
 def sampling_metrics(
     old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Return the difference between sampling_logps and old_logps, and the importance weights."""
+    """Return metrics of |old_logp - sampling_logp| and of the importance weights, by name."""
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
     metrics = extents("sampling/sampling_logp_difference", gap)
@@ -138,8 +145,9 @@ def sampling_metrics(
 
 
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
-    """Return the fraction of tokens outside the clip range on the side that their advantage pushes
-    to.
+    """Return the fractions of tokens whose ratio is below, above, or on either side of the range.
+
+    A token counts only if its advantage pushes the ratio further out of the clip range.
     """
     low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
     high = (r > 1 + config.high_bound) & (tokens.advantages > 0)
@@ -151,7 +159,7 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        # An empty completion has a mean of 0, which must not become the minimum.
+        # An empty completion has a mean of 0. Replace it, because it must not become the minimum.
         filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()

@@ -15,8 +15,8 @@ from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
 
-# For levels with one ratio per completion: how log ratios are pooled. Slopes are pooled in the same
-# way on their way back.
+# For each level with one ratio per completion, the function that pools the log ratios of its
+# tokens. The backward pass pools slopes in the same way.
 POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "sequence": Tokens.completion_mean,
     "sequence_sum": Tokens.completion_sum,
@@ -24,16 +24,17 @@ POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
 
 
 class Ratio(NamedTuple):
-    """The importance ratios of the tokens."""
+    """Importance ratios of the tokens."""
 
     raw: Tensor  # (T,) logp - old_logp
     log: Tensor  # (T,) log ratio that the loss function receives
-    # (T,) → (B,): pools a completion's log ratios; None: one ratio per token
+    # Function that pools the log ratios of a completion, (T,) → (B,). None: one ratio per token.
     pool: Callable[[Tokens, Tensor], Tensor] | None = None
 
     def slope_to_logps(self, slope: Tensor, tokens: Tokens) -> Tensor:
-        """Convert dL/d(log ratio) into dL/dlogp: through the mean or sum of the completion if there
-        is one.
+        """Convert dL/d(log ratio) into dL/dlogp, each (T,).
+
+        If log ratios are pooled over a completion, so are the slopes.
         """
         return slope if self.pool is None else tokens.to_tokens(self.pool(tokens, slope))
 
@@ -41,20 +42,20 @@ class Ratio(NamedTuple):
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
-    """Compute the ratio between current and old policy that the objective's loss function receives.
+    """Compute the ratio of current to old policy that the loss function of the objective uses.
 
     Args:
         logps: (T,), current policy.
         old_logps: (T,), old policy.
-        sampling: (T,), weights of the corrections, or None; only vespo multiplies them into its
-            ratio.
+        sampling: (T,), weights of the corrections, or None. Only "vespo" multiplies its ratio by
+            them.
         tokens: the other inputs of the tokens.
         config: the objective.
     """
     raw = logps - old_logps
     kind = OBJECTIVES[config.loss_type].ratio_kind
     if kind == "sum":
-        # Clamps and their order are those of TRL's get_gamma_weights.
+        # The clamps and their order are the same as in TRL's get_gamma_weights.
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
@@ -63,7 +64,7 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if kind == "detached_mean":
-        # The mean has no gradient; the slope goes to the token's own logp.
+        # The mean has no gradient. The slope applies to the logp of the token instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)
@@ -80,14 +81,14 @@ class Corrected(NamedTuple):
     clipped: Tensor | None = None  # (T,) bool: ratios that "truncate" clamped
 
     def apply(self, weights: Tensor, *, weigh: bool = True) -> Tensor:
-        """Multiply weights (T,) by the corrections; with `weigh=False` apply the masks only."""
+        """Multiply weights (T,) by the corrections. With `weigh=False` apply only the masks."""
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
         return weights * self.weights if weigh and self.weights is not None else weights
 
 
 def corrected(logps: Tensor, old_logps: Tensor, tokens: Tokens, config: LossConfig) -> Corrected:
-    """Compute the weights and masks of the config's corrections, without gradient."""
+    """Compute the weights and masks of all corrections of the config, without gradient."""
     result = Corrected()
     for correction in config.corrections:
         if not correction.is_read(tokens):

@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Inputs of the objective for every active token, except its logp. fp32 unless noted."""
+    """Inputs of the objective for every active token, except the logp, in fp32 unless noted."""
 
     advantages: Tensor  # (T,)
     token_weights: Tensor  # (T,) w_t of the aggregation
-    # Factor of each entropy in the bonus; None: 1/(number of tokens kept by the entropy mask).
+    # Factor of each entropy in the bonus. None: 1/(number of tokens kept by the entropy mask).
     entropy_weight: float | Tensor | None
     lengths: Tensor  # (B,) int64
     segments: Tensor  # (T,) int64: completion of each token
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
-    # 0-d power of two that multiplies the loss and its derivatives; None: 1.
+    # A 0-d power of two that multiplies the loss and its derivatives. None: 1.
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:
@@ -28,16 +28,20 @@ class Tokens(NamedTuple):
         return self._replace(token_weights=self.token_weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:
-        """Sum (T,) over each completion, (B,), in fp64 and in token order, so that the result is
-        deterministic.
+        """Return the sum of x (T,) over each completion, (B,) fp64.
+
+        The tokens are added in order, so that the result is deterministic.
         """
         # unsafe=True skips the check of the lengths, which would cost a GPU sync.
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
 
     def completion_mean(self, x: Tensor) -> Tensor:
-        """Average (T,) over each completion, (B,) in fp64; 0 for an empty completion."""
+        """Return the mean of x (T,) over each completion, (B,) fp64.
+
+        An empty completion has mean 0.
+        """
         return self.completion_sum(x) / self.lengths.clamp(min=1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Expand one value per completion (B,) to its tokens (T,)."""
+        """Expand one value per completion (B,) to one value per token (T,) fp32."""
         return x.float()[self.segments]

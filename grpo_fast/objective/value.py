@@ -1,4 +1,4 @@
-"""Per-token losses of a value function: plain, clipped around the old values, or Huber."""
+"""Per-token losses of a value function: squared error, clipped squared error, or Huber."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def value_losses(
 ) -> tuple[Tensor, Tensor]:  # (R,), (R,) bool
     """Compute the loss of every value V for its return R.
 
-    Equals, by `kind`::
+    The loss depends on `kind`::
 
         plain      (V − R)²/2
         clipped    max((V − R)², (V_old + clamp(V − V_old, −epsilon, epsilon) − R)²)/2
-        huber      (V − R)²/2 up to |V − R| = delta, delta·(|V − R| − delta/2) beyond
+        huber      (V − R)²/2 for |V − R| <= delta, otherwise delta·(|V − R| − delta/2)
 
-    Where the clipped branch is chosen, the gradient is 0, because the value has already moved by
+    Where the clipped term is the maximum, the gradient is 0, because the value has already moved by
     epsilon.
 
     Args:
-        values: (R,), with gradient.
+        values: (R,), the values, which may require grad.
         old_values: (R,), values at sampling time.
         returns: (R,), the targets.
         kind: "clipped", "plain" or "huber".
@@ -37,7 +37,7 @@ def value_losses(
         delta: threshold of "huber".
 
     Returns:
-        The losses (R,), and a mask (R,) of the values whose clipped branch is chosen.
+        The losses (R,), and a mask (R,) of the values whose clipped term is the maximum.
     """
     error = values - returns
     nowhere = torch.zeros_like(error, dtype=torch.bool)
@@ -54,9 +54,9 @@ def value_losses(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each → 0-d
-    """Return 1 − Var(returns − values)/Var(returns), 0-d.
+    """Return 1 − Var(returns − values)/Var(returns), a 0-d fp64 tensor.
 
-    1 is a perfect critic, and 0 is no better than a constant. NaN if the returns do not vary.
+    The result is 1 for a perfect critic and 0 for a constant. It is NaN if the returns do not vary.
     """
     if returns.numel() == 0:  # torch warns about the variance of an empty tensor
         return returns.new_full((), torch.nan, dtype=torch.float64)

@@ -1,5 +1,6 @@
-"""Tiny random models of every causal LM class of the installed transformers, from one generic
-configuration.
+"""Tiny random models of every causal LM class in the installed transformers.
+
+All models are built from one generic configuration.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 from tests import tiny
 
-# A window shorter than every prompt of the sweep.
+# This window is shorter than most prompts of the sweep.
 WINDOW = 16
 LARGEST = 20_000_000  # parameters; a larger class has its size in a field that is not listed here
 SIZES = {
@@ -40,13 +41,14 @@ SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
-    # Positions from which a model computes differently. Sequences of the sweep are longer.
+    # Limits of positions at which a model changes its computation. Sequences of the sweep are
+    # longer.
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 24),
     "original_max_position_embeddings": 64,
     "hidden_size_per_layer_input": 8,
     "rotary_dim": 4,
     "query_pre_attn_scalar": 16,
-    # Windows shorter than the sequences, so that a wrong mask is visible.
+    # Windows are shorter than the sequences, so that a wrong mask is visible.
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
     **dict.fromkeys(("sliding_window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("keep_window_size", "local_attention_window_len"), WINDOW),
@@ -61,9 +63,9 @@ SIZES = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
-# Fields for families that the generic sizes do not fit.
+# Fields for families that need other sizes than the generic ones.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
-# Latent attention: queries and keys of width 16, values of width 8.
+# In latent attention, queries and keys have width 16, and values have width 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
@@ -82,10 +84,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-# Models for other tests: those of `tests.tiny`, and families with a special property.
+# Models for other tests: the models of `tests.tiny`, and families with a special property.
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(tiny.FAMILIES, {}),
-    # Both layer types with different RoPE, q and k norms.
+    # It has both layer types with different RoPE, and norms of q and k.
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {},  # every other layer without RoPE
     "phi3": {},  # fused projections
@@ -96,14 +98,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def causal_lms() -> list[str]:
-    """Return the model types that `AutoModelForCausalLM` supports, in order."""
+    """Return the model types that `AutoModelForCausalLM` supports, in alphabetical order."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 # RoPE types whose angles or attention change with the position. Each family is tested with all of
-# them.
+# these types.
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
     "llama3": {
@@ -114,10 +116,10 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
-    """Return the configuration of this model type with every known field tiny.
+    """Return the configuration of this model type, in which every known field is tiny.
 
     Args:
-        rope: one of ROPES, in place of the type of this family.
+        rope: a key of ROPES, which replaces the RoPE type of the family.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -125,8 +127,9 @@ def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
 
 
 def _small_rope(known: dict[str, Any], rope: str | None) -> dict[str, Any]:
-    """Return RoPE parameters with small limits, nested by layer type where the family has
-    several.
+    """Return RoPE parameters with small limits.
+
+    They are nested by layer type if the family has several RoPE types.
     """
     if any(isinstance(part, dict) for part in known.values()):
         return {name: part and _small_rope(part, rope) for name, part in known.items()}
@@ -153,10 +156,10 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
 
 
 def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Return a random causal LM of this type, in evaluation mode, whose weights make a wrong mask
-    visible.
+    """Return a random causal LM of this type in evaluation mode.
 
-    Raises the class's own error where the generic sizes do not fit.
+    Its weights make a wrong mask visible. If the generic sizes do not fit, the error of the class
+    is raised.
     """
     from transformers import AutoModelForCausalLM
 
@@ -174,10 +177,10 @@ def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def small_model(kind: str) -> Any:
-    """Return one of MODELS with two layers and a window shorter than most sequences."""
+    """Return a model of MODELS with two layers and a window shorter than most sequences."""
     if kind in tiny.FAMILIES:
         return tiny.tiny_model(kind)
     model = family_model(kind, num_hidden_layers=2, sliding_window=6, **MODELS[kind])
-    # torch's grouped matrix product does not support fp64
+    # torch's grouped matrix product does not support fp64.
     model.set_experts_implementation("eager")
     return model

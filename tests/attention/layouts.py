@@ -10,29 +10,34 @@ from torch import Tensor
 from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.spans import AttentionParams
 
-# For each provider name: (q, k, v, layout, params) → output.
+# For each name of a provider, the function (q, k, v, layout, params) → output.
 ATTENTION: dict[str, Callable] = {p.name: p.attend for p in dispatch.PROVIDERS}
 
 
 def two_levels(
     lengths: Sequence[int], sharing: Sequence[int] = (), device: str = "cpu"
 ) -> TreeLayout:
-    """Build a layout of two levels; `sharing` is the number of completions of each prompt."""
+    """Build a layout of two levels. `sharing` lists the number of completions of each prompt."""
     parents = [-1] * len(sharing) + [p for p, count in enumerate(sharing) for _ in range(count)]
     parents += [-1] * (len(lengths) - len(parents))
     return TreeLayout.of(lengths, device, parents=parents)
 
 
 def layout_of(lengths: Sequence[int], shape: Sequence[int]) -> TreeLayout:
-    """Build a layout from parents if one of them is a root (-1), otherwise as `two_levels`."""
+    """Build a layout from `shape`, which has parents if it contains a root (-1).
+
+    Otherwise `shape` is the argument `sharing` of `two_levels`.
+    """
     return TreeLayout.of(lengths, parents=shape) if -1 in shape else two_levels(lengths, shape)
 
 
 def inputs(
     layout: TreeLayout, heads: tuple[int, int] = (4, 2), dim: int = 8, dtype=torch.float64
 ) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output on the CPU; `heads` is (query heads, key
-    heads).
+    """Return q, k, v and the gradient of the output on the CPU.
+
+    Args:
+        heads: (query heads, key heads).
     """
     generator = torch.Generator().manual_seed(3)
     shapes = [(layout.total, n, dim) for n in (heads[0], heads[1], heads[1], heads[0])]
@@ -46,8 +51,10 @@ def results(
     params: AttentionParams,
     dtype=None,
 ) -> list[Tensor]:
-    """Return output, dq, dk and dv of `inputs`, computed in `dtype` (None: the dtype of the
-    inputs).
+    """Return output, dq, dk and dv for the result of `inputs`.
+
+    Args:
+        dtype: the dtype of the computation. None: the dtype of the inputs.
     """
     *qkv, grad = (x.to(dtype or x.dtype) for x in given)
     leaves = [x.detach().requires_grad_() for x in qkv]

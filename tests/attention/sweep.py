@@ -1,14 +1,14 @@
-"""`python -m tests.attention.sweep`: packed rows and our sampling loop against transformers' padded
-eager attention.
+"""Compare packed rows and our sampling loop with transformers for every causal LM class.
 
-Runs for every causal LM class that a generic tiny configuration builds. Sequences exceed every
-limit of the configuration, with each type of RoPE.
+Usage: `python -m tests.attention.sweep`. The reference is the padded eager attention of
+transformers. The sweep builds each class from a generic tiny configuration. Sequences exceed every
+limit of the configuration, and each type of RoPE is tested.
 
     --only NAME     this family; may be repeated
     --write         write the table to grpo_fast/attention/README.md
 
-Each family ends in one class: right, slower path (transformers' generate runs its rollouts),
-refused (with the reason, before any training), or wrong. The exit status is 1 if a family is wrong.
+The verdict on a family is right, slower path (transformers' generate runs its rollouts), refused
+(with the reason, before any training), or wrong. The exit status is 1 if a family is wrong.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
 TOLERANCE = 2e-3  # nats in fp32; a wrong mask differs by tenths
-# Ragged lengths. Most prompts and completions exceed the window, some groups share nothing, and
-# lengths are before and after every limit of `families.SIZES`: 16, 24, 64 and 256.
+# The lengths are ragged. Most prompts and completions exceed the window, and some groups share
+# nothing. There are lengths before and after every limit of `families.SIZES`: 16, 24, 64 and 256.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 
 
 def groups_of(model: Any) -> list[Group]:
-    """Return random groups of LENGTHS that fit into the model's table of positions."""
+    """Return random groups with the LENGTHS that fit into the model's table of positions."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     room = trial.room_of(model, positions(model.config.get_text_config()))
     generator = torch.Generator().manual_seed(1)
@@ -74,8 +74,9 @@ def groups_of(model: Any) -> list[Group]:
 
 @torch.no_grad()
 def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
-    """Return logps of the completion tokens, (R,), by transformers' eager attention with right
-    padding.
+    """Return logps (R,) of the completion tokens, by transformers' eager attention.
+
+    The batch is padded on the right.
     """
     model.set_attn_implementation("eager")
     pairs = [(prompt, c) for prompt, completions in groups for c in completions]
@@ -92,7 +93,7 @@ def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
 
 
 def judge(family: str, **changes: Any) -> Verdict:
-    """Build a family, run the trainer's checks, and compare the results."""
+    """Build a family, run the trainer's checks, compare the results, and return the verdict."""
     try:
         model = family_model(family, **changes)
         groups = groups_of(model)
@@ -114,7 +115,7 @@ def judge(family: str, **changes: Any) -> Verdict:
 
 
 def judge_ropes(family: str) -> Verdict:
-    """Judge a family with its RoPE, and with each of ROPES if our code computes it."""
+    """Judge a family with its own RoPE and, if our code supports the family, with each of ROPES."""
     verdict = judge(family)
     if verdict.kind in (RIGHT, SLOWER):
         for rope in ROPES:
@@ -126,8 +127,9 @@ def judge_ropes(family: str) -> Verdict:
 
 @torch.no_grad()
 def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
-    """Return the largest differences in nats: packed rows with and without shared prompts, and the
-    sampler.
+    """Return the largest differences from `truth` in nats, by name.
+
+    The differences are of packed rows, with and without shared prompts, and of the sampling loop.
     """
     found = {}
     for name, shared in (("shared", True), ("unshared", False)):
@@ -150,7 +152,7 @@ def _line(error: Exception) -> str:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Return one row for each class and reason, with its families."""
+    """Return a Markdown table with one row for each verdict and reason."""
     rows: dict[tuple[str, str], list[str]] = {}
     for kind in (RIGHT, SLOWER, REFUSED, NOT_BUILT, WRONG):
         for family, own, reason in verdicts:
@@ -164,7 +166,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """Return the reason without the values of one model."""
+    """Return the reason without the numbers that belong to one model."""
     reason = re.sub(r"^model_type \S+: ", "", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
@@ -172,7 +174,7 @@ def _without_numbers(reason: str) -> str:
 
 
 def write(verdicts: Sequence[Verdict]) -> None:
-    """Write the table between its two marks in the README."""
+    """Write the table between its two markers in the README."""
     import transformers
 
     text = README.read_text(encoding="utf-8")

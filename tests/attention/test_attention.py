@@ -1,5 +1,6 @@
-"""The registered attention function: its errors, the kernel that it selects, and that a wrong
-kernel is skipped.
+"""Test the registered attention function: its errors, and the selection of its kernel.
+
+A wrong kernel must be skipped.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
         (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
         (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
-        # Both ship a module named flash_attn: FA4 alone must not be mistaken for FA2, nor FA2 for
-        # FA4.
+        # FA2 and FA4 both install a module named flash_attn. One of them must not be mistaken for
+        # the other.
         (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
         (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (90, "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
@@ -113,7 +114,10 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
 
 @pytest.mark.parametrize(("index", "expected"), [(3, 3), (None, 2)])
 def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
-    """The self-test runs in a new thread, which starts on GPU 0, where a different rank may run."""
+    """The self-test runs in a new thread.
+
+    Without a selected GPU it would use another rank's GPU 0.
+    """
     current = threading.local()  # CUDA's device is per thread, 0 at first
 
     @contextmanager
@@ -137,7 +141,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Record the kinds for which a kernel is selected; no kernel runs."""
+    """Record the kinds of input for which a kernel is selected, without running a kernel."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)
@@ -162,7 +166,7 @@ def test_the_first_call_may_come_without_gradients(fresh_choice, mode):
 
 
 def test_a_window_that_no_query_reaches_is_none(kinds):
-    # No query sees more than 4 + 3 keys.
+    # The longest context of a query has 4 + 3 keys.
     q, layout = (torch.ones(9, 1, 8), two_levels([4, 3, 2], [2]))
     for window in (None, 8, 7, 6):
         dispatch.packed_rows_attention(q, q, q, layout, scale=1.0, window=window)

@@ -1,4 +1,4 @@
-"""Every kernel of packed attention that runs on a CPU, against the definition."""
+"""Test every kernel of packed attention that runs on a CPU against the definition."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def layout(request):
 
 
 def definition(q, k, v, layout, params):
-    """Compute row by row: a query sees its segment and ancestors up to itself. Shares no code with
-    the package.
+    """Compute attention row by row, without code of the package.
+
+    A query sees its segment and its ancestors up to its own position.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, start, paths = [], 0, {-1: []}
@@ -72,7 +73,7 @@ def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
 @pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0)], ids=str)
 @pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
 def test_flex_is_explicit(name, params):
-    """Forward only, because flex_attention has no backward on a CPU."""
+    """Test only the forward, because flex_attention has no backward on a CPU."""
     layout = layout_of(*LAYOUTS[name])
     *qkv, _ = inputs(layout)
     assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
@@ -100,7 +101,7 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
 def test_strided_inputs(layout, attention):
-    """q, k and v as slices of a fused projection, and a gradient that is an expanded scalar."""
+    """q, k and v are slices of a fused projection, and the gradient is an expanded scalar."""
     kernel = attention.keywords["kernel"]
 
     def backward(grad, *rest):
@@ -141,8 +142,9 @@ def test_explicit_under_autocast_stays_in_fp32():
 
 
 def test_blocks_of_flex_cover_what_is_visible(layout):
-    """A block of keys is listed if and only if a query sees a key in it; a full block needs no
-    mask.
+    """A block of keys is listed if and only if a query sees one of its keys.
+
+    A full block needs no mask.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):
         number = -(-layout.total // flex.BLOCK)

@@ -1,5 +1,6 @@
-"""Shared prompts against one completion at a time: logps and every parameter's gradient in fp64, by
-family.
+"""Test shared prompts against one forward pass per completion in fp64, for several families.
+
+The logps and the gradients of all parameters must be equal.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from grpo_fast.attention import pack_groups, plan_packs, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
-# Ragged completions from one token on, several groups in a row, groups that share nothing.
+# Completions are ragged, from one token on. There are several groups in a row, and some groups
+# share nothing.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
 @pytest.fixture
 def everything_in_fp64(monkeypatch):
-    """Run in fp64 what transformers computes in fp32 (norms, RoPE, softmax), so that results can be
-    equal.
+    """Compute in fp64 where transformers uses fp32 (norms, RoPE, softmax).
+
+    Results can then be equal up to fp64 rounding.
     """
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
@@ -39,12 +42,12 @@ def random_groups():
 
 
 def samples_of(groups):
-    """Return the completions of all groups as samples of a tree: (ids, trained)."""
+    """Return the completions of all groups as samples of a tree, pairs (ids, trained)."""
     return [(p + c, [0] * len(p) + [1] * len(c)) for p, completions in groups for c in completions]
 
 
 def by_sample(model, samples):
-    """Return logps of the trained tokens, (R,), from a dense pass for each sample."""
+    """Return the logps (R,) of the trained tokens from a dense forward pass for each sample."""
     model.set_attn_implementation("eager")
     logps = []
     for ids, trained in samples:
@@ -56,7 +59,7 @@ def by_sample(model, samples):
 
 
 def by_pack(model, pack, *, distinct=False):
-    """Return logps of the trained tokens, (R,), from one packed row."""
+    """Return the logps (R,) of the trained tokens from one packed row."""
     model.set_attn_implementation(register())
     logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
     if distinct:
@@ -92,7 +95,7 @@ def test_equals_one_by_one(everything_in_fp64, family, shared):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
 def test_groups_split_over_packs(everything_in_fp64, family, shared):
-    """With a budget below the largest group, logps and summed gradients equal those of one pack."""
+    """If a group exceeds the budget, logps and summed gradients equal the results of one pack."""
     model, groups = tiny_model(family).double(), random_groups()
     whole = pack_groups(groups)
     expected = by_pack(model, whole)
@@ -110,7 +113,7 @@ def test_groups_split_over_packs(everything_in_fp64, family, shared):
 
 
 def test_lora(everything_in_fp64):
-    """Only adapters train: the trunk is frozen, so some of q, k and v do not require grad."""
+    """Only adapters are trained, so some of q, k and v do not require grad."""
     import peft
 
     config = peft.LoraConfig(
@@ -134,7 +137,7 @@ def test_fp32_and_autocast_stay_within_rounding():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
 def test_the_readme_runs_as_it_stands(family):
-    """The README's example for other trainers, with a plain head, a softcap and a scale."""
+    """The README's example works with a plain head, a softcap and a logit scale."""
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15

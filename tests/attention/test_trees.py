@@ -1,7 +1,7 @@
-"""Trees of samples against one sample at a time: logps and every parameter's gradient in fp64, by
-family.
+"""Test trees of samples against one forward pass per sample in fp64, for several families.
 
-Also which rows a tree has, and which input raises an error.
+The logps and the gradients of all parameters must be equal. Other tests check the rows of a tree,
+and the input that raises an error.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ __all__ = ["everything_in_fp64"]
 
 
 def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
-    """Return paths of random tries: samples end inside nodes, repeat, are prefixes of others, and
-    have different masks.
+    """Return samples that are paths of random tries.
+
+    Samples end inside nodes, repeat, are prefixes of other samples, and have different masks.
     """
     paths = []
     for _ in range(rng.randint(1, 3)):
@@ -72,7 +73,7 @@ def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
 
 
 def comb(turns, tokens=3):
-    """Return a conversation that branches at each turn."""
+    """Return the samples of a conversation that branches at each turn."""
     numbers = iter(range(10**7))
     history, samples = [next(numbers)], []
     for _ in range(turns):
@@ -83,8 +84,9 @@ def comb(turns, tokens=3):
 
 
 def objective(logps, lengths, old, advantages, kind):
-    """PPO clip by token, or GSPO by sample; summing advantages over shared tokens would be wrong
-    for both.
+    """Return a PPO clip loss per token, or a GSPO loss per sample.
+
+    For both losses, summing advantages over shared tokens would be wrong.
     """
     total = logps.sum() * 0
     for lp, before, advantage in zip(
@@ -99,7 +101,7 @@ def objective(logps, lengths, old, advantages, kind):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
-    """With windows, softcaps, both objectives, copied nodes, and recomputed gradients."""
+    """Test windows, softcaps, both objectives, copied nodes and recomputed gradients."""
     model, rng = small_model(family).double(), random.Random(family)
     for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
         samples, kind = random_samples(rng), ("ppo", "gspo")[number % 2]
@@ -132,7 +134,7 @@ def test_the_same_bits_every_time_and_with_gradients_recomputed(family):
 
 
 def contexts(pack):
-    """Return the context of each loss term: the ids of the rows that its row sees, by position."""
+    """Yield the context of each loss term: the ids of the rows that its row sees, by position."""
     seen, position, ids = visible(pack.layout), pack.layout.position_ids[0], pack.input_ids[0]
     for row in pack.predicting.tolist():
         rows = seen[row].nonzero()[:, 0]
@@ -175,18 +177,18 @@ def test_rows_by_hand():
     assert pack.layout.lengths == (2, 2, 1, 1) and pack.layout.parents == (-1, 0, 0, -1)
     assert pack.predicting.tolist() == [2, 3, 1, 4, 5, 3, 0]
     assert pack.target_ids.tolist() == [8, 9, 1, 2, 4, 2, 6] and pack.lengths == (2, 2, 1, 1, 1)
-    # Samples with a different number share no rows.
+    # Samples with different numbers in `apart` share no rows.
     pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
-    # Or only from one token on.
+    # With numbers for each token, samples share rows up to the first token with a different number.
     later = [
         torch.tensor([0, 0, *[int(n == 3)] * (len(ids) - 2)]) for n, (ids, _) in enumerate(samples)
     ]
     pack = pack_tree(samples, apart=later, merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
     assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
-    # Two tokens that save two rows of a hundred become a segment; of three hundred, they are
-    # copied.
+    # Two shared tokens become a segment if they save two of a hundred rows. They are copied if they
+    # save two of three hundred rows.
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
         assert len(pack_tree(two).layout.lengths) == segments
@@ -231,7 +233,8 @@ def test_rows_of_a_budget(seed, budget):
 
 
 def test_a_plan_cuts_below_the_branch_that_exceeds_it():
-    # A trunk of 4; a branch of 2 with two leaves of 3; and a leaf of 2: 4 + 2 + 6 + 2.
+    # The tree has a trunk of 4 tokens, a branch of 2 with two leaves of 3, and a leaf of 2. The
+    # total is 4 + 2 + 6 + 2.
     paths = [[1, 2, 3, 4, 5, 6, n, n, n, 0] for n in (7, 8)] + [[1, 2, 3, 4, 9, 9, 0]]
     samples = [(path, [0] * (len(path) - 1) + [1]) for path in paths]
     assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
@@ -255,7 +258,7 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
-    """A path split into nodes has the accuracy of one segment, relative to fp64."""
+    """Relative to fp64, a path split into nodes has the accuracy of a single segment."""
     whole, params = TreeLayout.of([8 * depth]), AttentionParams(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
     given_ = inputs(whole, dim=16, dtype=torch.bfloat16)
@@ -268,10 +271,9 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
 
 
 def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
-    """One fused loss over a tree, with a support for each term, equals the loss of the flattened
-    samples.
+    """A fused loss over a tree equals the loss of the flattened samples.
 
-    Our matrix product does not handle fp64, whatever torch.float32 is.
+    Each loss term has a support.
     """
     model, samples = tiny_model("llama").double(), random_samples(random.Random(11), depth=6)
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""Trials: the limits that they reach, the weights that they use, and the faults that they find."""
+"""Test trials: the limits that they reach, their random weights, and the errors that they find."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_tables_of_positions_are_not_left():
 
 
 def test_tables_without_a_bound_in_the_configuration_are_not_left():
-    """Whisper's decoder and MPT name their lengths in different fields."""
+    """Whisper's decoder and MPT store their maximum lengths in different fields."""
     for family, most in (("whisper", 448), ("mpt", 256)):
         starts = trial.starts_of(family_model(family), float("inf"))
         assert starts and max(starts) + trial.LENGTH <= most, family
@@ -87,7 +87,7 @@ def test_random_weights_are_put_back_after_an_error():
         assert are_random
         layers = [dict(layer.named_parameters()) for layer in model.model.layers]
         for name, p in layers[0].items():
-            # one layer's memory serves all layers
+            # All layers share the memory of one layer.
             assert layers[2][name].data_ptr() == p.data_ptr()
             assert not torch.equal(p, before[f"model.layers.0.{name}"])
             assert p.isfinite().all() and p.std() > 0.01
@@ -143,7 +143,7 @@ def test_positions_of_groups_that_begin_elsewhere():
 
 
 def changed_attention(monkeypatch: Any, scale: Any) -> None:
-    """Let Llama's attention scale its input by `scale(module, positions, T)`."""
+    """Make Llama's attention multiply its input by `scale(module, positions, T)`."""
     attend = modeling_llama.LlamaAttention.forward
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,13 +154,13 @@ def changed_attention(monkeypatch: Any, scale: Any) -> None:
 
 
 def by_length(module: Any, positions: Any, tokens: int) -> Any:
-    """Count positions in the row and ignore position_ids, as Llama 4 does."""
+    """Scale by the position in the row instead of position_ids, as Llama 4 does."""
     places = torch.arange(tokens)
     return 1 + 0.1 * (places // module.config.floor_scale).log1p()[None, :, None]
 
 
 def by_largest(module: Any, positions: Any, tokens: int) -> Any:
-    """Change all tokens of a row when one passes the limit, as long RoPE does."""
+    """Scale all tokens of a row if one position exceeds the limit, as long RoPE does."""
     return 1.0 + 0.5 * float(positions.max() >= module.config.original_max_position_embeddings)
 
 
@@ -227,8 +227,9 @@ def test_checks_put_modes_weights_and_attention_back():
 
 
 def test_limits_of_the_sweep_are_small():
-    """The sweep's sequences have up to 261 tokens."""
+    """The sequences of the sweep have up to 261 tokens, so they exceed every limit."""
     for family in ("ministral3", "llama", "phi3", "gemma3_text", "llama4_text"):
         limits = trial.limits_of(tiny_config(family).get_text_config())
-        # ministral3's RoPE names its length, which no code reads.
+        # The RoPE parameters of ministral3 contain its maximum length, but no code reads this
+        # field.
         assert limits and max({*limits} - {262144}) <= 256, (family, limits)

@@ -1,5 +1,6 @@
-"""The window of a layer, read from the mask that the model requests, and part of the sweep of all
-families.
+"""Test the window of a layer, and a part of the sweep over all families.
+
+The window is read from the mask that the model requests.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
     [
         ("qwen2_moe", {}),  # the window is only in the mask, in every other layer
         ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
-        # random numbers in training, which are switched off
+        # Training adds random numbers to the input, which must be disabled.
         ("mixtral", {"router_jitter_noise": 0.5}),
         ("seed_oss", {}),  # dropout under a different name
         ("qwen2", {"max_window_layers": 1}),  # in the mask, and as a keyword of some layers
@@ -140,7 +141,7 @@ def test_what_transformers_asks_for(build, more, expected):
 # ------------------------------------------------------------------------------------------------
 # small windows
 def windowed(*windows):
-    """Return a model with one layer for each window, each with its own configuration."""
+    """Return a model with one layer for each window, each with a separate configuration."""
     model = nn.ModuleList(nn.Identity() for _ in windows)
     for layer, window in zip(model, windows, strict=True):
         layer.config = SimpleNamespace(sliding_window=window, max_window_layers=2, hidden_size=64)
@@ -175,7 +176,7 @@ def test_sizes_that_are_no_window_stay():
 # ------------------------------------------------------------------------------------------------
 # the sweep itself
 def test_the_sweep_sees_a_wrong_window(monkeypatch):
-    """The sweep's lengths exceed the window, and its weights make a wrong mask visible."""
+    """The lengths of the sweep exceed the window, and its weights make a wrong mask visible."""
     monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
     assert sweep.judge("phimoe").kind == sweep.WRONG

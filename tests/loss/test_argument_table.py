@@ -1,9 +1,10 @@
-"""Every keyword of the public functions in every mode of execution: the result equals plain
-eager's, or an error is raised.
+"""Test every keyword of the public functions in every mode of execution.
 
-The keywords come from the signatures, so a new keyword without a value here fails. torch.compile is
-real: without fullgraph, an error becomes a graph break, and the frames after it are compiled
-separately. That once lost `support` between a guard and the call that it guarded.
+The result must equal the result of plain eager execution, or an error must be raised. The keywords
+come from the signatures, so that a new keyword without a value here fails. The tests use the real
+torch.compile. Without fullgraph, an error becomes a graph break, and the frames after it are
+compiled separately. Such a graph break once lost `support` between a guard and the call that it
+guarded.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TENSORS = {
     "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
     "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
-# One value of each keyword that is not its default.
+# For each keyword, a value that is not its default.
 VALUES = {
     "softcap": 3.0,
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one for each row
@@ -73,7 +74,7 @@ IN_CONFIG = {
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
 NEUTRAL = ("group", "backend", "validate", "inplace")  # these change no number
-# Keywords that a value of VALUES needs to have an effect.
+# Keywords without which a value of VALUES has no effect.
 WITH = {"entropy_over": {"support": VALUES["support"], "return_entropy": True}}
 NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
@@ -86,7 +87,7 @@ def keywords_of(function: str) -> list[str]:
 
 
 class Call:
-    """A public function with its base arguments and one more keyword."""
+    """A public function with its base arguments and one additional keyword."""
 
     def __init__(self, function: str, name: str = "", group=None) -> None:
         self.function, self.name = function, name
@@ -124,7 +125,7 @@ class Call:
 
 
 def answer(call, run=None, *, backward=True):
-    """Return all outputs of a call, and the gradients of its tensors."""
+    """Return all outputs of a call and the gradients of its tensors."""
     leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
     outputs = (run or call)(*leaves)
     found = [x.detach() for x in outputs if x is not None]
@@ -150,8 +151,9 @@ def autocast(call, patch):
 
 
 def recorded(call, patch):
-    """Run on the CPU as if a CUDA graph were recorded; tests/gpu/test_cuda_graphs.py checks for
-    syncs.
+    """Run a call on the CPU as if it were recorded in a CUDA graph.
+
+    tests/gpu/test_cuda_graphs.py checks that recorded calls do not sync.
     """
     # Skip modules of other packages: the lazy modules of transformers raise on any attribute.
     ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
@@ -184,8 +186,8 @@ MODES = {
     "reentrant": checkpointed(True),
     "no_grad": without_gradients,
 }
-# A keyword that fits into one full graph gives the same graph without fullgraph, so test only the
-# others there.
+# A keyword that fits into one full graph gives the same graph without fullgraph. Without fullgraph,
+# test only the other keywords.
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
@@ -202,8 +204,8 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-# Compiling takes a second. Keywords that several functions share are compiled for the linear
-# functions only (test_compile.py compiles the others).
+# Compiling takes a second. Keywords that several functions share are compiled only for the linear
+# functions. test_compile.py compiles the other functions.
 FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
     (function, name, mode)
@@ -218,7 +220,7 @@ CELLS = [
 @pytest.mark.parametrize(("function", "name", "mode"), CELLS)
 def test_a_cell(function, name, mode, group, monkeypatch):
     call = Call(function, name, group)
-    # grad_filter drops nothing in a pass without gradients, and reports so.
+    # In a pass without gradients grad_filter drops nothing, and its metrics must say so.
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
     outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
@@ -244,7 +246,7 @@ def test_inductor_keeps_the_support(fullgraph):
 
 @pytest.mark.parametrize("function", LEAVES)
 def test_each_value_tells(function, group):
-    """Each value changes the result, so that a lost keyword would be noticed."""
+    """Each value changes the result, so that the other tests would notice a lost keyword."""
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
         without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))

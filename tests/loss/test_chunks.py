@@ -1,4 +1,4 @@
-"""Chunks of the head: skipped rows keep their places, and every block uses its own coefficients."""
+"""Test that chunks of the head keep skipped rows in place and use their own coefficients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 
 
 
 def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **options):
-    """Every second completion has advantage 0, so its rows have no coefficient."""
+    """Return a case in which every second completion has advantage 0, so its rows are skipped."""
     case = make_case(22, mask=mask, **options_for(loss_type, level, **options))
     idle = torch.arange(7) % 2 == 1
     return case.but(advantages=torch.where(idle, 0.0, case.advantages + 0.05))
@@ -25,9 +25,9 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
        mask={"gaps": GAPS, "whole": torch.ones(7, 20, dtype=torch.bool)}.items(),
        backend=BACKENDS)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
-    """Five chunks with rows that are skipped in the GEMMs: dH, dW and db keep their places.
+    """Rows that are skipped in the matrix products do not shift dH, dW and db of five chunks.
 
-    Without gaps, a chunk is addressed by a slice instead of an index tensor.
+    If no row is skipped, a chunk is addressed by a slice instead of an index tensor.
     """
     case = many_rows(mask, loss_type, level)
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
@@ -37,6 +37,6 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
-    """Sixteen rows per block: every block has its own coefficients and entropy gradient."""
+    """With sixteen rows per block, every block has different coefficients and entropy gradients."""
     monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

@@ -1,7 +1,8 @@
-"""Bitwise promises: on-policy ratios are exact, a row depends only on itself (L0), and dW is the
-same from run to run (L1).
+"""Test the bitwise guarantees of the contract.
 
-Every comparison is torch.equal, without tolerances. test_contract_poison.py covers masked slots.
+On-policy ratios are exact, a row depends only on itself (L0), and dW is the same from run to run
+(L1). Every comparison uses torch.equal, without tolerances. test_contract_poison.py covers masked
+slots.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16)
     level=["token", "sequence"], kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
 )  # fmt: skip
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
-    """old and ref logps come from linear_logps or logits_logps on the same rows, in a different
-    pass and packing.
+    """The ratio is exactly 1 if old and ref logps come from linear_logps or logits_logps.
+
+    The logps are computed from the same rows in a different pass and a different packing.
     """
     options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
     case = make_case(85, H=33, V=517, dtype=dtype, **options)
@@ -71,8 +73,9 @@ def token_problem(dtype, N, H, V, seed=0):
 
 
 def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
-    """Return lp, dH, dW and db of the rows in `index` as one batch, with the total of the step
-    fixed at 1000 tokens.
+    """Return lp, dH, dW and db of the rows in `index` as one batch.
+
+    The total of the optimizer step is always 1000 tokens.
     """
     hidden, weight, ids, A, old = problem
     A = A if advantages is None else advantages
@@ -92,7 +95,8 @@ def assert_rows(found, expected, index=slice(None)) -> None:
     assert all(torch.equal(x, y[index]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
-# (H, V): divisible by the vector width; not divisible; a real hidden size with an odd vocabulary.
+# (H, V) is divisible by the vector width, or not divisible, or a real hidden size with an odd
+# vocabulary.
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
 N = 150
 EVERY = torch.arange(N)
@@ -100,7 +104,7 @@ EVERY = torch.arange(N)
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
 def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkeypatch):
-    """Neighbours, packing and chunks do not change a row."""
+    """Other rows, packing and chunks do not change the bits of a row."""
     problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
     whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
@@ -187,8 +191,9 @@ TOKEN_LEVEL = [x for x, level in LOSS_LEVELS if level == "token"]
 
 @pytest.mark.parametrize("loss_type", sorted({*TOKEN_LEVEL} - {"vespo", "gmpo", "gspo_token"}))
 def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
-    """dL/dlogp of a token does not depend on its neighbours: SIMD bodies and scalar tails compute
-    the same function.
+    """dL/dlogp of a token does not depend on neighbouring tokens.
+
+    SIMD loops and their scalar tails must compute the same function.
     """
     options = options_for(loss_type, "token", "token_mean_global", beta=0.3)
     case = make_case(87, mask=torch.ones(1, 67, dtype=torch.bool), **options).but(num_items=100)

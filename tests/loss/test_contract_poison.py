@@ -1,4 +1,4 @@
-"""A bitwise promise: NaN, infinities and invalid ids in masked slots change no result."""
+"""Test that NaN, infinities and invalid ids in masked slots do not change a bit of the results."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_masked_poison_is_inert_in_the_store_free_path(backend):
 
 @pairs(loss_type=[x for x, level in LOSS_LEVELS if level == "token"], backend=BACKENDS)
 def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_type):
-    """One sweep over all rows: masked rows have NaN logits, and most slopes are NaN there."""
+    """One pass reads all rows. Masked rows have NaN logits, for which most slopes are NaN."""
     case = make_case(25, **options_for(loss_type))
     bad = case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan))
     clean, dirty = (run("logits", x, backend=backend) for x in (case, bad))

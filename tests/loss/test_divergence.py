@@ -1,4 +1,4 @@
-"""`linear_divergence` against textbook formulas in fp64: values, gradients, limits and errors."""
+"""Test `linear_divergence` against textbook formulas in fp64: values, gradients, limits, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# torch in fp64 is exact to the last digits; the other backends are as exact as fp32.
+# torch is accurate to the last digits in fp64. The other backends have the accuracy of fp32.
 WAYS = {"fp64": (torch.float64, "torch", 1e-12),
         **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
 ROWS = 6 if IS_INTERPRETER else 37  # each is one program in Triton's interpreter
@@ -38,8 +38,9 @@ def final(raw: Tensor, rule: dict) -> Tensor:
 
 
 def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
-    """Return the divergence of each row, (N,), by definition; columns that are -inf on both sides
-    are left out.
+    """Return the divergence of each row (N,) by its definition.
+
+    Columns that are -inf on both sides are left out.
     """
     here = (lp > -math.inf) | (lq > -math.inf)
     lp, lq = (x.masked_fill(~here, -60.0) for x in (lp, lq))
@@ -69,7 +70,7 @@ def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, se
 
 
 def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
-    """Return (loss, values, gradients of hidden, weight and bias)."""
+    """Return (loss, values, gradients of hidden, weight and bias) of `linear_divergence`."""
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     teacher = TeacherHead(*sides[3:], **rules[1])
     out = linear_divergence(*leaves[:2], options.pop("teacher", teacher), kind, beta=beta,
@@ -116,7 +117,10 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """K ids and the tail as one more category; renormalised; unused places with id 0."""
+    """Compare a teacher with K ids, with and without a tail category, with the textbook formula.
+
+    Without the tail the K probabilities are renormalised. Unused places have id 0.
+    """
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
     y = sides[3] @ sides[4].T + sides[5]
     top, ids = y.log_softmax(-1).topk(K)
@@ -166,7 +170,7 @@ def test_a_nan_outside_of_the_k_is_seen(has_tail):
 
 
 def test_leaves_of_near_logits_keep_their_digits():
-    """p·d²/2 at d = 1e-5 in fp32, where a difference of products would have no correct digit."""
+    """At d = 1e-5 the value is p·d²/2. A difference of fp32 products would lose all its digits."""
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])
     q = p.double() * (-d.double()).exp()
     for kind, beta in KINDS:
@@ -198,10 +202,9 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """One token has all probability except `gap`: p·log(p/q) and 1 - p cancel in fp32, also in the
-    gradient.
+    """If one token has all probability except `gap`, p·log(p/q) and 1 - p must not cancel in fp32.
 
-    The teacher's logit of that token is lower by `doubt` nats.
+    The gradient must not cancel, either. The teacher's logit of that token is `doubt` nats lower.
     """
     g = torch.Generator().manual_seed(0)
     V, N = 2049, 4 if IS_INTERPRETER else 16  # several blocks of columns
@@ -220,7 +223,7 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
 def test_logits_far_apart(kind, beta, backend, spread):
-    """Logits of ±80; half of the rows have a teacher with similar logits."""
+    """Logits are between -80 and 80. For half of the rows the teacher has similar logits."""
     z, y = ((2 * torch.rand(16, 1000) - 1) * spread for _ in range(2))
     y[:8] = z[:8] + 0.01 * torch.randn(8, 1000)
     eye, none = torch.eye(1000), torch.zeros(1000)
@@ -246,7 +249,10 @@ def test_it_is_zero_at_the_teacher_itself(way, dtype):
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_that_one_side_excludes(kind, beta, backend):
-    """-inf on both sides contributes 0; on one side the result is as documented."""
+    """A column with -inf on both sides contributes 0.
+
+    With -inf on one side, the result is as the docstring of `linear_divergence` says.
+    """
     for student, teacher in itertools.product((0.0, -math.inf), repeat=2):
         sides = sides_of(ROWS, dtype=torch.float32)
         sides[2][[7, 11]], sides[5][[7, 11]] = student, teacher
@@ -278,7 +284,7 @@ def test_nan_is_seen(backend, side):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 1e-6])  # needs a unit in fp16
 def test_16_bits(dtype, scale):
-    """16-bit products give fp32 logits, so only the gradients are rounded."""
+    """Products of 16-bit numbers give fp32 logits, so only the gradients are rounded."""
     sides, weights = sides_of(dtype=dtype), torch.linspace(0.1, 2, 37) * scale
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     out = linear_divergence(*leaves[:2], TeacherHead(*sides[3:]), "jsd", bias=leaves[2],
@@ -299,7 +305,10 @@ def test_a_teacher_of_another_dtype():
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
-    """The last row of a prompt serves several completions; a micro-batch may be empty."""
+    """The last row of a prompt predicts tokens of several completions.
+
+    A micro-batch may be empty.
+    """
     sides = sides_of(N=6)
     rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
     teacher = TeacherHead(sides[3].reshape(2, 3, 9), sides[4], sides[5])
@@ -333,7 +342,7 @@ def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
 
 
 def test_checkpointing_and_no_double_backward():
-    """A recomputed forward gives the same gradients; a second derivative raises an error."""
+    """A recomputed forward gives the same gradients, and a second derivative raises an error."""
     from torch.utils.checkpoint import checkpoint
 
     sides = sides_of(dtype=torch.float32)
@@ -363,8 +372,9 @@ def test_a_graph_of_torch_compile_refuses_it():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
-    """32 chunks of (32, 32768) use at most 9 bytes per logit of a chunk, besides the head
-    and dW.
+    """32 chunks of (32, 32768) use at most 9 bytes per logit of a chunk.
+
+    The memory of the head and of dW is not counted.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -451,7 +461,10 @@ def test_the_losses_refuse_what_they_cannot_see():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_a_samplers_sets(way):
-    """Sets of every size from one token to the full vocabulary, which an empty set stands for."""
+    """Sets have every size from one id to the full vocabulary.
+
+    An empty set means the full vocabulary.
+    """
     sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # rows 0, 5, … have weight 0
     sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
     support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))

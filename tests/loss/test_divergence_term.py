@@ -1,4 +1,4 @@
-"""`linear_grpo_loss(divergence=)` computes the loss and the divergence of two calls in one pass."""
+"""Test that `linear_grpo_loss(divergence=)` computes the sum of two separate calls in one pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def teacher_of(case, *, topk=False):
 
 
 def weights_of(case):
-    """Return w_t of `token_mean_global`: 1 over the number of active tokens."""
+    """Return w_t of `token_mean_global`, which is 1 over the number of active tokens."""
     return case.mask.double() / case.mask.sum()
 
 
@@ -89,8 +89,9 @@ def test_dtypes_and_a_support(dtype):
 
 
 def test_one_pass_and_hidden_rows(monkeypatch):
-    """The logits of student and teacher are computed once each; the teacher has one row per
-    target.
+    """The logits of student and teacher are computed only once.
+
+    The teacher has one row per target.
     """
     case = make_case(4, **options_for("dapo"))
     B, L = case.ids.shape

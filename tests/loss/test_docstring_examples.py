@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names run and print what they show."""
+"""Test that the examples in the docstrings of the public names print the results shown."""
 
 import doctest
 

@@ -1,8 +1,8 @@
-"""500 random calls per run by Hypothesis, over shapes, strides, dtypes, options, layouts and
-backends, against the oracle.
+"""Test 500 random calls per run against the oracle.
 
-A failure prints the seed. `GRPO_FAST_FUZZ_SEED=<seed> pytest tests/loss/test_fuzz.py` replays it,
-and GRPO_FAST_FUZZ_CASES sets the number of cases.
+Hypothesis draws shapes, strides, dtypes, options, layouts and backends. A failure prints the seed.
+`GRPO_FAST_FUZZ_SEED=<seed> pytest tests/loss/test_fuzz.py` replays it, and GRPO_FAST_FUZZ_CASES
+sets the number of cases.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tests.loss_cases import (
 SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
 RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
-# fp32 arithmetic, and half a unit in the last place for each rounding to 16 bits: one at the store,
-# and one more if the upstream gradient is not 1. These batches are so small that a relative L2 can
-# be the error of a single number.
+# The tolerance allows fp32 arithmetic and half a unit in the last place for each rounding to 16
+# bits. Gradients are rounded when they are stored, and once more if the upstream gradient is not 1.
+# These batches are so small that a relative L2 error can be the error of a single number.
 ARITHMETIC = 3e-5
 CORRECTIONS = [
     *oracles.WORDS.values(),
@@ -107,7 +107,10 @@ def calls(draw):
 
 
 def decisions_are_clear(case, expected) -> bool:
-    """Return False if rounding could change a decision at a bound; such a case proves nothing."""
+    """Return False if rounding could change which side of a bound a value is on.
+
+    Such a case is skipped, because a difference would not be an error.
+    """
     o = expected.options
     if not case.mask.any():
         return True
@@ -174,7 +177,7 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     if call["totals"]:
         case = case.but(num_items=37, num_completions=11)
     if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
-        # In the packed layout with T = B, (T,) would mean one advantage per completion.
+        # In the packed layout with T = B, advantages of shape (T,) would mean one per completion.
         call["layout"] = "padded"
     view = VIEWS.get(call["view"], lambda x: x)
     if call["view"] and case.mask.numel():

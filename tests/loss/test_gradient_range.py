@@ -1,9 +1,8 @@
-"""16-bit gradients with a loss scale, which are computed in the forward pass before the scale is
-known.
+"""Test 16-bit gradients, which are computed in the forward pass, before the loss scale is known.
 
-A step of 131072 tokens gives each a weight of 8e-6, so fp16 underflows for its d-logits; a loss
-scale of 2^16 compensates only afterwards. The reference is fp64 on the same 16-bit inputs, and the
-tolerance is the error of plain torch in the same dtype.
+In a step of 131072 tokens each token has a weight of 8e-6, so its d-logits underflow in fp16. A
+loss scale of 2^16 would be applied too late. The reference is fp64 on the same 16-bit inputs, and
+the tolerance is the error of plain torch in the same dtype.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ def problem(dtype: torch.dtype) -> dict[str, Tensor]:
 def plain(
     x: dict[str, Tensor], config: grpo_fast.LossConfig, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return gradients by torch in one dtype: logits, fp32 (or fp64) log_softmax, our objective on
-    logps, backward.
+    """Return the gradients that torch computes in one dtype.
+
+    torch computes logits, an fp32 or fp64 log_softmax, our objective on the logps, and the backward
+    pass.
     """
     leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
     logits = torch.nn.functional.linear(*leaves)
@@ -69,7 +70,7 @@ def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
 
 
 def errors(found: Tensor, true: Tensor) -> tuple[float, float]:
-    """Return the relative L2 error of all rows, and of the worst row."""
+    """Return the relative L2 error of the whole tensor, and the error of its worst row."""
     off = (found.double() - true).reshape(len(true), -1).norm(dim=1)
     size = true.reshape(len(true), -1).norm(dim=1)
     worst = (off / size.clamp(min=1e-300))[size > 0].max()
@@ -126,7 +127,7 @@ TEACHERS = ("head", "top-k", "support")
 def divergence_of(
     kind: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return `linear_divergence` from a teacher, and the student's tensors."""
+    """Return the loss of `linear_divergence` from a teacher, and the student's tensors."""
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
     g = torch.Generator().manual_seed(10)
     other = (x["weight"].double() + 0.2 * torch.randn(V, H, generator=g)).to(x["weight"].dtype)
@@ -148,7 +149,7 @@ def divergence_of(
 
 @pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-33, 3e6], backend=BACKENDS)
 def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
-    """Weights far below the smallest and far above the largest fp16 number."""
+    """Weights are far below the smallest and far above the largest fp16 number."""
     x = problem(torch.float16)
     weights = (0.5 + torch.rand(N, generator=torch.Generator().manual_seed(8))) * factor / ITEMS
     exact, true = divergence_of(kind, x, weights, torch.float64, "torch")
@@ -166,10 +167,10 @@ def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
 
 @pairs(kind=("policy", *TEACHERS), backend=BACKENDS)
 def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend):
-    """The largest element of each gradient is near 2^13, so that small ones keep their digits; a
-    power of two goes with it.
+    """Gradients are stored in fp16, with a power of two as a factor.
 
-    Without that factor, gradients would have to be stored in fp32, in twice the memory.
+    The largest element is near 2^13, so that small elements keep their digits. Without the factor,
+    gradients would need fp32 and twice the memory.
     """
     x = problem(torch.float16)
     weights = torch.full((N,), 1 / ITEMS)
@@ -189,8 +190,9 @@ def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend
 
 @pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])
 def test_any_scale_and_size(factor):
-    """Gradients near both ends of fp16, an upstream that is not a power of two, and a second
-    backward.
+    """Gradients are near both ends of the fp16 range.
+
+    The upstream gradient is not a power of two, and a second backward gives the same gradients.
     """
     x, config = problem(torch.float16), CONFIGS["dapo"]
     x["advantages"] = x["advantages"] * factor

@@ -1,5 +1,6 @@
-"""`hidden_rows`: one hidden row may predict several targets, as the last row of a shared prompt
-does.
+"""Test `hidden_rows`, with which one hidden row may predict several targets.
+
+The last row of a shared prompt does this.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from grpo_fast import LossConfig
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
-# 3 completions of 3, 2 and 3 tokens over 7 rows. Row 1, the end of their prompt, predicts the first
-# token of each.
+# Three completions of 3, 2 and 3 tokens use 7 rows of hidden. Row 1 is the end of their prompt and
+# predicts the first token of each completion.
 ROWS = torch.tensor([1, 2, 3, 1, 4, 1, 5, 6])
 CU = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
 V, H = 37, 16
@@ -50,14 +51,14 @@ def loss_of(options, hidden, weight, ids, advantages, tokens, **kw):
     options=LOSSES.items(),
 )
 def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
-    """The loss has the same bits, and the gradient is that of autograd through `hidden[rows]`."""
+    """The loss has the same bits, and the gradient equals autograd through `hidden[rows]`."""
     hidden, *others = problem(dtype)
     ours, (dh, dw) = loss_of(options, hidden, *others, hidden_rows=ROWS, backend=backend)
     repeated, (dh_of_rows, dw_repeated) = loss_of(options, hidden[ROWS], *others, backend=backend)
     assert torch.equal(ours.loss, repeated.loss) and torch.equal(ours.logps, repeated.logps)
     assert torch.equal(dw, dw_repeated)
     (dh_repeated,) = torch.autograd.grad(hidden[ROWS], hidden, dh_of_rows)
-    # The row that is used three times is summed in fp32 here, and in bf16 by autograd.
+    # Our code sums the gradient of the row that is used three times in fp32, and autograd in bf16.
     once = [0, 2, 3, 4, 5, 6]
     assert torch.equal(dh[once], dh_repeated[once]) and not dh[0].any()
     rtol = 1e-6 if dtype == torch.float32 else 2e-2
@@ -94,7 +95,7 @@ def test_masked_targets_may_name_any_row():
 
 
 def test_padded_targets_and_chunks(monkeypatch):
-    """Targets (B, L) over rows (R, H). Chunk borders between the uses of a row change no bit."""
+    """Targets (B, L) use rows (R, H). A chunk border between two uses of a row changes no bit."""
     hidden, weight, _, advantages, _ = problem()
     big = torch.randint(V, (3, 40), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(120).reshape(3, 40) % 7
@@ -112,7 +113,7 @@ def test_padded_targets_and_chunks(monkeypatch):
 
 
 def test_two_threads_sum_in_one_order():
-    """4096 targets over 7 rows: two threads give the bits of one, every time."""
+    """With 4096 targets over 7 rows, two threads always give the same bits as one thread."""
     g = torch.Generator().manual_seed(2)
     hidden, weight = (
         torch.randn(7, 64, generator=g).requires_grad_(),

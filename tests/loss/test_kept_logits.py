@@ -1,5 +1,7 @@
-"""`linear_logps` caches the logits that fit into its workspace until the first backward: fewer
-products, the same bits.
+"""Test the cache of `linear_logps`, which stores logits until the first backward.
+
+The cache holds as many logits as fit into the workspace. It saves matrix products and does not
+change a bit.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ CHUNKS = {"one chunk": 96, "three chunks": 32}
 
 @pytest.fixture
 def products(monkeypatch):
-    """Record the rows of every product hidden·Wᵀ, in order."""
+    """Record the number of rows of every product hidden·Wᵀ, in order."""
     rows, original = [], chunks.matmul_logits
 
     def counted(h, weight, *, out):
@@ -47,7 +49,7 @@ def problem():
 def run(backend):
     """Return the gradients of two backward passes."""
     hidden, weight, ids, up = problem()
-    # the cache holds exponentials, which give the gradient of logps only
+    # The cache holds exponentials, which give only the gradient of the logps.
     if isinstance(backend, Fused):
         loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
     else:
@@ -62,9 +64,9 @@ def run(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
-    """The first backward overwrites the cache.
+    """The first backward recomputes only the chunks that did not fit, and overwrites the cache.
 
-    In the second, dH has the same bits, and dW differs only by the order of its chunks.
+    In the second backward, dH has the same bits, and dW differs only by the order of its chunks.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend)
@@ -77,7 +79,7 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_last_chunk_without_gradient(backend, monkeypatch):
-    """The cache of one chunk is not used for a different one."""
+    """The cache of one chunk is not used for a different chunk."""
 
     def gradients(rows):
         monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)

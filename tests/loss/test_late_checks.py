@@ -1,7 +1,7 @@
-"""Errors on a GPU that a later call reports: until then values are clamped, and no error is lost.
+"""Test errors on a GPU that a later call reports.
 
-There is no GPU here. CPU tensors are treated as if they were checked later, and events are
-stand-ins.
+Until the report, values are clamped, and no error is lost. The tests need no GPU: they treat CPU
+tensors as if they were checked later, and replace CUDA events by a fake class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BAD_OFFSETS = [
 
 
 class Event:
-    """Event of a flag that arrives with the n-th query."""
+    """Fake CUDA event that is complete after a number of queries."""
 
     def __init__(self, after: int = 0) -> None:
         self.after = after
@@ -42,7 +42,7 @@ class Event:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Check CPU tensors later; yields the list of checks that are on their way."""
+    """Delay the checks of CPU tensors, and return the list of pending checks."""
     waiting: list = []
     monkeypatch.setattr(values, "is_checked_later", lambda x, validate: validate == "auto")
     monkeypatch.setattr(values, "copy_to_host_async", lambda flags: (flags.clone(), Event()))
@@ -75,7 +75,7 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
-    """The sum of every completion reads some of the T tokens, and nothing else."""
+    """The sum of every completion reads only some of the T tokens."""
     mask = torch.arange(T) % 2 == 0 if has_mask else None
     inputs = BatchInputs(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
     tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), inputs).tokens
@@ -107,9 +107,7 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 
 def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
-    """A check is reported once if its event answers no to the first query and yes to all later
-    ones.
-    """
+    """A check is reported only once if its event completes between two queries."""
     check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
     monkeypatch.setattr(values, "_pending", [check])
     values.raise_pending()

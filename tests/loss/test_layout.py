@@ -1,6 +1,4 @@
-"""Packing: every completion token is found exactly once, packs keep to their budget, and layouts
-define who sees whom.
-"""
+"""Test packing: completion tokens, token budgets, and which tokens a row sees."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ sizes = st.lists(
 
 
 def numbered(groups):
-    """Return groups of these sizes in which every token is a different number, so that a misplaced
-    one is noticed.
+    """Return groups of these sizes in which every token is a different number.
+
+    A misplaced token then changes the result.
     """
     numbers = iter(range(10_000))
     return [
@@ -47,8 +46,8 @@ def test_every_completion_token_is_found_back_once(groups, shared):
         pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
         and pack.cu_seqlens.dtype == torch.int32
     )
-    # Walk back from the predicting row over the rows that it sees: they must be the token's
-    # context.
+    # Walk back from the predicting row over the rows that it sees. These rows must be the context
+    # of the token.
     seen, position = visible(pack.layout), pack.layout.position_ids[0]
     ids = pack.input_ids[0]
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
@@ -69,7 +68,7 @@ def test_the_trunk_sees_no_token_too_many(groups, shared):
         == sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
     )
     assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
-    # A layout without shared rows reports so, whether or not sharing was requested.
+    # `has_tree` is False for a layout without shared rows, even if sharing was requested.
     assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
     if shared:
         every = pack.input_ids[0].tolist()
@@ -100,23 +99,24 @@ def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
 
 
 def test_best_fit_by_hand():
-    # Costs 10, 9, 5, 4, 2 with budget 14: largest first, into the fullest pack with room.
+    # The costs are 10, 9, 5, 4, 2, and the budget is 14. The largest group goes first, into the
+    # fullest pack with room.
     groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
     plan = plan_packs(groups, 14)
     assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]
-    # Into the fullest pack, not the first: costs 12, 10, 9, 1 with budget 20.
+    # With costs 12, 10, 9, 1 and budget 20, the last group goes into the fullest pack instead of
+    # the first.
     plan = plan_packs([(1, [12]), (1, [10]), (1, [9]), (1, [1])], 20)
     assert [[share.group for share in shares] for shares in plan] == [[0], [1, 2, 3]]
-    # A group of 5 + 3·4 = 17 tokens with budget 14: two completions with one copy of the prompt,
-    # one with the other.
+    # A group of 5 + 3·4 = 17 tokens exceeds the budget of 14. Two completions share one copy of the
+    # prompt, and the third has another copy.
     assert plan_packs([(5, [5, 5, 5])], 14) == [[Share(0, (0, 1))], [Share(0, (2,))]]
     # The rest of a split group shares its pack with a different group.
     assert plan_packs([(5, [5, 5, 5]), (2, [2, 2])], 14) == [
         [Share(0, (0, 1))],
         [Share(0, (2,)), Share(1, (0, 1))],
     ]
-    # A completion over the budget is alone; one-token completions cost nothing in addition to their
-    # prompt.
+    # A completion over the budget is alone. A completion of one token adds no row to its prompt.
     assert plan_packs([(9, [2, 9, 1])], 10) == [[Share(0, (0, 2))], [Share(0, (1,))]]
     # Without sharing, completions are placed one by one.
     assert plan_packs([(5, [5, 5, 5])], 18, shared=False) == [[Share(0, (0, 1))], [Share(0, (2,))]]
@@ -153,12 +153,13 @@ def test_a_layout_by_hand():
     assert across.spans.queries == (3, 4) and across.spans.keys == (3, 2)
     assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
     assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
-    # Two rows of the prompt in front of each completion.
+    # With a window of 3, two rows of the prompt precede each completion.
     (gathered,) = layout.window_calls(3)
     rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
     assert gathered.keys.rows.tolist() == rows and gathered is layout.window_calls(3)[0]
     assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
-    # Three levels: the ancestors at each distance are one run of rows, with or without queries.
+    # In a tree of three levels, the ancestors at each distance are adjacent rows, with or without
+    # queries.
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
     calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
@@ -208,7 +209,7 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """`Copies.sum_copies` is the transpose of gathering."""
+    """`Copies.sum_copies` is the transpose of gathering rows."""
     layout = pack_groups(numbered(groups)).layout
     (call,) = layout.window_calls(window)
     rows, spans = call.keys.rows, call.spans

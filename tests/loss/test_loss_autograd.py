@@ -1,4 +1,4 @@
-"""Autograd with the loss: upstream scales, two backwards, frozen inputs, views, and no_grad."""
+"""Test the loss with autograd: upstream gradients, two backwards, frozen inputs, views."""
 
 from __future__ import annotations
 
@@ -88,8 +88,10 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
-    """tanh computes its gradient from its output. With d-logits in its place the result would be
-    wrong silently.
+    """A backward that needs the overwritten logits raises an error.
+
+    tanh computes its gradient from its output. If d-logits replaced the output, the gradient would
+    be silently wrong.
     """
     case = make_case(56, **options_for("grpo"))
     logits = torch.tanh(case.logits.clone().requires_grad_())
@@ -120,7 +122,7 @@ def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
     loud = call(function, case, **with_gradients(function, case), backend=backend)
     assert not quiet.loss.requires_grad and loud.loss.requires_grad
     assert torch.equal(quiet.logps, loud.logps)
-    # Sums may be grouped differently.
+    # The loss may differ in the last bits, because its terms may be added in a different order.
     torch.testing.assert_close(quiet.loss, loud.loss.detach(), rtol=1e-6, atol=1e-7)
     for name in quiet.metrics.keys() - {"skipped_rows"}:
         assert torch.equal(quiet.metrics[name], loud.metrics[name]), name
@@ -146,8 +148,9 @@ def test_frozen_inputs_get_no_gradient_and_change_nothing(level, wanted, backend
 
 @pytest.mark.parametrize("frozen", ["lm_head_weight", "hidden"])
 def test_a_frozen_input_costs_no_gradient_tensor(frozen):
-    """No (V, H) or (N, H) gradient is computed for a frozen tensor, judged by the shapes of all
-    products.
+    """No (V, H) or (N, H) gradient is computed for a frozen tensor.
+
+    The test checks the shapes of all matrix products.
     """
     V, H, products = 211, 37, ("mm", "addmm", "matmul", "bmm")
     case = make_case(59, V=V, H=H, **options_for("grpo"))
@@ -174,7 +177,7 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
 # ----------------------------------------------------------
 # views
 def strided_last(x):
-    """Return the same numbers as every other element of a wider buffer."""
+    """Return the same numbers as every second element of a larger buffer."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]
@@ -220,7 +223,7 @@ def test_views_are_read_as_they_are(view, dtype, function, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expanded_inputs(backend):
-    """Stride 0: one hidden row, one advantage, one old_logp for many tokens."""
+    """With stride 0, many tokens share one hidden row, one advantage and one old_logp."""
     case = make_case(64, mask=torch.ones(1, 6, dtype=torch.bool), bias=False,
                      **options_for("grpo", beta=0.1))  # fmt: skip
     small = {"old_logps": torch.tensor([[-2.5]]), "ref_logps": torch.tensor([[-2.9]])}

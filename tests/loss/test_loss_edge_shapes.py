@@ -1,4 +1,4 @@
-"""Extreme shapes: vocabularies, long and empty batches, −inf columns, 64-bit offsets."""
+"""Test extreme shapes: vocabularies, long and empty batches, −inf columns, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# 1 and 2: almost nothing to normalise. 127 and 129: around a power of two, and not a multiple of a
-# vector width. The others are real tokenizers (GPT-2, Qwen, Gemma): 50257 is odd, 262144 the
-# largest in use.
+# With 1 or 2 columns there is almost nothing to normalise. 127 and 129 are next to a power of two
+# and not multiples of a vector width. The other sizes belong to real tokenizers (GPT-2, Qwen,
+# Gemma): 50257 is odd, and 262144 is the largest in use.
 VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
-# One rounding at the store may cost half a unit in the last place, or half the smallest number on
-# underflow.
+# Rounding once when a number is stored costs at most half a unit in the last place, or half the
+# smallest number on underflow.
 ONE_STORE = {
     torch.float32: (0.0, 0.0),
     torch.bfloat16: (2**-8, 0.0),
@@ -41,7 +41,8 @@ ONE_STORE = {
 )
 def test_vocabulary_sizes(V, dtype, backend):
     g = torch.Generator().manual_seed(V)
-    # A much smaller H uses a skinny-GEMM path of MKL whose sums over V are 100 times less accurate.
+    # Do not use a much smaller H. MKL then uses a matrix product whose sums over V are 100 times
+    # less accurate.
     T, H = (3, 64)
     hidden, weight = (
         torch.randn(T, H, generator=g).to(dtype),
@@ -65,7 +66,7 @@ def test_vocabulary_sizes(V, dtype, backend):
         arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
         half_ulp, smallest = ONE_STORE[dtype]
         error = own.double() - true
-        # CPUs with bf16 instructions multiply bf16 numbers.
+        # CPUs with bf16 instructions multiply bf16 numbers, which is less accurate.
         if dtype == torch.bfloat16 and backend == "cpu":
             assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
         else:
@@ -77,8 +78,8 @@ def test_vocabulary_sizes(V, dtype, backend):
 def test_completions_longer_than_a_16_bit_index(L, backend):
     mask = torch.ones(2, L, dtype=torch.bool)
     case = make_case(71, H=2, V=3, mask=mask, **options_for("gspo", "sequence"))
-    # All terms of each sum over tokens have one sign, so that the test measures arithmetic and not
-    # cancellation.
+    # Give all terms of each sum over tokens the same sign, so that the test measures arithmetic
+    # instead of cancellation.
     case = case.but(
         ids=torch.zeros_like(case.ids), hidden=case.hidden.abs(),
         advantages=torch.tensor([1.3, 0.8]),
@@ -92,8 +93,9 @@ def test_completions_longer_than_a_16_bit_index(L, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_row_offsets_beyond_two_to_the_31(dtype, backend):
-    """Two rows more than 2³¹ elements apart; the memory between them is reserved and never
-    touched.
+    """Two rows are more than 2³¹ elements apart.
+
+    The memory between the rows is reserved but never touched.
     """
     V, stride = 64, 2**31 + 128
     try:
@@ -156,7 +158,7 @@ def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_minus_infinity_columns_through_the_bias(dtype, backend):
-    """A token forbidden by bias −inf: its probability, entropy term and gradients are exactly 0."""
+    """A token with bias −inf has a probability, entropy term and gradients of exactly 0."""
     case = make_case(74, dtype=dtype, **options_for("grpo", entropy_coef=0.1))
     bias = case.bias.clone()
     forbidden = torch.tensor([0, 5, 22])

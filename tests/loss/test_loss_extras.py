@@ -1,5 +1,6 @@
-"""Extras in their documented order, entropy, logit transforms and metrics, against the oracle and
-plain counts.
+"""Test corrections, entropy, logit transforms and metrics, against the oracle and plain counts.
+
+The corrections must be applied in their documented order.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def test_a_correction_is_refused_without_the_logps_that_it_reads():
 
 
 def test_what_the_corrections_report():
-    """Ratios 0.4, 0.8, 6 and 1.5: the shares of masked and clamped tokens, and (Σw)²/(n·Σw²)."""
+    """With ratios 0.4, 0.8, 6 and 1.5, check the masked and clamped shares and (Σw)²/(n·Σw²)."""
     sampling = -torch.tensor([[0.4, 0.8, 6.0, 1.5]]).log()
     zeros, advantages = torch.zeros(1, 4), torch.ones(1)
     for corrections, masked, clipped, weights in (
@@ -118,9 +119,10 @@ def test_what_the_corrections_report():
      ([1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0]), ([-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1])],
 )  # fmt: skip
 def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept, loss_type):
-    """An advantage of 0 is not negative. The ratios are 0.1, exactly the bounds 0.5 and 2, and 9.
+    """An advantage of 0 is not negative, so its token is kept.
 
-    kimi also has a loss at advantage 0, because it weights the step from old_logps.
+    The ratios are 0.1, exactly the bounds 0.5 and 2, and 9. kimi also has a loss at advantage 0,
+    because it weights the step from old_logps.
     """
     zeros, bounds = torch.zeros(1, 4), {"low": 0.5, "high": 2.0}
     sampling = torch.tensor([[-math.log(x) for x in (0.1, 0.5, 2.0, 9.0)]])
@@ -143,7 +145,7 @@ def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept,
 
 @pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
 def test_sampling_correction_without_old_logps_is_a_constant(correction):
-    """The weight is exp(sg(lp) − sampling_logps): it scales the loss and has no gradient."""
+    """The weight exp(sg(lp) − sampling_logps) scales the loss and has no gradient."""
     case = make_case(
         32, sampling=True, **options_for("grpo"), corrections=CORRECTIONS[correction]
     ).but(old=None)
@@ -164,7 +166,7 @@ def test_off_policy_mask(loss_type, threshold, with_sampling, function):
 
 
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
-    """TRL 1.16 get_off_policy_mask: NaN sampling logps carry no evidence."""
+    """A NaN in sampling_logps has no effect, as in get_off_policy_mask of TRL 1.16."""
     case = make_case(
         36, sampling=True, **options_for("grpo", corrections=[oracles.off_policy(0.1)])
     )
@@ -188,8 +190,9 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
 
 @pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
 def test_the_mean_over_prompts(loss_type, layout, function):
-    """Three prompts with two completions each, one of them empty; and micro-batches that split a
-    prompt.
+    """Compare three prompts with two completions each, of which one is empty.
+
+    Micro-batches may split a prompt.
     """
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
     options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
@@ -281,7 +284,10 @@ def test_one_temperature_per_token(function, layout, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logps_functions_against_the_oracle(backend):
-    """Values and gradients, of entropies alone and with logps, including rows without a target."""
+    """Compare values and gradients, of entropies alone and of entropies with logps.
+
+    Some rows have no target.
+    """
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((9, 8), (31, 8), (31,))]
     ids, temperature = torch.randint(31, (9,), generator=g), 0.5 + torch.rand(9, generator=g)
@@ -327,7 +333,7 @@ def test_metrics_are_masked_means(loss_type, level, layout):
     assert m["active_tokens"] == case.mask.sum().item()
     raw = (expected.logps - case.old.double())[case.mask]
     assert m["approx_kl"] == pytest.approx((raw**2 / 2).mean().item(), rel=1e-5)
-    # a product of ratios is several times as large as one ratio
+    # A product of ratios is several times as large as a single ratio.
     size = abs(expected.policy_loss.item()) if level == "sequence_sum" else 1.0
     assert m["policy_loss"] == pytest.approx(expected.policy_loss.item(), abs=3e-6 * max(1.0, size))
     if loss_type not in ("kimi", "dro"):

@@ -1,11 +1,11 @@
-"""Value and gradient of every loss, level, aggregation, layout, function and backend, against the
-fp64 oracle.
+"""Test the value and gradient of every loss against the fp64 oracle.
 
-Inputs are fp32 numbers, and the oracle gets the same numbers in fp64. No clip decision is near its
-bound, so the difference is fp32 arithmetic only. The gradient tolerance is 1e-5 in relative L2, not
-the contract's 2e-6, because a log ratio at V = 23 inherits an absolute error of about 1e-7 from lp,
-which a slope of 1 − e^d or a soft gate amplifies. test_contract_accuracy.py tests 2e-6 where the
-contract applies (dH and dW of the policy term).
+The tests cover every level, aggregation, layout, function and backend. Inputs are fp32 numbers, and
+the oracle gets the same numbers in fp64. No ratio is near a clip bound, so the difference is only
+fp32 arithmetic. The tolerance for gradients is 1e-5 in relative L2 instead of the contract's 2e-6.
+At V = 23 a log ratio inherits an absolute error of about 1e-7 from lp, and a slope of 1 − e^d or a
+soft gate amplifies it. test_contract_accuracy.py tests 2e-6 where the contract applies (dH and dW
+of the policy term).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def test_sweeps(function, loss_type, level, aggregation, layout, backend):
     check(function, case, layout=layout, backend=backend)
 
 
-# KL, per-token advantages, no old_logps, explicit totals: the same grid with one aggregation each.
+# Test KL, per-token advantages, missing old_logps and explicit totals over the same grid, with one
+# aggregation each.
 KL_LOSSES = tuple(x for x in LOSS_LEVELS if x[0] not in ("kimi", "dro"))
 
 

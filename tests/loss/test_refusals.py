@@ -1,5 +1,6 @@
-"""Invalid input raises a ValueError that names the argument, the expected and the actual value; the
-next valid call works.
+"""Test that invalid input raises a ValueError, and that the next valid call works.
+
+The message names the argument, the expected value and the actual value.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NAN, INF = math.nan, math.inf
 
 
 def assert_refused(name: str, function, *arguments, **keywords) -> str:
-    """Check that the message names the argument, and says what was expected and what came."""
+    """Check that the message names the argument, the expected value and the actual value."""
     with pytest.raises(ValueError) as caught:
         function(*arguments, **keywords)
     message = str(caught.value)
@@ -95,12 +96,13 @@ CONFIG = [
         for x in ("kimi", "dro", "dppo_tv", "dppo_kl", "gspo_token", "gmpo", "vespo")
         for level in ("sequence", "sequence_sum")
     ],
-    # GSPO is defined by the mean.
+    # GSPO is defined by the mean of log ratios.
     ("importance_sampling_level", dict(loss_type="gspo", importance_sampling_level="sequence_sum")),
 ]
 
 
-# An unread option would be ignored: (loss types that read it, a value that is not the default).
+# Changing an option that a loss does not read raises an error. Each entry has the loss types that
+# read the option, and a value that is not the default.
 READ_BY = {
     "delta": ({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"}, 4.0),
     "dual_clip_c": ({"dual_clip"}, 2.0),
@@ -146,7 +148,7 @@ def test_unknown_names_list_the_choices():
 
 
 def test_configs_are_frozen_and_compared():
-    """Including configs with a temperature per token."""
+    """A config with one temperature per token can be compared and hashed, too."""
     one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
     assert one == one.replace() and hash(one) == hash(one.replace())
     assert one != other and one != LossConfig() and one != "a config"
@@ -167,7 +169,7 @@ def bad_values(x, value, where=(0, 0)):
 
 
 def refusals():
-    """Yield (argument, functions, changes)."""
+    """Yield tuples (argument, functions, changes)."""
     c, every, heads = CASE, FUNCTIONS, ("logits", "linear")
     B, L = c.mask.shape
     active = tuple(c.mask.nonzero()[2].tolist())
@@ -273,7 +275,7 @@ def test_per_token_tensors_of_the_other_layout(function):
 
 
 def test_a_logp_of_minus_infinity():
-    """A masked one has no effect."""
+    """A logp of -inf at a masked token has no effect."""
     logps = torch.where(CASE.mask, reference_logps(CASE)[0], -INF)
     call("logps", CASE, logps=logps)
     logps[tuple(CASE.mask.nonzero()[1].tolist())] = -INF
@@ -290,7 +292,7 @@ def test_per_token_temperature(function):
     bad = [torch.ones(4), *(bad_values(ones, x, (0, 1)) for x in (0.0, -1, NAN, INF))]
     for t in bad:
         assert_refused("temperature", call, function, CASE, config=with_temperature(t))
-    # A masked slot may hold any value.
+    # A masked slot may have any value.
     call(function, CASE, config=with_temperature(torch.where(CASE.mask, ones, NAN)))
 
 
@@ -319,7 +321,7 @@ CONSTANTS = (
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_an_argument_that_requires_grad_but_would_get_none(name, function):
-    """`old_logps=logps` without .detach() has a gradient in plain torch, and none here."""
+    """`old_logps=logps` without .detach() would have a gradient in plain torch, but not here."""
     given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
     value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))
     value = value.clone().requires_grad_()
@@ -343,7 +345,10 @@ def test_a_temperature_that_requires_grad_but_would_get_none():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "sampling_logps"])
 def test_a_positive_log_probability_of_a_head(name, function):
-    """A loss or a probability passed by mistake. `grpo_loss` accepts log-densities."""
+    """A positive value shows that a loss or a probability was passed by mistake.
+
+    `grpo_loss` accepts positive values, because they may be log-densities.
+    """
     given = CASE.ref if name == "ref_logps" else CASE.old
     active, masked = (tuple(m.nonzero()[1].tolist()) for m in (CASE.mask, ~CASE.mask))
     for value in (0.02, 0.5, 3.0, 100.0, INF):
@@ -387,7 +392,7 @@ def test_ignored_index_is_allowed_where_masked_only():
 # ----------------------------------------------------------
 # logps functions
 def logps_refusals():
-    """Yield (argument, whether from logits, other arguments)."""
+    """Yield tuples (argument, whether the function uses logits, other arguments)."""
     h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
     heads = {False: dict(hidden=h, lm_head_weight=w), True: dict(logits=h @ w.T)}
     bad = torch.ones(4).index_put((torch.tensor([1, 3]),), torch.tensor([-0.5, INF]))

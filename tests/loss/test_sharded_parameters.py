@@ -1,5 +1,6 @@
-"""DTensors as arguments of the public functions: what is accepted, and what raises an error. One
-process; test_sharded_heads.py tests gradients over several processes.
+"""Test which DTensors the public functions accept, and which raise an error.
+
+The tests run in one process. test_sharded_heads.py tests gradients over several processes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`support=`, the sampler's sets, against the fp64 oracle on masked logits.
+"""Test `support=`, the sets of ids of a sampler, against the fp64 oracle with masked logits.
 
-A head has two forms: gathered rows of W, and the dense product. Given logits are a third. Sizes
-select the form of a head, so the tests force it.
+An LM head has two implementations: gathered rows of W, and the dense product. Given logits are a
+third implementation. Sizes select the implementation for a head, so the tests force it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMS = (*COST, "logits")
 
 
 def take(form: str, monkeypatch) -> str:
-    """Force this form for all sizes, and return its public function."""
+    """Force an implementation for all sizes, and return the name of its public function."""
     for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
         monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
@@ -75,7 +75,7 @@ def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     backend=BACKENDS,
 )
 def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
-    """The bonus then moves every id, and the policy term only those in the sets."""
+    """The entropy bonus changes the logits of all ids, the policy term only of ids in the sets."""
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
     case, function = make_case(38, support=True, **options), take(form, monkeypatch)
     layout = LAYOUTS[loss_type == "dapo"]
@@ -117,7 +117,7 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ENGINES)
 def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
-    """There are then no dense gradients to add to, and masked rows must be set to 0."""
+    """Without a full set there are no dense gradients, and masked rows must be set to 0."""
     case, function = make_case(37, support=True, **options_for("dapo")), take(form, monkeypatch)
     whole = case.kept.all(-1)
     assert (whole & case.mask).any() and not case.mask.all()
@@ -130,7 +130,7 @@ def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
 
 @pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
-    """Sums are fp32, so each gradient is rounded once."""
+    """Sums are fp32, so each gradient is rounded only once."""
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
     half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
     function, tol = take(form, monkeypatch), 1.01 * half_ulp
@@ -139,13 +139,14 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
 
 # ----------------------------------------------------------
 # log-probabilities
-# Triton's interpreter takes a program for each id of dW.
+# Use smaller sizes in Triton's interpreter, which runs one program for each id of dW.
 V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 
 
 def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
-    """Return hidden (T, H), weight (V, H), bias (V,), targets (T,) and sets (T, V), long
-    and short.
+    """Return hidden (T, H), weight (V, H), bias (V,), targets (T,) and sets of ids (T, V).
+
+    Some sets are long and some are short.
     """
     g = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (torch.randn(*n, generator=g) for n in ((T, H), (V, H), (V,)))
@@ -159,7 +160,7 @@ def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
 
 
 def masked_truth(hidden, weight, bias, ids, kept, **rule):
-    """Return fp64 leaves, logps and entropies."""
+    """Return fp64 leaves, logps and entropies of the masked logits."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     raw = leaves[0] @ leaves[1].T + leaves[2]
     return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
@@ -177,7 +178,7 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # The cache of the forward pass serves the first backward, with or without a gradient of the
+    # The first backward uses the cache of the forward pass, with or without a gradient of the
     # entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
@@ -200,7 +201,7 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
 
 @pairs(some={"mixed": True, "sets": False}.items(), form=FORMS, backend=BACKENDS)
 def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
-    """Each equals a separate call, and so do the gradients, also of a second backward."""
+    """Logps and entropies equal the results of separate calls, and so do both backward passes."""
     function = take(form, monkeypatch)
     *leaves, ids, kept = rows(some=some)
     given, more = tuple(leaves[:2]), {"bias": leaves[2]}
@@ -279,7 +280,7 @@ def test_one_hidden_row_may_serve_several_targets(backend, form, some, monkeypat
         assert relative_l2(x, y) < 1e-6
 
 
-# Properties other than values
+# The next tests check properties other than values.
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
@@ -354,7 +355,7 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
 
 
 def test_large_sets_come_in_chunks(monkeypatch):
-    """Neither the dense form nor torch's gathered form exceeds its share of memory."""
+    """Neither the dense product nor torch's gathered rows exceed their memory limit."""
     *leaves, ids, kept = rows(8)
     support = support_of(kept, EVERYTHING)
 
@@ -381,7 +382,7 @@ def call(support, **more):
 
 
 def sets(**changes) -> Support:
-    """Return three ids for each row, including the target; `changes` break them."""
+    """Return sets of three ids for each row, including the target. `changes` make them invalid."""
     ids = rows()[3]
     three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)
     for place, value in changes.pop("at", {}).items():
@@ -440,7 +441,7 @@ def test_what_a_support_excludes():
 
 
 def test_rows_that_do_not_count_may_hold_anything():
-    """Rows of masked targets, and of targets -100."""
+    """Rows of masked targets and of targets -100 have no effect."""
     *_, ids, kept = rows()
     hidden, weight, *_ = (x.detach() for x in rows())
     mask = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -452,7 +453,7 @@ def test_rows_that_do_not_count_may_hold_anything():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
-    """Without the C++ kernels, where dW starts as zeros in the dtype of the weight."""
+    """The C++ kernels are not used, so dW starts as zeros in the dtype of the weight."""
     take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()
     weight = torch.randn(3, 2).to(dtype).requires_grad_()

@@ -1,6 +1,7 @@
-"""`group=`: a vocabulary split over 2 and 4 ranks gives the results of one process.
+"""Test `group=`: a vocabulary split over 2 and 4 ranks gives the results of one process.
 
-The worlds run once for all tests (vocabulary_ranks.py); the results of a rank are a JSON file.
+The process groups of vocabulary_ranks.py run once for all tests. Each rank writes its results to a
+JSON file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
-# From the contract: relative L2 of values and gradients, and absolute error of logps.
+# Tolerances of the contract: relative L2 error of values and gradients, and absolute error of
+# logps.
 BARS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 3e-3, "fp16": 1e-3}
 BARS["confident"], LOGPS = 1e-5, 1e-5
 TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}  # times the error of one process on this backend
@@ -44,7 +46,10 @@ def run_world(folder: Path, size: int, **environment: str) -> Ranks:
 
 
 class Worlds(dict[int, Ranks]):
-    """Results of the ranks of a world, which runs when a test requests it first."""
+    """Results of the ranks by the number of ranks.
+
+    The ranks run when a test first needs their results.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +70,7 @@ def check(ranks: Ranks, name: str) -> None:
         assert name in results, list(results.values())[-1].get("error")
         found = results[name]
         assert "error" not in found, found["error"]
-        # If one process exceeds the contract, use its error as the tolerance.
+        # If the error of one process exceeds the contract, use its error as the tolerance.
         own = {what: TIMES.get(kind, 1) * x for what, x in found.get("own", {}).items()}
         off = found.get("off", {})
         wrong = {n: x for n, x in off.items() if not x <= max(BARS[kind], own.get(n, 0.0))}
@@ -96,7 +101,7 @@ def test_what_one_rank_refuses_all_refuse_in_the_same_words(worlds, size, who):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds, size):
-    """90 rows are three chunks. Two all-gathers precede them: shard sizes and error messages."""
+    """The 90 rows form three chunks. Two all-gathers of shard sizes and messages precede them."""
     forward = ["all_gather"] * (2 + 3)
     assert worlds[size][0]["collectives"]["same"] == {
         "token": [*forward, "all_reduce"],
@@ -108,7 +113,7 @@ def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds
 
 
 def test_all_ranks_cut_the_same_chunks(monkeypatch):
-    """A chunk is a collective, so its size must not depend on the rows of the vocabulary."""
+    """Each chunk needs a collective, so its size must not depend on the rows of a rank."""
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "1")
     hidden, ids, sizes = torch.zeros(500, 4), torch.zeros(500, dtype=torch.int64), (4000, 10, 0)
     rows = ActiveRows(500, None, ids, LogitTransform(), None)

@@ -1,8 +1,8 @@
-"""Ranks of gloo worlds that share one head, compared with one process that has the full head.
+"""Ranks of gloo process groups that share one head, compared with one process with the full head.
 
     python -m tests.loss.vocabulary_ranks FOLDER 2 4    # FOLDER/world2.0.json, …, world4.3.json
 
-The package is imported once, and the ranks are forks. All ranks run `CASES` in order.
+The package is imported once, and the ranks are forked processes. All ranks run `CASES` in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors of ranks that share a head: all ranks must raise the same one."""
+"""Errors of ranks that share a head. All ranks must raise the same error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_call(world: World, **changes: Any) -> Any:
 
 
 def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
-    """Invalid or different arguments of one rank, by the start of the message."""
+    """Return invalid or different arguments for one rank, keyed by the start of the message."""
     case = make_case(14, **options_for("grpo"))
     head, ids, advantages = world.shard(case), case.ids.clone(), case.advantages.clone()
     ids[0, 0], advantages[0] = 23, NAN
@@ -69,7 +69,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """Return the error of every rank when one rank, or every rank, has an invalid argument."""
+    """Return the error of every rank if one rank, or every rank, has an invalid argument."""
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():
@@ -88,7 +88,7 @@ def refusals(world: World, who: str) -> Found:
 
 
 def compiled_in_one_graph(world: World) -> str:
-    """Return dynamo's error; without fullgraph the call runs outside the graph."""
+    """Return dynamo's error for fullgraph. Without fullgraph the call runs outside the graph."""
     case = world.shard(make_case(14, **options_for("grpo")))
 
     def logps(weight: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def compiled_in_one_graph(world: World) -> str:
 
 
 def wrong_groups(world: World) -> Found:
-    """Groups that are not the ranks that share this head."""
+    """Return the errors for groups that do not consist of the ranks that share this head."""
     other = distributed.new_group([0])
     weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))

@@ -1,4 +1,7 @@
-"""Values, gradients and bits of a head shared by ranks, compared with one process."""
+"""Comparison of a head that ranks share with a full head in one process.
+
+The functions compare values, gradients and bits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def every_loss(loss_type: str, level: str, dtype: torch.dtype, **more: Any) -> C
     return make_case(7, dtype=dtype, sampling=True, **options_for(loss_type, level, **extras))
 
 
-# 90 rows in three chunks; in the interpreter 36 rows in two.
+# The 90 rows form three chunks. In the interpreter, 36 rows form two chunks.
 LENGTHS = [16, 9, 0, 11] if IS_INTERPRETER else [40, 17, 0, 33]
 LONG = torch.arange(LENGTHS[0])[None, :] < torch.tensor(LENGTHS)[:, None]
 RULES: dict[str, dict[str, Any]] = {
@@ -38,7 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Some columns, and all columns of one rank."""
+    """Compare results if some columns, and all columns of one rank, have logit -inf."""
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
     last = world.size - 1
@@ -48,8 +51,9 @@ def columns_at_minus_infinity(world: World) -> Found:
 
 
 def confident(world: World, backend: str) -> Found:
-    """p of the target up to 1 - 1e-6, on any shard: logps and rows of dH, relative to their
-    size.
+    """Compare logps and dH where the target has a probability of up to 1 - 1e-6, on any shard.
+
+    The errors are relative to the size of each logp, and of each row of dH.
     """
     case = make_case(9, bias=False, **options_for("reinforce"))
     towards = case.weight[case.ids] / case.weight[case.ids].square().sum(-1, keepdim=True)
@@ -64,14 +68,14 @@ def confident(world: World, backend: str) -> Found:
 
 
 def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
-    """Values and gradients by name."""
+    """Return the given values and the gradients of the leaves by name."""
     out.backward()
     named = {n.removeprefix("lm_head_"): x for n, x in leaves.items() if x.requires_grad}
     return {n: x.detach() for n, x in values.items()} | {f"d{n}": x.grad for n, x in named.items()}
 
 
 def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
-    """Rows of hidden that predict several targets."""
+    """Compare results if rows of hidden predict several targets."""
     case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
 
@@ -86,7 +90,7 @@ def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
 
 
 def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
-    """`linear_logps`, and gradients of a sum of both outputs."""
+    """Return the outputs of `linear_logps`, and the gradients of a sum of both outputs."""
     names = dict(zip("hwb", ("hidden", "lm_head_weight", "bias"), strict=True))
     leaves = loss_cases.leaves_of("linear", case)
     for n in wants:
@@ -109,7 +113,10 @@ def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: 
 
 # ------------------------------------------------------------------------------------- DTensors
 def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
-    """torch's chunking, in which the last ranks may have no row; gradients stay sharded."""
+    """Compare results with the shards of a DTensor, in which the last ranks may have no row.
+
+    Gradients must remain sharded.
+    """
     g = torch.Generator().manual_seed(3)
     hidden, weight, bias = (
         torch.randn(*shape, generator=g, dtype=torch.float64)
@@ -134,7 +141,10 @@ def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
 
 
 def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto") -> Found:
-    """`linear_divergence`, and a loss with a `DivergenceTerm`; the teacher has the same shards."""
+    """Compare `linear_divergence` and a loss with a `DivergenceTerm`.
+
+    The teacher is sharded like the student.
+    """
     case = make_case(4, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     g = torch.Generator().manual_seed(5)
     h, w, b = (torch.randn(*x, generator=g).to(dtype) for x in ((*LONG.shape, 6), (23, 6), (23,)))
@@ -158,7 +168,7 @@ def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto
 
 
 def nan_is_seen(world: World, where: str, backend: str) -> Found:
-    """A NaN in the weight of one rank, or in an active row of hidden, reaches all ranks."""
+    """Check that a NaN in one rank's weight, or in an active row of hidden, reaches all ranks."""
     case = make_case(15, **options_for("grpo", beta=0.1, entropy_coef=0.1))
     head = world.shard(case)
     if where == "hidden":
@@ -174,7 +184,7 @@ def nan_is_seen(world: World, where: str, backend: str) -> Found:
 
 
 def masked_slots_are_inert(world: World, backend: str) -> Found:
-    """NaN and invalid ids in masked slots do not change a bit."""
+    """Check that NaN and invalid ids in masked slots do not change a bit."""
     case = every_loss("grpo", "token", torch.float32)
     hidden = torch.where(case.mask[..., None], case.hidden, NAN)
     bad = case.but(hidden=hidden, ids=torch.where(case.mask, case.ids, -100))
@@ -183,7 +193,7 @@ def masked_slots_are_inert(world: World, backend: str) -> Found:
 
 
 def bits(world: World, backend: str) -> Found:
-    """Logps are the same on all ranks, and a row alone has the bits that it has among others."""
+    """Check that logps are the same on all ranks and do not depend on other rows of the batch."""
     case = make_case(16, mask=LONG, **options_for("grpo"))
     group = distributed.group.WORLD
     whole = logps_of(world.shard(case), group, wants="", backend=backend)
@@ -195,8 +205,10 @@ def bits(world: World, backend: str) -> Found:
 
 
 def collectives(world: World) -> Found:
-    """Calls of torch.distributed: two and one per chunk in the forward, one for dH, none for dW and
-    db.
+    """Record the collective calls of the forward and the backward pass.
+
+    The forward has two calls and one per chunk. The backward has one call for dH, and none for dW
+    and db.
     """
     called: list[str] = []
     real = {n: getattr(distributed, n) for n in dir(distributed) if n in COLLECTIVES}

@@ -1,7 +1,7 @@
-"""One rank of a world that shares one head, and the comparison of its results.
+"""One rank of a process group that shares one head, and the comparison of its results.
 
-A comparison is a dict: "off" has the error of each value, "told" the error messages, and "same" the
-values that must be equal on all ranks.
+A comparison is a dict. "off" has the error of each value, "told" has the error messages, and "same"
+has the values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests import loss_cases
 from tests.loss_cases import Case, Result, relative_l2
 
 Found = dict[str, Any]
-# Rows of a vocabulary of 23 by rank: different numbers on all ranks, and none on one.
+# Numbers of vocabulary rows of each rank, for 23 rows. The numbers differ, and one rank has no row.
 SIZES = {1: (23,), 2: (16, 7), 4: (9, 0, 10, 4)}
 
 
@@ -26,7 +26,7 @@ class World(NamedTuple):
     mesh: DeviceMesh
 
     def cut(self, x: Tensor | None) -> Tensor | None:
-        """Return the rows of this rank."""
+        """Return the vocabulary rows of this rank."""
         return None if x is None else x.split(SIZES[self.size])[self.rank]
 
     def shard(self, case: Case) -> Case:
@@ -51,8 +51,9 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
 
 
 def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor]]) -> Found:
-    """Compare `compute(case, group)` on a rank's shard with the full head. Values named "…dweight"
-    or "…dbias" are compared in this rank's rows.
+    """Compare `compute(case, group)` on this rank's shard with the same function on the full head.
+
+    Values whose names end in "dweight" or "dbias" are compared in the rows of this rank.
     """
     shared, one = compute(world.shard(case), distributed.group.WORLD), compute(case, None)
     of_head = ("dweight", "dbias")
@@ -60,15 +61,16 @@ def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor
 
 
 def as_one(world: World, case: Case, **more: Any) -> Found:
-    """Compare values, metrics and gradients with one process."""
+    """Compare values, metrics and gradients with the results of one process."""
     return beside_one(
         world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
     )
 
 
 def as_truth(world: World, case: Case, **more: Any) -> Found:
-    """Compare loss, logps and gradients with the fp64 oracle; "own" has the error of one
-    process.
+    """Compare loss, logps and gradients with the fp64 oracle.
+
+    The key "own" has the error of one process.
     """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)

@@ -1,5 +1,6 @@
-"""Advantages of every mode against plain loops over groups; equal groups give exactly 0; missing
-rewards are left out.
+"""Test the advantages of every mode against plain loops over groups.
+
+Groups with equal rewards must give exactly 0, and missing rewards must be left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def options_of(mode, lengths):
 
 
 def group_by_group(mode, groups):
-    """The definitions, one number at a time."""
+    """Compute the advantages of a mode by its definition, one number at a time."""
     rewards = [r for g in groups for r in g]
     centered = [r - statistics.fmean(g) for g in groups for r in g]
     out = []
@@ -57,7 +58,8 @@ def group_by_group(mode, groups):
                 "rloo_normalized": beside / (spread + 1e-6 if spread else 1.0),
                 "reinforce_pp_baseline": shifted / (statistics.pstdev(centered) + 1e-8),
                 "opo": r - by_length,
-                # k = G: how much this completion adds to the best of the group
+                # With k = G, the gap is the amount that this completion adds to the best reward of
+                # the group.
                 "passk": best - max(others) if r == best and g.index(best) == i else 0.0,
             }
             out.append(defined[mode])
@@ -75,7 +77,7 @@ def test_modes(mode):
 
 
 def test_a_constant_baseline():
-    """Equal rewards keep their advantage, a missing reward gets 0, and groups do not matter."""
+    """Equal rewards keep their advantage, a missing reward gets 0, and groups have no effect."""
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.25, float("nan"), 0.0])
     expected = torch.tensor([0.5, 0.5, 0.5, -0.25, 0.0, -0.5])
     for group_size in (1, 2, 3, 6):
@@ -88,7 +90,8 @@ def test_a_constant_baseline():
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
     """Rounding must not matter: the mean of seven times 0.1 is not 0.1 in floating point.
 
-    The group is alone, next to another such group, and next to a mixed one, which is not zero.
+    The group is next to a group with the same rewards, or next to a group with different rewards,
+    whose advantages are not 0.
     """
     options = options_of(mode, torch.arange(1, 2 * G + 1))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -100,8 +103,9 @@ def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
-    """All advantages would be 0. The call raises, and the configuration does before a model is
-    loaded.
+    """A group size of 1 raises an error, because all advantages would be 0.
+
+    The configuration raises the same error before a model is loaded.
     """
     from grpo_fast.train.config.recipes import load_recipe
 
@@ -122,7 +126,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
 )
 def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
-    """A failed reward is left out of mean, deviation and leave-one-out mean."""
+    """A missing reward is left out of the mean, the deviation and the leave-one-out mean."""
     rewards, lengths = torch.tensor([1.0, math.nan, 0.0, 0.4]), torch.tensor([4, 9, 2, 7])
     keep = ~rewards.isnan()
     own = group_advantages(rewards, mode, group_size=4, **options_of(mode, lengths))
@@ -192,7 +196,7 @@ def test_maxrl_and_clipping():
 
 
 def test_gdpo():
-    """Normalise each reward in its group, then whiten the weighted sum over the batch."""
+    """Each reward is normalised in its group, and the weighted sum is whitened over the batch."""
     each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.2], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
     options = {"group_size": 3, "weights": [2.0, -1.0], "eps": 0.0}
     a = group_advantages(each[0], group_size=3).double()
@@ -212,7 +216,7 @@ def test_gdpo():
 # ----------------------------------------------------------
 # gae
 def test_gae_skips_gaps():
-    """The output of a tool between two turns changes nothing."""
+    """The output of a tool between two turns does not change the advantages."""
     g = torch.Generator().manual_seed(1)
     mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 1], [0] * 8]).bool()
     rewards, values = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
@@ -234,7 +238,10 @@ def test_lambda_by_length():
 
 
 def test_process_advantages_are_the_papers():
-    """DeepSeekMath 4.1.3: normalise all step rewards of a group, then sum those ahead."""
+    """Rewards are normalised within the group, then summed from each token on.
+
+    The definition is in DeepSeekMath, section 4.1.3.
+    """
     nan = float("nan")
     rewards = torch.tensor([[nan, 1.0, nan, 0.0], [0.5, nan, nan, nan], [nan, nan, 3.0, 2.0],
                             [nan, nan, nan, nan]])  # fmt: skip

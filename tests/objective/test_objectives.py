@@ -1,6 +1,4 @@
-"""The table of losses: keys of the oracle, value and slope of each loss function, KL estimators,
-overflow guards.
-"""
+"""Test the table of losses, the value and slope of each loss function, and KL estimators."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.loss_cases import AGGREGATIONS, options_for
 def test_both_sides_have_the_same_losses_kl_estimators_and_normalisers():
     assert set(OBJECTIVES) == set(oracles.ORACLES)
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
-    # tested separately, because it needs prompts
+    # prompt_mean is tested separately, because it needs prompts.
     assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}
 
 
@@ -44,8 +42,9 @@ def test_defaults_of_the_config():
 
 
 def single_token(loss_type, lp, lr, A, options):
-    """Return the oracle on completions of one token each, which is the domain of a loss
-    function.
+    """Return the oracle's loss for completions of one token each.
+
+    A loss function computes one token at a time, so only such completions are comparable.
     """
     c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
     return oracles.ORACLES[loss_type](c, oracles.resolve(options))
@@ -82,7 +81,7 @@ def test_leaf_value_and_slope(loss_type, delta):
 
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 def test_a_slope_in_fp32_keeps_its_digits(loss_type):
-    """Even where a gate is nearly closed: sapo at a ratio of 12."""
+    """The slope keeps its digits even if a gate is nearly closed, as for sapo at a ratio of 12."""
     params = LossConfig(**options_for(loss_type)).params
     lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
     logp = torch.full_like(lr, -4.0)
@@ -107,7 +106,10 @@ def test_kl_value_and_slope(kl_estimator):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.249, 0.251, 0.5])
 def test_k3_is_accurate_where_its_formula_cancels(magnitude, sign):
-    """fp32, relative error ≤ 1e-6 for |d| from 1e-7 to 1e-2, including any switch to a series."""
+    """In fp32 the relative error is at most 1e-6 for |d| from 1e-7 to 1e-2.
+
+    A switch to a series in this range must not be less accurate.
+    """
     d = torch.tensor([sign * magnitude, sign * magnitude * 1.37], dtype=torch.float32)
     value, slope = KL_ESTIMATORS["k3"](d)
     exact = d.double()
@@ -137,7 +139,7 @@ def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
 
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
-    """At r exactly on the bound, and at r = 1 (on policy), the slope is −r·A."""
+    """The slope is −r·A if r is exactly on the bound, and if r = 1 (on policy)."""
     leaf = OBJECTIVES["grpo"].function
     lr = torch.tensor([0.0, 0.0], dtype=torch.float64)
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -147,7 +149,7 @@ def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
 
 
 def test_the_offset_bound_of_cispo_in_numbers():
-    """A ratio of 2 is clipped to 1 + ε_high, and 1/2 to 1 - ε_low."""
+    """A ratio of 2 is clipped to 1 + ε_high, and a ratio of 1/2 is clipped to 1 - ε_low."""
     config = LossConfig(loss_type="cispo", cispo_bound="offset", epsilon_low=0.2, epsilon_high=0.3)
     logps = torch.full((2, 1), -1.0, requires_grad=True)
     old = logps.detach() - torch.tensor([[2.0], [0.5]]).log()

@@ -1,9 +1,9 @@
-"""Numbers that the tests of NeMo-RL, SkyRL, verl and slime publish, recomputed with our options.
+"""Recompute numbers from the tests of NeMo-RL, SkyRL, verl and slime with our options.
 
-Each row names the file and the test that the inputs and expected values come from, and the options
-that a user of that project sets here (the tables in grpo_fast/integrations/README.md list them by
-key). Read at NVIDIA-NeMo/RL 7ea279a, NovaSky-AI/SkyRL a956457, volcengine/verl b178a3c, THUDM/slime
-624b824.
+Each row names the file and the test from which the inputs and expected values come. It also has the
+options that a user of that project sets here. The tables in grpo_fast/integrations/README.md list
+these options by key. The commits are NVIDIA-NeMo/RL 7ea279a, NovaSky-AI/SkyRL a956457,
+volcengine/verl b178a3c and THUDM/slime 624b824.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Row(NamedTuple):
 
 
 def weights(log_ratios, corrections, mask=None):
-    """Return the factor of every token's policy gradient, from completions of one token with
-    advantage -1 and logp 0.
+    """Return the factor of every token's policy gradient.
+
+    The factors are measured with completions of one token with advantage -1 and logp 0.
     """
     rows = torch.tensor(log_ratios)
     mask = torch.ones_like(rows) if mask is None else torch.tensor(mask)
@@ -148,7 +149,7 @@ PUBLISHED = [
     Row(NEMO_GRPO, "test_clip_grpo_advantages_respects_config_bounds", "advantages",
         {"rewards": [-10.0, 15.0, 0.0, 5.0], "mode": "rewards", "group_size": 1,
          "clip_low": -2.0, "clip_high": 3.0}, [-2.0, 3.0, 0.0, 3.0]),
-    # gae_lambda, gae_gamma; the value 999 in the gap must not be read
+    # gae_lambda, gae_gamma. The value 999 in the gap must not be read.
     Row(NEMO_PPO, "test_gae_gamma_lambda_zero", "values",
         {"rewards": [0.0, 0.0, 5.0], "values": [1.0, 2.0, 3.0], "gamma": 1.0, "lam": 0.0},
         [1.0, 1.0, 2.0]),
@@ -225,7 +226,8 @@ PUBLISHED = [
     Row(SKY_PPO, "test_compute_reinforce_plus_plus_outcome_advantage_gamma", "values",
         {"rewards": [1.0, 2.0, 3.0], "values": [0.0] * 3, "gamma": 0.5, "lam": 1.0},
         [2.75, 3.5, 3.0]),
-    # loss_reduction: their tests reduce advantages; a REINFORCE loss of logps -1 gives the same
+    # loss_reduction. SkyRL's tests reduce advantages. A REINFORCE loss with logps of -1 gives the
+    # same numbers.
     Row(SKY_PPO, "TestApplyLossReductionToAdvantagesMinibatch.test_prompt_mean", "loss",
         {"lp": [[-1.0, -1.0]] * 4, "advantages": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]], "items": None,
@@ -240,15 +242,15 @@ PUBLISHED = [
         {"lp": [[-1.0, -1.0]] * 2, "advantages": [[2.0, 3.0], [9.0, 12.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0]], "aggregation": "fixed_length",
          "max_completion_length": 10, **MEANS}, [0.7]),
-    # verl: rollout_is: token, rollout_is_threshold: 2, rollout_rs: token_k1 of "0.5_2.0", whose
-    # bounds apply to the sampler's probability over the trainer's
+    # verl: rollout_is: token, rollout_is_threshold: 2, rollout_rs: token_k1 of "0.5_2.0". In verl
+    # the bounds apply to the ratio of the sampler's probability to the trainer's.
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": {"high": 2.0}},
         [0.368] * 5 + [1.649] * 5, 1e-3),
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": reject("token", 1 / 2, 1 / 0.5)},
         [0.0] * 5 + [1.0] * 5),
-    # slime: eps_clip, eps_clip_high of cispo: losses -clamped·A·logp
+    # slime: eps_clip, eps_clip_high of cispo. The losses are -clamped·A·logp.
     *[
         Row(SLIME, "test_compute_cispo_loss_matches_closed_form_surrogate", "loss",
             {"lp": [[lp]], "old": [[lp - math.log(ratio)]], "advantages": [[a]],
@@ -273,10 +275,10 @@ def test_there_are_forty_of_them():
 
 
 def test_slopes_of_a_clamped_kl():
-    """NeMo-RL test_calculate_kl_detaches_importance_sampling_when_input_clamped.
+    """Compare with NeMo-RL, test_calculate_kl_detaches_importance_sampling_when_input_clamped.
 
-    Without the part of the ratio, whose gradient we keep, and with our values for distant tokens
-    (objective/README.md).
+    The gradient through the ratio is not compared, because our code keeps it. For tokens far from
+    the reference, the expected numbers are our values (objective/README.md).
     """
     clamped = kl_slope([-3.0, -1.0], [0.0, 0.0], kl_input_clamp=2.0)
     assert clamped.tolist() == pytest.approx([0.0, 1.0 - math.e], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Losses of the value function, and explained variance, against loops over plain numbers."""
+"""Test losses of the value function and the explained variance against loops over plain numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPSILON, DELTA = 0.2, 0.7
 
 
 def by_hand(kind, v, old, target):
-    """Return the loss, its derivative to v, and whether the clipped branch is chosen."""
+    """Return the loss, its derivative with respect to v, and whether the clipped term is larger."""
     error = v - target
     if kind == "huber":
         near = abs(error) <= DELTA
@@ -31,7 +31,8 @@ def by_hand(kind, v, old, target):
 
 @pytest.mark.parametrize("kind", VALUE_LOSSES)
 def test_every_loss_and_its_gradient(kind):
-    # Inside the clip range, and outside it towards and away from the target, on both sides.
+    # Values are inside the clip range, and outside it towards and away from the target, on both
+    # sides.
     cases = [(v, old, target) for v in (-1.5, -0.1, 0.05, 0.9, 2.0)
              for old in (-0.3, 0.0, 0.5) for target in (-1.0, 0.0, 0.2, 3.0)]  # fmt: skip
     values, old, returns = torch.tensor(cases, dtype=torch.float64).unbind(1)
@@ -47,7 +48,7 @@ def test_every_loss_and_its_gradient(kind):
 
 def test_explained_variance():
     returns = torch.tensor([1.0, 2.0, 4.0, 5.0])
-    # adding a constant does not change the variance
+    # Adding a constant does not change the variance.
     assert explained_variance(returns - 7.0, returns) == 1
     assert explained_variance(torch.full((4,), 3.0), returns) == 0
     assert explained_variance(torch.tensor([1.0, 2.0, 4.0, 3.0]), returns).item() == pytest.approx(
@@ -60,9 +61,10 @@ def test_explained_variance():
 
 
 def test_gae_against_its_recursion():
-    """A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} − V_t, wherever the padding is.
+    """The recursion is A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} − V_t.
 
-    V after the last token is `following` for a truncated completion, and 0 for one that ended.
+    The position of the padding must not matter. V after the last token is `following` for a
+    truncated completion, and 0 for a completion that ended.
     """
     g = torch.Generator().manual_seed(1)
     rewards, values = torch.randn(4, 9, generator=g), torch.randn(4, 9, generator=g)

@@ -1,1 +1,1 @@
-"""Who computes packed attention: a provider a file."""
+"""Attention kernels for packed rows, with one provider per file."""

@@ -13,8 +13,10 @@ from grpo_fast.kernels.types import contiguous_rows, detached
 def forward(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (Tq, H, D) and lse (H, Tq) of fp32 inputs q (Tq, H, D), k and v (Tk, H_kv,
-    D).
+    """Compute attention for fp32 inputs q (Tq, H, D), k and v (Tk, H_kv, D).
+
+    Returns:
+        The output (Tq, H, D) and the log-sum-exp (H, Tq).
     """
     given = map(contiguous_rows, (q, k, v))
     operator = loader.operator("attention", "attention")

@@ -1,14 +1,12 @@
-"""FlashAttention on CUDA over spans: torch's built-in kernels, and versions 2, 3 and 4 of the
-package.
+"""FlashAttention over spans on CUDA, by torch's built-in kernels or by the packages 2, 3 and 4.
 
 Inputs are q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits, with D a multiple of 8 up to 256, and
 int32 offsets of the spans. Outputs are the attention output and lse (H, Tq) in fp32. Each function
-calls what the library's own autograd class calls, so that the backward pass can receive a merged
-output and lse.
+calls the same operator as the autograd class of its library. The backward pass can therefore
+receive an output and lse that were merged from several calls.
 
-The signatures are those of torch 2.11 to 2.13, flash-attn 2.8, flash_attn_interface (FA3) and
-flash_attn.cute (FA4). The backward pass is deterministic if torch is set to deterministic
-algorithms.
+The signatures match torch 2.11 to 2.13, flash-attn 2.8, flash_attn_interface (FA3) and
+flash_attn.cute (FA4). The backward pass is deterministic if torch uses deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -24,14 +22,15 @@ from grpo_fast.attention.spans import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Return bounds on the span lengths. At least 2 queries, because FA2 uses its decoding path for
-    1.
+    """Return upper bounds of the lengths of query and key spans.
+
+    The bound for queries is at least 2, because FA2 uses its decoding path for a single query.
     """
     return max(2, *spans.queries), max(spans.keys)
 
 
 def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
-    """Return the number of visible keys left and right of a query's own; −1 for all."""
+    """Return the numbers of visible keys left and right of a query's position; −1 for all keys."""
     if not spans.causal:
         return -1, -1
     return (-1 if params.window is None else params.window - 1), 0
@@ -48,7 +47,7 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attentio
 
 def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     left, right = window_of(spans, params)
-    # The state of dropout's random numbers, which is never read without dropout.
+    # This is the state of the random generator for dropout. Without dropout it is never read.
     state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
@@ -65,7 +64,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 
 def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
-    # The library writes into preallocated gradients.
+    # The library writes into gradients that the caller allocates.
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
@@ -90,7 +89,8 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     return dq, dk, dv
 
 
-# flash_attn.cute, FA4. It uses None for "all keys", and derives the right side of a causal window.
+# The next functions use flash_attn.cute, FA4. It uses None for "all keys", and derives the right
+# side of a causal window.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
@@ -99,7 +99,8 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     if 0 in spans.queries:
-        # The first releases of FA4 hang, or store undefined values, for keys without queries.
+        # The first releases of FA4 hang or store undefined values if a span has keys without
+        # queries.
         inner, rows = spans.with_queries
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
         dq, *parts = fa4_backward(grad, seen, inner, params)

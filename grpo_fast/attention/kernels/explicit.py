@@ -1,8 +1,7 @@
-"""Attention with explicit scores, one chunk of queries at a time, for any device, window and
-softcap.
+"""Attention with explicit scores for any device, window and softcap.
 
-A chunk is multiplied only with the keys that it can see. `CHUNK_SCORES` bounds the memory. Products
-are computed in fp32 or better.
+The scores are computed for one chunk of queries at a time, and only with the keys that the chunk
+can see. `CHUNK_SCORES` bounds the memory. Products are computed in fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch import Tensor
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
 from grpo_fast.attention.spans import AttentionParams
 
-# Largest number of scores of one chunk, H·queries·keys; 4M are 16 MiB in fp32.
+# Largest number of scores of one chunk, heads·queries·keys. 4M scores are 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# Smallest number of queries in a chunk: matrix products with fewer rows are slow.
+# Smallest number of queries in a chunk, because matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
 
 
@@ -45,7 +44,7 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
     acc_dtype = lse.dtype
     qs, ks, vs = _heads(*saved[:3])
     gs, os = (x.transpose(0, 1).to(acc_dtype) for x in (grad, saved.out))
-    # D = rowsum(dO∘O), as in FlashAttention: dS = P∘(dP − D).
+    # As in FlashAttention, D = rowsum(dO∘O) and dS = P∘(dP − D).
     delta = (gs * os).sum(-1)
     dq = qs.new_empty(qs.shape, dtype=acc_dtype)
     dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (ks, vs))
@@ -63,7 +62,7 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (H, L, D), with key heads repeated."""
+    """Return q, k and v as (H, L, D). Keys and values are repeated for each query head."""
     groups = q.shape[1] // k.shape[1]
     ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     return q.transpose(0, 1), ks, vs
@@ -73,7 +72,7 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
     """Yield chunks of queries (H, L, D) whose scores fit into CHUNK_SCORES."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
-    # Causal spans are aligned at the bottom right: query i sees the keys up to i + before.
+    # Causal spans are aligned at the bottom right, so query i sees the keys up to i + before.
     before = keys - queries
     rows = max(LEAST_QUERIES, CHUNK_SCORES // (heads * keys))
     if window is not None:
@@ -94,8 +93,10 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
 def _scores(
     q: Tensor, k: Tensor, chunk: Chunk, params: AttentionParams
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the masked scores of a chunk, (H, queries, keys), and the slope of the softcap, or
-    None.
+    """Return the masked scores of a chunk and the slope of the softcap.
+
+    Returns:
+        (scores, slope), each (H, queries, keys). The slope is None without a softcap.
     """
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q[:, chunk.queries].to(acc_dtype) @ k[:, chunk.keys].to(acc_dtype).mT

@@ -1,6 +1,7 @@
 """torch's flex_attention for packed rows, for CUDA inputs that no FlashAttention supports.
 
-The block mask is built one row of blocks at a time, because `create_block_mask` stores T² entries.
+The block mask is built one row of blocks at a time, because `create_block_mask` would store T²
+entries.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ BLOCK = 128
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
     """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
-    Differentiable.
+
+    The function is differentiable.
     """
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
-    # Only CUDA is compiled. Uncompiled flex_attention stores all T² scores, which is fine for CPU
-    # tests.
+    # Compile only on CUDA. Uncompiled flex_attention stores all T² scores, which is acceptable in
+    # the CPU tests.
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -50,8 +52,9 @@ def _score_mod(softcap: float | None) -> Any:
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> Any:
-    """Return the BlockMask: blocks with a visible key, blocks that need no mask, and the mask
-    itself.
+    """Return the BlockMask of a layout.
+
+    It contains the blocks with a visible key, the blocks that need no mask, and the mask function.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -72,18 +75,20 @@ def _block_mask(layout: TreeLayout, window: int | None) -> Any:
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return BlockMask's form of a (Q, K) bool mask: counts and indices, both int32.
+    """Convert a (Q, K) bool mask of blocks to the counts and indices of a BlockMask.
 
-    Counts, (1, 1, Q), are the number of True entries of each row. Indices, (1, 1, Q, K), list them
-    first.
+    Returns:
+        Counts (1, 1, Q) and indices (1, 1, Q, K), both int32. A count is the number of True entries
+        in a row, and the indices list these entries first.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return blocks.sum(-1, dtype=torch.int32)[None, None], order[None, None]
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return two (Q, K) bool tensors: blocks where any query sees any key, and where all queries
-    see all keys.
+    """Return which blocks are partly visible, and which are fully visible, two (Q, K) bool tensors.
+
+    In the first kind of block any query sees any key. In the second kind all queries see all keys.
     """
     some = []
     full = []

@@ -1,4 +1,4 @@
-"""The interface of varlen attention kernels, and an adapter for kernels of a single span."""
+"""Interface of varlen attention kernels, and an adapter for kernels of a single span."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 class Saved(NamedTuple):
-    """Inputs and results of a forward pass, for its backward pass."""
+    """Inputs and results of a forward pass, which the backward pass needs."""
 
     q: Tensor  # (Tq, H, D)
     k: Tensor  # (Tk, H_kv, D)
@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     lse: Tensor  # (H, Tq)
 
     def part(self, call: Call) -> Saved:
-        """Return the part of one call."""
+        """Return the queries, keys, values and results of one call."""
         at = call.queries
         return Saved(
             self.q[at], call.take(self.k), call.take(self.v), self.out[at], self.lse[:, at]
@@ -33,17 +33,17 @@ class Saved(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Attention over `Spans`, with separate forward and backward, so that results can be merged
-    between them.
+    """Attention over `Spans`, with separate forward and backward functions.
 
-    A span of keys may have no queries; its dk and dv are then zero. A span of queries always has
-    keys.
+    The functions are separate so that results of several calls can be merged between forward and
+    backward. A span of keys may have no queries, and its dk and dv are then zero. A span of queries
+    always has keys.
 
     Attributes:
         forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D) and lse (H,
-            Tq), lse in fp32 or better.
+            Tq). lse is fp32 or fp64.
         backward: (grad (Tq, H, D), saved, spans, params) → dq, dk, dv. The output and lse in
-            `saved` may be merged with those of other keys.
+            `saved` may be merged with results for other keys.
     """
 
     forward: Callable[..., Result]
@@ -58,14 +58,14 @@ def over_spans(
     Autocast is disabled, because it would compute fp32 products in 16 bits.
 
     Args:
-        forward: (q (L, H, D), k (S, H_kv, D), v, causal, params) → output (L, H, D) and lse (H, L),
-            lse in fp32 or better.
+        forward: (q (L, H, D), k (S, H_kv, D), v, causal, params) → output (L, H, D) and lse (H, L).
+            lse is fp32 or fp64.
         backward: (grad (L, H, D), saved, causal, params) → dq, dk, dv. dk and dv may have one head
             for each query head.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
-        # log-sum-exps need fp32: merging subtracts them.
+        # Log-sum-exps need fp32, because merging results subtracts them.
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)

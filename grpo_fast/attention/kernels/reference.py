@@ -1,5 +1,6 @@
-"""Dense attention of a packed row, straight from the definition. Every kernel is compared
-with it.
+"""Dense attention of a packed row, written directly from the definition.
+
+Every kernel is compared with this reference.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from grpo_fast.attention.spans import AttentionParams
 
 
 def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:
-    """Return which keys (columns) each query (row) sees, (rows, T) bool."""
+    """Return whether each query (row) sees each key (column), a bool tensor (rows, T)."""
     segment = layout.segments
     position = layout.position_ids[0]
     related = layout.related[segment[rows, None], segment[None]]
@@ -21,8 +22,9 @@ def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(N
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
-    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D), computed in fp32
-    or better.
+    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
+
+    The computation is in fp32 or fp64.
     """
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]

@@ -1,7 +1,8 @@
-"""torch's CPU FlashAttention over spans, one call per span; no fp16.
+"""torch's CPU FlashAttention over spans, with one call per span. It does not support fp16.
 
-The operator takes (1, H, L, D). Where every query sees every key (completions on their prompt), the
-query heads that share a key head become additional queries of it, which avoids a copy of the keys.
+The operator expects tensors of shape (1, H, L, D). If every query sees every key, as completions
+see their prompt, the query heads that share a key head become additional queries of that head. This
+avoids a copy of the keys.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
 def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor]:
     """Return the number of query heads to fold, and k and v as (1, heads, S, D).
 
-    Causal calls cannot fold, because folding reorders the queries; they get keys repeated to H
-    heads.
+    Causal calls cannot fold, because folding reorders the queries. Their keys are repeated to H
+    heads instead.
     """
     groups = q.shape[1] // k.shape[1]
     if causal and groups > 1:

@@ -1,5 +1,4 @@
-"""Attention of a packed row, in which each segment attends causally to itself and to all its
-ancestors.
+"""Attention of a packed row, where each segment attends causally to itself and its ancestors.
 
 Without parents this is one varlen call. A tree needs one more call for every distance to an
 ancestor (`TreeLayout.calls`). The results are merged by their log-sum-exps:
@@ -8,14 +7,14 @@ ancestor (`TreeLayout.calls`). The results are merged by their log-sum-exps:
     (o₂, l₂) = q[segments with a j-th ancestor] on k, v[j-th ancestors], not causal
     l = logaddexp(l₁, l₂)        o = o₁·exp(l₁ − l) + o₂·exp(l₂ − l)
 
-The backward pass runs the backward of every call with the merged (o, l). Then P = exp(S − l) and D
-= rowsum(dO∘O) are those of the full softmax, and the sum over the calls is the exact gradient.
-Merging differentiable outputs would be wrong: FlashAttention drops the gradient of the log-sum-exp
-silently, so dq and dk would lose a term.
+The backward pass runs the backward of every call with the merged (o, l). P = exp(S − l) and D =
+rowsum(dO∘O) are then the values of the full softmax, and the sum over the calls is the exact
+gradient. Merging differentiable outputs would be wrong, because FlashAttention silently drops the
+gradient of the log-sum-exp. dq and dk would lose a term.
 
-A sliding window moves with each row, which a call on a full ancestor cannot express. In that case
-there is one causal call, with copies of the window's keys in front of each segment's own keys
-(`TreeLayout.window_calls`).
+A sliding window begins at a different key for each query, so a call on a full ancestor cannot
+express it. With a window, a tree therefore uses one causal call in which each segment's keys are
+preceded by copies of the keys inside the window (`TreeLayout.window_calls`).
 """
 
 from __future__ import annotations
@@ -30,18 +29,20 @@ from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import AttentionParams
 
 Work = tuple[tuple[Call, ...], AttentionParams, Kernel]
-# Number of output elements that are merged at once. Bounds the fp32 copies of two 16-bit outputs.
+# Number of output elements to merge at once. It bounds the memory of the fp32 copies of two 16-bit
+# outputs.
 MERGE_NUMBERS = 2**25
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams, *, kernel: Kernel
 ) -> Tensor:
-    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D). First-order
-    gradients only.
+    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
+
+    The function supports first-order gradients only.
 
     Args:
-        kernel: the varlen kernel of the calls.
+        kernel: the varlen kernel that computes the calls.
     """
     calls = layout.calls
     if params.window is not None and layout.has_tree:
@@ -57,7 +58,8 @@ class PackedAttention(torch.autograd.Function):
         (first, *others), params, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
         out = _to_fp32(out, others)
-        # Do not name the result of a call: it would stay in memory during the next call.
+        # Do not store the result of a call in a variable, because it would stay in memory during
+        # the next call.
         for call in others:
             at = call.queries
             inputs = (call.take(k), call.take(v), call.spans, params)
@@ -73,7 +75,8 @@ class PackedAttention(torch.autograd.Function):
         (first, *others), params, kernel = ctx.work
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
         grads = list(kernel.backward(grad, saved.part(first), first.spans, params))
-        # Convert one gradient at a time, so that its 16-bit version is freed before the next.
+        # Convert one gradient at a time, so that its 16-bit version is freed before the next
+        # conversion.
         for n in range(3):
             if n and isinstance(first.keys, Copies):
                 grads[n] = first.keys.sum_copies(grads[n])
@@ -87,22 +90,23 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _to_fp32(x: Tensor, merges: list[Call]) -> Tensor:
-    """Convert to fp32 if several results are added, because rounding to 16 bits after each would
-    accumulate.
+    """Convert x to fp32 if several results will be added to it.
+
+    Rounding to 16 bits after each addition would accumulate errors.
     """
     return x if len(merges) < 2 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge attention over two disjoint sets of keys, in place.
+    """Merge attention over two disjoint sets of keys in place.
 
     Args:
-        out: (T, H, D), output of the first set; receives the result.
-        lse: (H, T), log-sum-exp of the first set; receives the result.
-        other: (T, H, D), output of the second set.
+        out: (T, H, D), output for the first set. It is overwritten with the merged output.
+        lse: (H, T), log-sum-exp of the first set. It is overwritten with the merged log-sum-exp.
+        other: (T, H, D), output for the second set.
         other_lse: (H, T), log-sum-exp of the second set.
     """
-    # Computed before lse is overwritten below.
+    # Compute the weight first, because lse is overwritten below.
     weight = torch.sigmoid(other_lse - lse).t()[..., None]
     rows = max(1, MERGE_NUMBERS // out[0].numel())
     for one, two, share in zip(out.split(rows), other.split(rows), weight.split(rows), strict=True):

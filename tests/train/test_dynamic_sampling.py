@@ -1,4 +1,4 @@
-"""Tests of dynamic sampling and of prompts.jsonl."""
+"""Tests of dynamic sampling and of the file prompts.jsonl."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `generate` and return its calls. Completion i of prompt p is `p i`."""
+    """Replace `generate` and return the list of its calls. Completion i of prompt p is `p i`."""
     calls = []
 
     def generate(policy, prompts, options, *, group_size, seed, engine):
@@ -65,7 +65,10 @@ def collected(queue, rewards, config, step=1):
 
 
 def by_table(table, watched=None):
-    """Return a reward function that reads the two rewards of each prompt, by default 0 and 0."""
+    """Return a reward set that reads the two rewards of each prompt from a table.
+
+    Prompts that are not in the table have the rewards 0 and 0.
+    """
 
     def total(*, completions):
         return [table.get(c.split()[0], (0, 0))[int(c.split()[1])] for c in completions]
@@ -181,7 +184,7 @@ def run(folder, *words):
 
 
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # The weighted sum differs in every group, exact_match in almost none.
+    # The weighted sum differs within every group, but exact_match is equal in nearly every group.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.symbols=3", "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

@@ -1,4 +1,4 @@
-"""Hostile folders, files and settings: every command ends with one sentence, and none hangs."""
+"""Tests of hostile folders, files and settings. Every command must end with a one-line error."""
 
 import json
 import os
@@ -29,7 +29,8 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
     assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
     shown = invoke("eval", str(run), "--debug")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and ESCAPE not in shown.stderr
-    # The error for a missing package passes, because `__main__` names the extra to install.
+    # The error for a missing package is raised unchanged, because `__main__` names the extra to
+    # install.
     error = ModuleNotFoundError("No module named 'peft'", name="peft")
     monkeypatch.setattr(EVAL, Mock(side_effect=error))
     with pytest.raises(ModuleNotFoundError):
@@ -149,7 +150,10 @@ def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, sai
 
 
 def test_the_last_position_is_used(tmp_path):
-    """A prompt of four tokens leaves room for thirteen, because the last one is not fed back."""
+    """Check that a prompt of four tokens allows thirteen new ones for 16 positions.
+
+    The last token is not fed back to the model.
+    """
     words = (CONFIG, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
     assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0
 

@@ -1,4 +1,4 @@
-"""The folder of a run, its logs, its progress and its picture."""
+"""Tests of a run's folder, logs, progress display and curves."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
 
 
 def test_progress_is_a_line_per_logged_step(tmp_path, monkeypatch):
-    """Lines are printed for the first and last step, every evaluation, and once in SECONDS."""
+    """Check that lines appear for the first and last step, each evaluation, and once in SECONDS."""
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
     shown = "reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
@@ -155,7 +155,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
 
 
 def test_numbers_that_no_picture_has(tmp_path):
-    """The metrics of a stranger's run may have numbers that no axis can show."""
+    """Check that plotting skips numbers that no axis can show, as foreign metrics may have."""
     huge = "1" * 400
     odd = [(1, 1), (2, huge), (huge, 1), (3, "1e999"), (4, 1e308), (1e308, 1), (5, 9e299)]
     lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in odd]
@@ -174,7 +174,10 @@ def test_a_folders_name_is_no_mathematics(tmp_path):
 
 
 def test_a_picture_needs_a_files_name(tmp_path):
-    """matplotlib would add a suffix, and write to a different name than the requested one."""
+    """Check that names without a picture's suffix are refused.
+
+    matplotlib would append a suffix and write to a different path than the requested one.
+    """
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))

@@ -1,4 +1,4 @@
-"""The metrics of a run in TensorBoard and other trackers of accelerate."""
+"""Tests that send the metrics of a run to TensorBoard and other trackers of accelerate."""
 
 import math
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):
-    """A tracker that keeps everything it receives from accelerate."""
+    """Tracker that records everything it receives from accelerate."""
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
     made: list = []

@@ -133,7 +133,7 @@ class Memory:
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
-        """Return the largest number of trunk tokens of a micro-batch that fits into `limit` bytes."""
+        """Return the largest number of trunk tokens for which `peak` is at most `limit` bytes."""
         room = limit - self.fixed
         with_head = (room - self.head) / self.kept_per_token if self.kept_per_token else math.inf
         return max(0, int(min(with_head, (room - self.working) / self.per_token)))

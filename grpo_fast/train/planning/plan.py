@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table, with their setting
 
 
 def _by_name(value: Any) -> Any:
-    """Convert the name of a GPU to its memory in GB. Numbers with or without a unit stay numbers."""
+    """Convert the name of a GPU to its memory in GB. A number, with or without GB, stays one."""
     if not isinstance(value, str):
         return value
     name = re.sub(r"nvidia|amd|geforce|tesla|[\s_-]", "", value.casefold())

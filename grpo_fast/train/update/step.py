@@ -51,7 +51,7 @@ def update_rows(updates: Sequence[Update], first: int) -> list[dict[str, float]]
 
 @dataclass
 class Step:
-    """Data of one training step. Checkpoints never contain it, because a run resumes between steps."""
+    """Data of one training step. A run resumes between steps, so checkpoints never contain it."""
 
     number: int
     clock: Clock

@@ -90,7 +90,7 @@ class JsonLines:
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)
         try:
-            while rest:  # a disk that is nearly full takes the beginning only
+            while rest:  # a nearly full disk may write only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._file.truncate(self.length)

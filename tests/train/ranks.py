@@ -83,10 +83,10 @@ class Apart(TransformersEngine):
 
     def update(self, policy: Any, version: int) -> None:
         super().update(copy.deepcopy(policy), version)
-        self.policy.lm.base_model._forward_pre_hooks.clear()  # signals are for the trainer
+        self.policy.lm.base_model._forward_pre_hooks.clear()  # only the trainer handles signals
 
 
-# ------------------------------------------------------------------------------------- jobs
+# ------------------------------------------------------------------------------------- Jobs
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
     """Run the training of a case, and return how it ended."""
     given = [] if kind is None else [f"distributed={kind}"]
@@ -226,7 +226,7 @@ def load_large(megabytes: int) -> Any:
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
     load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]
     peaks = []
-    for one in load:  # the first imports what the second would be charged for
+    for one in load:  # the first load does the imports, so the second measures the model only
         policy = load_policy(one, build_symbol_tokenizer(list("0123456789")),
                              empty=not distributed.is_main())  # fmt: skip
         sharding.shard_all([policy], policy.device, None)
@@ -279,7 +279,7 @@ def ended(folder: str, rank: int) -> Any:
     return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
 
 
-# --------------------------------------------------------------------------------- processes
+# --------------------------------------------------------------------------------- Processes
 def free_port() -> str:
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -370,7 +370,7 @@ class Ranks:
         self.log.close()
 
 
-# --------------------------------------------------------------------------------- comparing
+# ------------------------------------------------------------------------ Comparison of runs
 def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of all numbers in a run's folder, and the bytes of its prompts."""
     rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

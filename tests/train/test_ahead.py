@@ -159,7 +159,7 @@ def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
         begin(self, step, clock)
         if step == 2:
             apart[-1].moved.set()
-            Leave(monkeypatch, 1)  # leaves in the next forward pass, which is an update
+            Leave(monkeypatch, 1)  # sends the signal at the next forward pass, which is an update
 
     with monkeypatch.context() as patched:
         patched.setattr(Collector, "begin_ahead", begun)

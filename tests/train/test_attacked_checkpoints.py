@@ -114,7 +114,7 @@ def test_a_wrong_state_is_refused_with_the_name_of_the_field(folder, newest, pat
     assert checkpoints_in(folder) == before
 
 
-TENSORS = {  # an edit, and a part of the message
+TENSORS = {  # a function that edits the tensors, and a part of the message
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT}: expected .* got none"),
     "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more: expected no such tensor"),
     "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*15"),

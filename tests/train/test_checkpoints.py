@@ -46,7 +46,7 @@ KINDS = {
         "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
         "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
     ],
-    "warm start": [  # the frozen reference is the policy that it led to
+    "warm start": [  # the frozen reference is the warm-started policy
         "warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
     ],
     "dynamic sampling and a running baseline": [
@@ -184,7 +184,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
     name = file.relative_to(newest)
     assert f"{newest} is damaged and passed over: {name}" in caplog.text
     assert len(list(newest.parent.glob(f"{newest.name}.damaged-*"))) == 1
-    assert problem_of(newest) is None and problem_of(before) is None  # it was written again
+    # The run wrote the damaged checkpoint again.
+    assert problem_of(newest) is None and problem_of(before) is None
 
 
 STEP = "step_000002"
@@ -254,7 +255,7 @@ def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkey
     rows = run(folder, "resume=auto", constant, "steps=4", *kept)["metrics"]
     assert rows[-1]["step"] == 4
     left_at(tmp_path / "linear", monkeypatch, 20, "optim.schedule=linear")
-    with pytest.raises(ValueError, match="steps: 3 → 4"):  # on which its rates depend
+    with pytest.raises(ValueError, match="steps: 3 → 4"):  # learning rates depend on steps
         run(tmp_path / "linear", "resume=auto", "optim.schedule=linear", "steps=4")
 
 
@@ -286,7 +287,7 @@ def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
         model(torch.ones(1))
     assert (stopped.value.code, stopped.value.name) == (143, "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
-    model(torch.ones(1))  # nobody listens any more
+    model(torch.ones(1))  # signals are no longer handled
 
 
 @pytest.mark.slow

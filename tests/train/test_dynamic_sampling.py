@@ -83,7 +83,7 @@ def queue_of(count):
     return PromptQueue([Example(f"p{i}", "x", None) for i in range(count)])
 
 
-# ------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- Groups of a step
 def test_what_becomes_of_each_group():
     rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
     judged = torch.tensor(rewards)
@@ -146,7 +146,8 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     config = configured("rollout.dynamic.rounds=2")
     found = collected(queue, by_table({"p2": (0, 1)}), config)
     prompts, _ = zip(*asked, strict=True)
-    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # starts again at p0
+    # The queue has four prompts and then starts again at p0.
+    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])
     uses = "filled dropped kept dropped dropped dropped kept"
     assert " ".join(row.use for row in found.records) == uses
     assert found.prompts[::2] == ["p0", "p2", "p2"]
@@ -176,7 +177,7 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
     json.dumps([vars(row) for row in found.records], allow_nan=False)
 
 
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------- Complete runs
 def run(folder, *words):
     rows = sort(folder, *words)
     asked = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]

@@ -155,7 +155,7 @@ def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
 
 
-# ----------------------------------------------------------------------- the table of endings
+# ------------------------------------------------------------------- Ways in which a run ends
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
 LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
 COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
@@ -356,7 +356,7 @@ def test_a_checkpoint_is_due_by_time(tmp_path, monkeypatch):
 def test_a_second_signal_ends_the_process_at_once(start, tmp_path):
     process = start(write_recipe(tmp_path), *LONG)
     wait_for(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGSTOP)  # both have arrived when the process runs again
+    process.send_signal(signal.SIGSTOP)  # both signals wait until the process continues
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         process.send_signal(number)
     process.communicate(timeout=60)

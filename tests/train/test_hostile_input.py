@@ -19,7 +19,7 @@ def change_json(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields))
 
 
-# --------------------------------------------------------------------------------- the last resort
+# ------------------------------------------------------------------------------- Unexpected errors
 EVAL = "grpo_fast.train.evaluation.command.run_eval"
 
 
@@ -37,7 +37,7 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
         invoke("eval", str(run))
 
 
-# ------------------------------------------------------------------------- tokenizer and template
+# -------------------------------------------------------------------- Tokenizer and chat template
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -63,7 +63,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
     assert refused(result, "prompts: expected what the tokenizer", "WordLevel error: Missing [UNK]")
 
 
-# ------------------------------------------------------------------------------- a model's folder
+# ------------------------------------------------------------------------------ Folder of a model
 @pytest.mark.parametrize("layers", [10**9, -3])
 def test_layers_without_end_or_number(run, layers):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
@@ -133,7 +133,7 @@ def test_a_device_without_memory_and_one_that_is_not_here():
         assert len(str(error.value)) < 250
 
 
-# ---------------------------------------------------------------------------------------- a train
+# --------------------------------------------------------------------------------------- Training
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -144,7 +144,7 @@ def test_a_device_without_memory_and_one_that_is_not_here():
 )
 def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, said, monkeypatch):
     quiet = "transformers.PreTrainedModel.warn_if_padding_and_no_attention_mask"
-    monkeypatch.setattr(quiet, lambda *_: None)  # into the stderr of an earlier test
+    monkeypatch.setattr(quiet, lambda *_: None)  # would write to an earlier test's stderr
     assert refused(invoke("train", write_recipe(tmp_path), *words), said)
     assert not (tmp_path / "run").exists()
 
@@ -166,7 +166,7 @@ def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "model").is_dir()
 
 
-# ----------------------------------------------------------------------------------------- an eval
+# -------------------------------------------------------------------------------------- Evaluation
 def test_eval_overwrites_an_earlier_result_only(run, tmp_path):
     for name in ("config.yaml", "summary.json", "model/config.json"):
         before = (run / name).read_bytes()

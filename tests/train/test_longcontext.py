@@ -79,7 +79,7 @@ def test_options_are_in_force(spied):
     plain, every, tiled = (saved(fp64_policy(**o)) for o in ({}, OPTIONS[0], {"tiled_mlp": 7}))
     assert every < plain and tiled < plain and not moved
     loss_and_gradients(fp64_policy(**OPTIONS[1]))
-    assert len(moved) == 3  # layers
+    assert len(moved) == 3  # once per layer
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -196,7 +196,7 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
         assert weight.item() == expected
 
 
-# ---------------------------------------------------------- A whole step three ways
+# -------------------------------------------------- One step computed in three ways
 VOCAB = 512
 NAMES = ("shared", "packed", "padded")
 

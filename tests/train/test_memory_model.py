@@ -33,7 +33,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
-    with pytest.MonkeyPatch.context() as patch:  # the layers of a GPU: a CPU's own keep less
+    with pytest.MonkeyPatch.context() as patch:  # use the GPU's layers; the CPU's layers store less
         patch.setattr(policies, "fast_layers", lambda model: None)
         policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     policy.model.train()
@@ -62,7 +62,7 @@ def kept_bytes(policy, packed):
 
 def peak_bytes(step):
     """Return the allocator's peak above the memory before the call, in bytes."""
-    gc.collect()  # cycles of other tests, freed in the middle, would be taken off the peak
+    gc.collect()  # garbage of other tests, if freed later, would lower the peak
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         step()
@@ -87,7 +87,7 @@ def test_the_prediction_against_the_allocators_peak(dtype, options):
     def step():
         policy.hidden(packed).sum().backward()
 
-    step()  # gradients and the layout's cached tensors exist from here on
+    step()  # creates the gradients and the layout's cached tensors
     predicted = memory.peak(TOKENS, rows=0) - memory.fixed
     assert peak_bytes(step) == pytest.approx(predicted, rel=0.12)
 
@@ -143,7 +143,7 @@ def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
     measured = peak_bytes(lambda: torch.autograd.grad(out, (q, k, v), grad))
     shape = Shape(1, 64, 0, 4 * 16, 16, 13, 0, True)
     predicted = (memory_model._tree_backward(shape, e) - e * (64 + 64)) * layout.total
-    if e == 2:  # a CPU adds 16 bits to fp32 by way of a copy of the first call's dq
+    if e == 2:  # a CPU copies the first call's dq to add 16 bits to fp32
         predicted += 4 * 64 * layout.calls[1].spans.cu_q[-1].item()
     assert measured == pytest.approx(predicted, rel=0.05)
 

@@ -162,7 +162,7 @@ def test_the_kl_in_the_reward(estimator):
 
 def test_whitening_is_over_the_whole_batch_after_masking():
     scores = SCORES.clone()
-    scores[7] = math.nan  # a sample without a reward is left out everywhere
+    scores[7] = math.nan  # a sample without a reward is excluded
     policy = tiny_policy()
     plain = make_critic(policy, whiten=False)
     raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)

@@ -183,7 +183,8 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
     found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
     assert [x[0]["tokens"] for x in found] == [11, 11], found
     apart = differences(tmp_path / "run", plain("mu"))
-    assert len(apart) == 3 and all("num_tokens" in x for x in apart)  # prompts stand there twice
+    # Smaller micro-batches store some prompts twice.
+    assert len(apart) == 3 and all("num_tokens" in x for x in apart)
     found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "shards")])
     assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
     assert found[0][0]["error"] == "RankError", found

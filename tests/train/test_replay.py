@@ -116,7 +116,7 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
     target = whole.packed.target_ids[:, None]
     with torch.no_grad():
         old = masked_logps(policy, whole, 0.8).gather(1, target)[:, 0]
-        policy.head.weight.mul_(1.02)  # away from the old policy, too
+        policy.head.weight.mul_(1.02)  # the policy differs from the old policy
     seen = accumulate(policy, batch.minibatches[0], config, ref_head=reference.head)
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
@@ -167,7 +167,7 @@ def test_completions_with_and_without_sets_in_one_batch():
 def test_top_p_alone_is_bounded_where_its_sets_are_kept(words, top_k):
     config = load_recipe("sort", [f"rollout.{word}" for word in words])
     assert config.rollout.top_k == top_k
-    assert RolloutConfig(**config.rollout.model_dump()).top_k == top_k  # saved, and read again
+    assert RolloutConfig(**config.rollout.model_dump()).top_k == top_k  # as if saved and loaded
     assert config.rollout.needs_support == (words != [] and "replay_support=off" not in words)
 
 

@@ -64,7 +64,7 @@ def test_folder_of_a_run(tmp_path):
 def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
     report = opened(tmp_path / "a", config(), stream=io.StringIO())
     report.log(1, {"loss": torch.tensor(0.5), "kl": math.nan, "reward": math.inf, "num_tokens": 7})
-    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # not closed yet
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # the report is still open
     expected = {"step": 1, "loss": 0.5, "kl": None, "reward": None, "num_tokens": 7.0}
     assert [json.loads(line) for line in lines] == [expected]
     assert read_metrics(tmp_path / "a")[0]["kl"] is None
@@ -188,7 +188,7 @@ def test_a_picture_needs_a_files_name(tmp_path):
 
 
 def test_plot_several_runs(tmp_path):
-    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run"]  # the same name twice
+    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run"]  # two folders of the same name
     for folder in folders:
         logged_run(folder, 30).close()
     for suffix in ("png", "svg"):
@@ -196,7 +196,7 @@ def test_plot_several_runs(tmp_path):
         assert picture.stat().st_size > 10_000
     svg = picture.read_text()
     assert all(t in svg for t in ("Reward", "Entropy (nats)", "Throughput (tokens/s)"))
-    assert "Clip fraction" not in svg  # constant here
+    assert "Clip fraction" not in svg  # the metric is constant
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
     with pytest.raises(ValueError, match="expected metrics to draw"):
         plot_runs([tmp_path], tmp_path / "z.png")

@@ -144,7 +144,7 @@ def test_output_folders(tmp_path, recipe, no_model, place):
     folder = tmp_path / place
     said = f"output_dir: {'' if place == 'occupied' else 'cannot'}"
     assert refused(invoke("train", recipe, f"output_dir={folder}"), said)
-    with pytest.raises(ValueError, match="output_dir: "):  # the same from Python
+    with pytest.raises(ValueError, match="output_dir: "):  # the Python API raises the same error
         loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
 
 
@@ -173,7 +173,7 @@ def test_results_that_cannot_be_written_are_still_shown(run):
     assert refused(result, *said, code=1)
 
 
-# ---------------------------------------------------------------------------------- the home folder
+# ---------------------------------------------------------------------------------- The home folder
 def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     """Check that all files of a run use the same home folder for `~`."""
     home, here = tmp_path / "home", tmp_path / "here"
@@ -196,7 +196,7 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
 
 
-# ----------------------------------------------------------------------------------------- later on
+# ------------------------------------------------------------------------------ Errors during a run
 @pytest.mark.parametrize(
     "words", [(), ("model.dtype=float16", "optim.lr=1"), ("rollout.top_k=3", "minibatches=2")]
 )

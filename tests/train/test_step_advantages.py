@@ -137,7 +137,7 @@ def test_the_kl_comes_on_top_of_the_rewards():
     assert rewards_with_kl(batch, 0.5, "k1").tolist() == [0.75, 2.0, 4.5]
 
 
-# ------------------------------------------------------------------- None, and the batch of bnpo
+# ----------------------------------------------------------- Rewards that do not apply, and bnpo
 def test_gdpo_of_functions_that_do_not_apply_to_all():
     """Check GDPO with a reward function for each of two tasks.
 

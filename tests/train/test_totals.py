@@ -51,7 +51,7 @@ def test_the_mean_over_prompts(minibatches, ranks):
     steps = [make_batch(SCORES, minibatches=minibatches, budget=14, rank=rank, ranks=ranks)
              for rank in range(ranks)]  # fmt: skip
     for step in steps:
-        step.shuffle("7")  # groups in parts
+        step.shuffle("7")  # distributes groups over minibatches
     for k in range(minibatches):
         of_prompt: dict[int, list[float]] = {}
         for micro in (micro for step in steps for micro in step.minibatches[k]):

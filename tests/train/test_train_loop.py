@@ -172,7 +172,7 @@ def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = Optimizer([weight], load_recipe("sort").optim, 20)
     bad, worse = math.nan, math.inf
-    for value in (bad, worse, 1.0, bad, bad, 1.0, worse):  # bad gradients count in a row
+    for value in (bad, worse, 1.0, bad, bad, 1.0, worse):  # only consecutive bad gradients count
         before = weight.clone()
         weight.grad = torch.full((3,), value)
         assert math.isfinite(optimizer.step()) == (value == 1) != torch.equal(weight, before)

@@ -112,7 +112,7 @@ def test_the_peak_of_a_gpu(monkeypatch, name, expected):
     assert metrics.peak_flops(torch.device("cpu")) is None
 
 
-# -------------------------------------------------- The early warning of two policies
+# ---------------------------------------------- The warning about a different sampler
 PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
 
 

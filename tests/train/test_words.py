@@ -287,7 +287,7 @@ def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch
     (folder / "weights").mkdir(parents=True)
     for name in ("q.jsonl", "mine.py", "own.py"):
         (folder / name).write_text("")
-    (tmp_path / "own.py").write_text("")  # the recipe's folder comes first
+    (tmp_path / "own.py").write_text("")  # the recipe's folder takes precedence
     (folder / "r.yaml").write_text(
         "model: {path: weights}\ndata: {task: jsonl, path: q.jsonl}\noutput_dir: out\n"
         "reference: {kind: frozen, path: owner/name}\nloss: {beta: 0.1}\n"

@@ -19,7 +19,7 @@ accumulate = partial(gradients.accumulate, correct_sampling=False, validate="ful
 
 
 def rollout_of(
-    shapes: Sequence[tuple[int, Sequence[int]]],  # tokens of a prompt, of its completions
+    shapes: Sequence[tuple[int, Sequence[int]]],  # tokens of a prompt and of its completions
     *,
     cut: Collection[int] = (),  # completions without an EOS
     seed: int = 3,
@@ -39,10 +39,10 @@ def rollout_of(
 
 def table_of(
     prompts: Sequence[list[int]],
-    completions: Sequence[list[int]],  # as many of each prompt
+    completions: Sequence[list[int]],  # the same number for each prompt
     *,
     cut: Collection[int] = (),  # completions without an EOS
-    logps: Sequence[Tensor] | None = None,  # zeros
+    logps: Sequence[Tensor] | None = None,  # None uses zeros
     texts: Sequence[str] = (),
     supports: Sequence[Support | None] | None = None,
 ) -> Samples:

@@ -39,7 +39,7 @@ Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
 # YAML reads an unquoted `off` as false, so convert false back to "off".
 Off = BeforeValidator(lambda value: "off" if value is False else value)
-CommaList = BeforeValidator(  # reads k=1,4,8, which YAML takes for one string
+CommaList = BeforeValidator(  # splits k=1,4,8, which YAML reads as one text
     lambda value: value if value is None or isinstance(value, list) else str(value).split(",")
 )
 

@@ -17,8 +17,8 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import named_in
 
 Rules = Iterator[tuple[object, str]]
-GAE = "gae"  # advantages of single tokens, from a critic; all other modes use group rewards
-MOST_COMPLETIONS = 1 << 20  # of one step
+GAE = "gae"  # advantages per token from a critic; other modes use group rewards
+MOST_COMPLETIONS = 1 << 20  # limit of one step
 
 
 # Turn off the formatter, so that each condition stays next to its message.

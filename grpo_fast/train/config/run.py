@@ -54,7 +54,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Schedule of the checkpoints. A run that ends early always writes a checkpoint."""
+    """Schedule of the checkpoints. A run that ends early also writes a checkpoint."""
 
     every: Count = 0
     """Steps between checkpoints; 0 writes them by time only."""
@@ -182,7 +182,7 @@ class RunConfig(Section):
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
     def loss_config(self) -> LossConfig:
-        """True if checkpoints must contain the reference, because it cannot be reloaded."""
+        """Return the configuration of the loss, including settings from the section `rollout`."""
         settings = self.loss.arguments()
         # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
         if self.kl.into == "reward":

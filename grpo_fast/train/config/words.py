@@ -23,7 +23,7 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 Config = TypeVar("Config", bound=BaseModel)
 
 
-# ----------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------------- Words
 def read_words(
     kind: type[Config],
     words: Iterable[str],
@@ -126,7 +126,7 @@ def _index(node: Any, part: str, key: str) -> Any:
     return int(part)
 
 
-# ----------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------- Error messages
 def validated(
     kind: type[Config], settings: Any, *, at: str = "", also: Iterable[str] = ()
 ) -> Config:
@@ -149,9 +149,7 @@ def validated(
 
 
 def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) -> str:
-    """Convert an error of pydantic to a line with the dotted key, the expected and the actual
-    value.
-    """
+    """Format an error of pydantic as a line with the dotted key, expectation and given value."""
     # 1. Build the dotted key. Skip names that pydantic inserts for the members of a union.
     path: list[str] = []
     section = None

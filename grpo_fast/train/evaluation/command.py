@@ -173,9 +173,7 @@ def _plus_minus(error: float) -> str:
 
 
 def _check_out(out: str | None) -> None:
-    """Raise a ValueError if `out` cannot be written, or is a file other than an evaluation's
-    result.
-    """
+    """Raise a ValueError if `out` cannot be written, or is not a file of evaluation results."""
     if out is None:
         return
     path = Path(out)

@@ -29,7 +29,7 @@ DEFAULT_REWARDS = {
     "arithmetic": ("exact_match",),
     "jsonl": ("exact_match",),
 }
-NEW_TOKENS = 256  # without a setting and without a recipe
+NEW_TOKENS = 256  # default if neither a setting nor a recipe sets a limit
 # Settings that are read from the section `eval` of a recipe.
 OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from grpo_fast.train.config import require
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 
-MOST_EXACT = 16  # differences of which all choices of signs are tried
-FLIPS = 100_000  # random choices of signs for more differences
-AT_ONCE = 2_000  # choices in memory
+MOST_EXACT = 16  # number of differences up to which all sign choices are tried
+FLIPS = 100_000  # number of random sign choices for more differences
+AT_ONCE = 2_000  # sign choices in memory at the same time
 
 
 class Paired(NamedTuple):

@@ -26,7 +26,7 @@ class Clock:
 
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # sampled, or trunk tokens of training
-    peaks: dict[str, int] = field(default_factory=dict)  # the most bytes on the GPU, by part
+    peaks: dict[str, int] = field(default_factory=dict)  # peak bytes on the GPU, by part
     start: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)
 

@@ -45,7 +45,7 @@ def _is_on_hub(path: str) -> bool:
     """Return True if a hub id names an adapter, and False if the path is not a hub id."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    hub.is_offline()  # if so, the hub's client looks into its cache only, without retries
+    hub.is_offline()  # sets the hub's client to its cache if offline
     try:
         return find_adapter_config_file(path) is not None
     except (OSError, ValueError):

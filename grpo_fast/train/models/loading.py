@@ -111,7 +111,7 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # refused below with a better message
+            ignore_mismatched_sizes=True,  # `_check_keys` raises a better message
             output_loading_info=True,
             **keywords,
         )
@@ -188,7 +188,7 @@ def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
         unknown = [name for name in fields if not hasattr(plain, name)]
         if not unknown:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**complete))
-    except Exception as error:  # each architecture raises different classes
+    except Exception as error:  # exception classes differ between architectures
         kind = fields["model_type"]
         raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
     raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")

@@ -38,7 +38,7 @@ def self_check(policy: Policy) -> float:
     training = policy.lm.training
     try:
         difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
-    except (AttributeError, TypeError) as error:  # the model reads the mask, which is absent here
+    except (AttributeError, TypeError) as error:  # the model needs a mask, and gets none
         raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
     finally:
         policy.lm.train(training)
@@ -100,7 +100,7 @@ def _gap(
     Returns:
         The difference in nats.
     """
-    policy.lm.train()  # experts that are chosen at random in training show a difference
+    policy.lm.train()  # reveals a random choice of experts
     ours = policy.logps(pack)
     with policy.generation():
         pairs = zip(rows, starts, strict=False)

@@ -39,9 +39,9 @@ from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConf
 
 log = logging.getLogger(__name__)
 
-SMALL = 1_000_000  # parameters of a model whose memory needs no warning
-USABLE_GPU = 0.9  # of a GPU's memory; fragmentation, rollouts and the CUDA context need the rest
-USABLE_CPU = 0.5  # of the host's memory; rollouts and other processes need the rest
+SMALL = 1_000_000  # parameters below which an unknown architecture gives no warning
+USABLE_GPU = 0.9  # share of a GPU; fragmentation, rollouts and the CUDA context need the rest
+USABLE_CPU = 0.5  # share of the host's memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
 
@@ -96,10 +96,10 @@ class Memory:
     logits_row: int  # bytes of that workspace for one completion token
     head_gradient: int  # a new gradient of the head, before it is added to `.grad`
     head_sum: int  # the fp32 sum of that gradient over chunks
-    one_chunk_rows: int  # the most completion tokens for which the head needs no fp32 sum
-    kept_per_token: float  # by all layers together, until the backward pass
-    working_per_token: float  # by the layer that is in its backward pass
-    working: int  # by that layer, independent of T (a tile of the MLP)
+    one_chunk_rows: int  # most completion tokens without an fp32 sum
+    kept_per_token: float  # stored by all layers until the backward pass
+    working_per_token: float  # needed by the layer in its backward pass
+    working: int  # needed for one MLP tile, independent of T
 
     @property
     def fixed(self) -> int:
@@ -172,7 +172,7 @@ def predict(
     logits = workspace_bytes(torch.device(device), memory=gpu)
     row, one_chunk_rows = 4 * shape.vocab, 0
     if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
-        row = 2 * shape.vocab  # exponentials
+        row = 2 * shape.vocab  # 16-bit exponentials
         one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
     return Memory(
         weights=shape.parameters * (weight + copies),

@@ -30,14 +30,14 @@ from grpo_fast.train.planning.memory_model import (
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 GPUS: dict[str, float] = _KNOWN["gpus"]
 KNOWN_MODELS: dict[str, dict[str, Any]] = _KNOWN["models"]
-TOO_MUCH = 1e18  # of any setting of a plan: a float cannot count it
+TOO_MUCH = 1e18  # upper limit of the settings of a plan
 
 CHECKPOINTING = ("model.gradient_checkpointing=true",)
 TILED = (*CHECKPOINTING, "model.tiled_mlp=2048")
 OFFLOADED = (*TILED, "model.checkpoint_offload=true")
 EIGHT_BIT = "optim.states=8bit"
 LORA = "model.lora={r: 16}"
-OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table, with their settings
+OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table by label, with their settings
     "as configured": (),
     "checkpointing": CHECKPOINTING,
     "+ tiled MLP": TILED,
@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table, with their setting
 
 
 def _by_name(value: Any) -> Any:
-    """Convert the name of a GPU to its memory in GB. A number, with or without GB, stays one."""
+    """Convert the name of a GPU to its memory in GB. A number such as 80 or 80GB is kept."""
     if not isinstance(value, str):
         return value
     name = re.sub(r"nvidia|amd|geforce|tesla|[\s_-]", "", value.casefold())
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
     shape: Shape
     device: str  # "cuda" or "cpu"
     gb: float  # memory of the device, in 10⁹ bytes
-    memory: dict[str, Memory]  # by options, the unchanged configuration first
+    memory: dict[str, Memory]  # by set of options; the unchanged configuration is first
     group: Group
     dtypes: str
 
@@ -212,7 +212,7 @@ def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> t
         config = _transformers_config(model, data)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # every architecture raises different errors
+    except Exception as error:  # exception classes differ between architectures
         if model.config is not None:
             kind = model.config["model_type"]
             raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
@@ -235,7 +235,7 @@ def _transformers_config(model: ModelConfig, data: DataConfig) -> Any:
     check_fields(fields)
     size = model.vocab_size
     if model.tokenizer == "symbols":
-        size = len(task_symbols(data)) + 2  # pad and end
+        size = len(task_symbols(data)) + 2  # the tokens PAD and EOS
     return AutoConfig.for_model(**{"vocab_size": size, **fields})
 
 

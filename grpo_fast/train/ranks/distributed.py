@@ -31,7 +31,7 @@ from grpo_fast.errors import (
 Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
-REPORT_S = 5.0  # seconds in which a rank that is alive reports itself after an error
+REPORT_S = 5.0  # seconds in which a live rank must report after an error
 # If one rank raises an error of these classes, all ranks raise the same class. Errors of other
 # classes become a RankError on the other ranks.
 SHARED: dict[str, Callable[[str], BaseException]] = {
@@ -43,7 +43,7 @@ _is_alone = False
 _store: list[dist.Store] = []  # of the launcher; ranks report in it that they are alive
 
 
-# ----------------------------------------------------------------------------- number and rank
+# ----------------------------------------------------------------------------- Number of ranks
 def size() -> int:
     """Return the number of ranks. It is 1 if there is no process group."""
     is_met = dist.is_available() and dist.is_initialized() and not _is_alone
@@ -106,7 +106,7 @@ def _missing() -> list[int]:
         while others and time.monotonic() < until:
             others -= {r for r in others if _store[0].check([f"here/{r}"])}
             time.sleep(0.05)
-    except RuntimeError:  # the store is gone with torchrun, or, without it, with rank 0
+    except RuntimeError:  # the store ended with torchrun or with rank 0
         return [] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else [0]
     return sorted(others)
 
@@ -168,7 +168,7 @@ def _quiet(number: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-# ------------------------------------------------------------------------------- collectives
+# ------------------------------------------------------------------------------- Collectives
 def gather(value: Any) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks. Collective call."""
     if size() == 1:
@@ -250,7 +250,7 @@ def _twin(number: int, kind: str, text: str) -> BaseException:
     return RankError(f"rank {number}: {kind}: {text}")
 
 
-# ---------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------- Weights
 @torch.no_grad()
 def align(modules: Iterable[nn.Module]) -> None:
     """Copy the weights and buffers of rank 0 to all ranks. Collective call."""
@@ -281,7 +281,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def fill_(tensor: Any, full: Tensor) -> None:
-    """Return a sharded tensor in full, and any other tensor unchanged. Collective call."""
+    """Copy a full tensor into `tensor`. If `tensor` is sharded, copy this rank's shard only."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 

@@ -63,7 +63,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply by a factor
     # FSDP2 prefetches in the reverse order of all forward passes since the last backward. Rollout
     # forwards differ in number between ranks, so prefetching them would deadlock. Set the order
     # explicitly.
@@ -117,7 +117,7 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         return {key: owner[name].cpu() for key, (owner, name) in owners.items()}
 
     for key, tensor in distributed.from_main(tensors).items():
-        if key in owners:  # a forward pass on rank 0 may have added some
+        if key in owners:  # a forward pass on rank 0 may have added buffers
             owner, name = owners[key]
             owner[name] = tensor.to(device)
 

@@ -16,8 +16,8 @@ from grpo_fast.errors import require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Rows = list[dict[str, float | None]]  # of a metrics.jsonl
-Series = list[tuple[float, float]]  # steps and values
+Rows = list[dict[str, float | None]]  # rows of a metrics.jsonl
+Series = list[tuple[float, float]]  # pairs of step and value
 
 
 # Panels by title. Each panel maps its metrics to labels. The first metric is drawn solid, the
@@ -37,12 +37,12 @@ PANELS: dict[str, dict[str, str]] = {
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip
 ALWAYS = ("Reward", "Accuracy on held-out prompts")  # drawn even if they never change
-STYLE = Path(__file__).with_name("pictures.mplstyle")  # its colours are C0 to C7; C8 is C0 again
+STYLE = Path(__file__).with_name("pictures.mplstyle")  # colors C0 to C7
 INK = "#3b4252"
 GRID = "#e3e6eb"
 COLORS = 8
-LARGEST = 1e300  # of a value on an axis: matplotlib's differences and margins stay finite
-SMOOTHED = 2000  # points of a smoothed series, at about: more than a picture has columns
+LARGEST = 1e300  # larger values would overflow matplotlib's margins
+SMOOTHED = 2000  # points of a smoothed series; more than a picture has columns
 
 
 def read_metrics(run: str | Path) -> Rows:
@@ -83,7 +83,7 @@ def series(rows: Rows, metric: str) -> Series:
     """
     points = []
     for index, row in enumerate(rows):
-        if "update" in row:  # one update of a step, which has a row as well
+        if "update" in row:  # the step has its own row
             continue
         value = row.get(metric)
         step = row.get("step", index)
@@ -190,7 +190,7 @@ def picture(
         **options: further arguments of `Figure.subplots`.
     """
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # no pyplot: no display
+    from matplotlib.figure import Figure  # pyplot would need a display
 
     with rc_context(fname=STYLE):
         figure = Figure(figsize=size)

@@ -14,13 +14,11 @@ from typer.core import TyperCommand
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 Words = list[str] | None  # the arguments `key=value` of a command
-LONGEST_MESSAGE = 4000  # characters: a message may quote a file
+LONGEST_MESSAGE = 4000  # characters; a message may quote a file
 
 
 def _or_the_parents(ctx: typer.Context, value: bool) -> bool:
-    """Return True if `--debug` is given after the command or before it, as in `grpo-fast --debug
-    train`.
-    """
+    """Return True if `--debug` is given after the command, or before it."""
     return value or bool(ctx.parent and ctx.parent.params.get("debug"))
 
 

@@ -20,12 +20,12 @@ from jinja2 import Environment, FileSystemLoader
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
 
-LONGEST_TEXT = 4000  # characters of a prompt or an answer; of a longer one both ends are shown
-LONGEST_TOKENS = 1200  # tokens of a completion; of a longer one both ends are shown
+LONGEST_TEXT = 4000  # characters of a prompt or answer; longer texts show both ends
+LONGEST_TOKENS = 1200  # tokens of a completion; longer completions show both ends
 LOGP_STEP = 0.5  # nats for each shade of surprise
 LOGP_LEVELS = 8
-ADVANTAGE_LEVELS = 4  # shades up to the step's largest advantage, in both directions
-LEAST_STEPS = 4  # steps that have room: one step takes at most a fourth of the page
+ADVANTAGE_LEVELS = 4  # shades for each sign, up to the step's largest advantage
+LEAST_STEPS = 4  # number of steps that always fit; limits the size of one step
 
 Row = Mapping[str, Any]  # see `grpo_fast.train.report.samples.rows_of`
 
@@ -33,7 +33,7 @@ Row = Mapping[str, Any]  # see `grpo_fast.train.report.samples.rows_of`
 class Part(NamedTuple):
     """Section of the page that shows one step."""
 
-    place: int  # among all steps that were added
+    place: int  # index among all steps that were added
     step: int
     html: str
 
@@ -133,7 +133,7 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
         if hidden > 0 and place == half:
             yield {"hidden": hidden}
         is_hidden = half <= place < half + hidden
-        if text and not is_hidden:  # no text: the beginning of a character
+        if text and not is_hidden:  # empty: an incomplete character
             numbers = shown_number(logp, "{:.3f}"), shown_number(advantage, "{:+.3g}")
             yield {
                 "shade": _shade(logp, advantage, largest), "text": text,

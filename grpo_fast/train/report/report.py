@@ -30,9 +30,9 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import start_trackers
 
-CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
-SECONDS = 10.0  # at least, between two lines of the progress
-SHOWN = (  # in a line of the progress: metric, label, format
+CLIPPED = "clip_ratio/region_mean"  # hidden if 0, as with one update per batch
+SECONDS = 10.0  # minimum time between two progress lines
+SHOWN = (  # metric, label and format of each value in a progress line
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl", "{:.4f}"),
     (CLIPPED, "clipped", "{:.2f}"),
@@ -121,7 +121,7 @@ class RunReport(AbstractContextManager[Any]):
         """Append a row of numbers or 0-d tensors to metrics.jsonl, and show the progress."""
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
-        if "update" not in values:  # the row of a step, not of one of its updates
+        if "update" not in values:  # rows of updates are not shown
             numbers = {name: value for name, value in values.items() if math.isfinite(value)}
             for tracker in self._trackers:
                 tracker.log(dict(numbers), step=int(step))

@@ -18,8 +18,8 @@ from grpo_fast.rollout import Samples
 
 def rows_of(
     samples: Samples,
-    advantages: Sequence[Tensor],  # of the tokens of each completion
-    examples: Sequence[Example],  # of each completion
+    advantages: Sequence[Tensor],  # of each completion's tokens, shape (tokens,)
+    examples: Sequence[Example],  # the example of each completion
     sent: Sequence[str],  # the prompt of each completion as the model received it
     tokenizer: Any,
     scorer: Callable[[Example], Scorer],
@@ -70,7 +70,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
     whole = tokenizer.decode(ids)
     streamed = "".join(texts)
-    if texts and whole.startswith(streamed):  # a last character may lack bytes
+    if texts and whole.startswith(streamed):  # the last character may be incomplete
         texts[-1] += whole[len(streamed) :]
     return texts
 

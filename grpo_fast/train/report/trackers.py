@@ -9,7 +9,7 @@ from typing import Any
 from grpo_fast.errors import choice, require
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
-FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
+FOLDER = "trackers"  # subfolder of the run for the files of trackers
 
 
 def check_trackers(names: Sequence[str]) -> None:

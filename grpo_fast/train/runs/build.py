@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     policy: Policy
     another: Policy | None  # the reference, if it is a different model
     evaluate: Evaluation
-    asking: list[str]  # lines that say how questions are asked and rewards are called
+    asking: list[str]  # log lines about the form of questions and the calls of rewards
 
 
 def load(start: Start) -> Loaded:

@@ -34,7 +34,7 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 FORMAT: Literal[6] = 6
-FILE_BYTES = 1 << 28  # of a file of tensors: the writer holds two copies of a file in memory
+FILE_BYTES = 1 << 28  # size of a tensor file; the writer holds two copies in memory
 NAME = re.compile(r"step_(\d{6,12})")
 
 
@@ -42,12 +42,12 @@ class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
     """Manifest of a checkpoint, with the SHA-256 of each file."""
 
     format: Literal[6] = FORMAT
-    value: float | None  # of the metric `checkpoint.best`
+    value: float | None  # value of the metric `checkpoint.best`
     files: dict[str, str]
 
 
 class FormatError(ValueError):
-    """Return the checkpoints in the folder of a run, including damaged ones, newest first."""
+    """Error for a checkpoint of another version of this package. Such a checkpoint is intact."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -151,7 +151,7 @@ def write_checkpoint(
 
 
 def _begin(part: Path, fill: Callable[[Path], None]) -> None:
-    with written(part):  # here, so that all ranks raise a WriteError
+    with written(part):  # all ranks must raise a WriteError
         part.parent.mkdir(exist_ok=True)
         for unfinished in part.parent.glob(f"*{UNFINISHED}"):
             shutil.rmtree(unfinished)
@@ -170,7 +170,7 @@ def _finish(part: Path, final: Path, value: float | None) -> None:
         # checkpoint with its final name and empty files.
         for path in (*part.rglob("*"), part):
             sync(path)
-        set_aside(final)  # os.replace does not replace a folder that has files
+        set_aside(final)  # os.replace cannot replace a nonempty folder
         os.replace(part, final)
         sync(final.parent)
         sync(final.parent.parent)

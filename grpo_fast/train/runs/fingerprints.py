@@ -19,7 +19,7 @@ from grpo_fast.train.ranks import distributed
 
 log = logging.getLogger(__name__)
 
-FILES = "files"  # the key of the fingerprints next to the settings
+FILES = "files"  # key of the fingerprints in the stored settings
 # Settings that may change when a run resumes.
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
@@ -122,8 +122,8 @@ def _of_path(path: str) -> str:
         return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
     from transformers.utils import cached_file
 
-    hub.is_offline()  # or the hub's client would try six times, and print each
+    hub.is_offline()  # avoids six retries of the hub's client when offline
     config = None
-    with contextlib.suppress(OSError):  # loading the model refuses it by the name of its setting
+    with contextlib.suppress(OSError):  # loading the model raises a better error
         config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
     return "unknown" if config is None else f"commit {Path(config).parent.name}"

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from grpo_fast.errors import require
 
 LOCK = ".lock"
-IGNORED = {LOCK, "config.yaml.tmp"}  # files of a run that ended at its start
+IGNORED = {LOCK, "config.yaml.tmp"}  # files left by a run that failed at its start
 
 
 def run_folder(root: str | Path, name: str) -> Path:
@@ -85,7 +85,7 @@ def locked(folder: str | Path) -> Iterator[Path]:
         with suppress(OSError):
             (path / LOCK).unlink()
             if is_new:
-                path.rmdir()  # fails, as it should, unless the run has ended before its first file
+                path.rmdir()  # fails if the folder has files, which must stay
         lock.release()
 
 

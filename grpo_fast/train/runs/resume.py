@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "prompts.jsonl")
-DRAWN = ("random.", "ahead.")  # names of tensors that are no weights
+DRAWN = ("random.", "ahead.")  # prefixes of tensors that are not weights
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Start:
 
     config: RunConfig
     checkpoint: Path | None = None
-    state: State | None = None  # of the checkpoint
+    state: State | None = None  # state in the checkpoint
 
     @property
     def logged(self) -> tuple[tuple[int, int], int]:
@@ -56,16 +56,14 @@ class Start:
         return self.state.lengths, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
-        """Prepare the folder and let the report write into it. Collective call; rank 0 does the
-        work.
-        """
+        """Prepare the folder and let the report write into it. Collective call."""
         folder = Path(self.config.output_dir)
         with distributed.together():
             if not distributed.is_main():
                 return
             for path in checkpoints_in(folder):
                 if self.checkpoint and step_of(path) > step_of(self.checkpoint):
-                    set_aside(path)  # a newer checkpoint that was not taken is damaged
+                    set_aside(path)  # newer checkpoints are damaged
             with written(folder):
                 save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
             report.begin()

@@ -49,7 +49,7 @@ class Saver:
         self.collector = collector
         self.trainer = trainer
         self.report = report
-        self.can_save = config.optim.states == "full"  # no file holds 8-bit or offloaded moments
+        self.can_save = config.optim.states == "full"  # others are not saved
         self.saved_at = time.monotonic()
         self.state = State(
             step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
@@ -106,7 +106,7 @@ class Saver:
         run = self.report.folder
 
         def fill(folder: Path) -> None:
-            self.report.sync()  # or a power cut could leave logs shorter than the checkpoint says
+            self.report.sync()  # a power cut must not lose lines that the checkpoint counts
             self.trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             write_state(state, folder)
 
@@ -147,11 +147,11 @@ class Saver:
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
         is_shared = distributed.is_on_all_ranks(error)
-        if not is_shared and self.config.is_sharded:  # the other ranks wait elsewhere
+        if not is_shared and self.config.is_sharded:  # the other ranks would not take part
             return f"one rank alone cannot save sharded weights; {self._newest()}"
         if not is_shared and not distributed.is_main():
             return "only rank 0 can save the run"
-        self.trainer.forget_gradients()  # their memory is free for the save
+        self.trainer.forget_gradients()  # frees memory for saving
         try:
             with nullcontext() if is_shared else distributed.alone():
                 path = self.save()

@@ -49,7 +49,7 @@ class State:
     step: Count  # finished steps
     before: dict[str, float] | None  # metrics of the first evaluation
     after: dict[str, float] | None  # metrics of the latest evaluation
-    metrics: dict[str, float]  # of the latest step
+    metrics: dict[str, float]  # metrics of the latest step
     unlogged: Rows | None  # rows of a step that was finished and not yet logged
     lengths: tuple[Count, Count]  # bytes of metrics.jsonl and prompts.jsonl
     collector: CollectorState

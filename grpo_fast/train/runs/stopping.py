@@ -24,7 +24,7 @@ class Stopping:
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the first signal
+        self.number: int | None = None  # number of the first signal
         self.may_stop: Callable[[], bool] = lambda: True
 
     def raise_if_asked(self, *_: Any) -> None:
@@ -56,7 +56,7 @@ class Stopping:
 
         def remember(number: int, _: Any) -> None:
             self.number = number
-            for each in handled:  # the next signal ends the process, also in a call that hangs
+            for each in handled:  # the next signal ends the process immediately
                 signal.signal(each, signal.SIG_DFL)
 
         hook = model.register_forward_pre_hook(ask)

@@ -73,7 +73,7 @@ class StepBatch:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.given = samples.on(device)  # without the columns of `precompute`
+        self.given = samples.on(device)  # samples without the columns of `precompute`
         self.samples = dataclasses.replace(self.given)
         self.group_size = group_size
         self.rank = rank

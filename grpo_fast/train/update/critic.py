@@ -205,9 +205,7 @@ class Critic:
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
-        """Save the head and a separate model, if there is one, in a folder that `critic.path`
-        accepts.
-        """
+        """Save the head and the separate model, if any, in a folder that `critic.path` accepts."""
         from safetensors.torch import save_file
 
         folder = Path(directory)

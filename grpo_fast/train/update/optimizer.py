@@ -70,7 +70,7 @@ class Optimizer:
 
         If the norm is infinite or NaN, the step is skipped.
         """
-        sum_gradients(self.parameters)  # first, because the norm must include all ranks
+        sum_gradients(self.parameters)  # the norm must include all ranks
         norm = float(
             full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         )

@@ -56,7 +56,7 @@ class Step:
     number: int
     clock: Clock
     batch: StepBatch
-    metrics: dict[str, float]  # of the samples
+    metrics: dict[str, float]  # metrics of the samples
     records: list[PromptRecord]
     updates: list[Update] = field(default_factory=list)
 

@@ -139,9 +139,7 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """Run one optimizer step on a minibatch. Retry with smaller micro-batches if memory runs
-        out.
-        """
+        """Run one optimizer step on a minibatch. Use smaller micro-batches if memory runs out."""
         batch = step.batch
         losses = None
         while losses is None:

@@ -122,8 +122,7 @@ class Collector:
                 uses = uses_of(self._judged(samples), wanted)
                 while "filled" in uses and rounds < dynamic.rounds:
                     rounds += 1
-                    # The seed includes the queue position, so that each round draws different
-                    # random numbers.
+                    # Add the queue position, so that each round draws new random numbers.
                     seed = (self.seed, step, self.queue.consumed)
                     places = self.queue.take(uses.count("filled"))
                     more, also_lost = self._scored(places, seed, clock)
@@ -207,10 +206,7 @@ class Collector:
         self.advantages.load_state_dict(state.baseline)
 
     def take_ahead(self, ahead: Ahead | None) -> None:
-        """Restore the samples of the next step from a checkpoint.
-
-        Args:
-            ahead: the stored samples, or None if the checkpoint contains none.
+        """Restore the samples of the next step, or None, from a checkpoint.
 
         Raises:
             ValueError: the samples do not belong to the next prompts.
@@ -228,13 +224,7 @@ class Collector:
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
     ) -> Samples | None:
-        """Sample completions of the prompts at some queue positions.
-
-        Args:
-            by: function that samples, `generate` or `generate_share`.
-            places: queue positions of the prompts, which become the group numbers of the samples.
-            seed: seed of the random numbers.
-        """
+        """Sample completions with `by`. The queue positions `places` become group numbers."""
         prompts = [self.queue.example(place).prompt for place in places]
         options: dict[str, Any] = {"group_size": self.config.group_size, "seed": seed}
         samples = by(self.policy, prompts, self.config, engine=self.engine, **options)

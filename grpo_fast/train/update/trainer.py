@@ -35,8 +35,7 @@ from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
-# During these steps the loss checks all input values. Later it only makes checks that need no GPU
-# sync.
+# Steps in which the loss checks all inputs. Later it only makes checks without a GPU sync.
 FULLY_VALIDATED_STEPS = 2
 Trained = Literal["policy", "critic"]
 
@@ -106,9 +105,6 @@ class Trainer:
             number: number of the step, counted from 1.
             clock: measures the parts of the step.
             collected: samples, metrics and prompt records of the collector.
-
-        Returns:
-            The step, ready for its updates.
         """
         samples, metrics, records = collected
         config = self.config
@@ -166,8 +162,7 @@ class Trainer:
                 # After the first update, keep the columns of `precompute`. They depend on old
                 # weights and cannot be computed again.
                 batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
-        # 3. Clip the gradients and step. Read the rate first, because `apply` advances the
-        # schedule.
+        # 3. Clip the gradients and step. Read the rate before `apply` advances the schedule.
         rate = self.optimizer.learning_rate
         norms = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norms[0], rate))
@@ -184,13 +179,9 @@ class Trainer:
         )  # fmt: skip
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Advance schedules, reference and β after a step's updates.
+        """Advance schedules, reference and β after a step's updates, and return its metrics.
 
-        If the KL limit ended a step early, the schedules still advance by the full number of
-        updates.
-
-        Returns:
-            The metrics of the step.
+        After an early stop by the KL limit, the schedules advance by the full number of updates.
         """
         batch = step.batch
         clock = step.clock
@@ -280,11 +271,7 @@ class Trainer:
             optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Return totals of the run for summary.json.
-
-        Args:
-            memory_before: peak memory of the process before the run, in bytes.
-        """
+        """Return totals of the run. `memory_before` is the peak memory before it, in bytes."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,

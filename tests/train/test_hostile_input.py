@@ -150,7 +150,7 @@ def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, sai
 
 
 def test_the_last_position_is_used(tmp_path):
-    """Check that a prompt of four tokens allows thirteen new ones for 16 positions.
+    """Check that 16 positions allow thirteen new tokens after a prompt of four tokens.
 
     The last token is not fed back to the model.
     """

@@ -80,7 +80,7 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
     """Check that the run equals a run with the lower budget, so nothing is counted twice."""
-    # Failing only with gradients would keep old log-probs from the larger micro-batches.
+    # If only the update fails, the old log-probs must be computed again with the lower budget.
     every = where == "anywhere"
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):

@@ -1,1 +1,1 @@
-"""The trainer: `train(load_recipe("sort"))`."""
+"""The trainer of the package. Run it with `train(load_recipe("sort"))`."""

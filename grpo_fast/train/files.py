@@ -1,4 +1,4 @@
-"""Files of a run: regular files, and logs of JSON lines that are complete or absent."""
+"""File access of a run: regular files only, and JSON-lines logs without partial rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_fast.errors import WriteError, require
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Raise a WriteError that names `path` if the disk refuses what is written inside."""
+    """Convert errors of writing inside this context to a WriteError that names `path`."""
     from safetensors import SafetensorError
 
     try:
@@ -29,26 +29,30 @@ def written(path: Path) -> Iterator[None]:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the bytes of a file. Raises ValueError for a pipe or a device, which would block."""
+    """Return the bytes of a file.
+
+    Raises:
+        ValueError: the path is a folder, a pipe or a device. Reading a pipe would block.
+    """
     check_regular(path)
     return path.read_bytes()
 
 
 def check_regular(path: Path) -> None:
-    """Raise a ValueError for anything that exists and is not a regular file."""
+    """Raise a ValueError if the path exists and is not a regular file."""
     fits = path.is_file() or not path.exists()
     require(fits, str(path), "a regular file", "a folder, a pipe or a device")
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a regular file."""
+    """Return the SHA-256 of a regular file as hexadecimal digits."""
     check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file to the disk. For a folder, flush its directory entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -57,32 +61,36 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value for JSON: numbers that are not finite become null, 0-d tensors numbers."""
+    """Convert a value to JSON types. Non-finite numbers become null, and 0-d tensors numbers."""
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:
-    """An open file of JSON lines. `append` writes all of its rows, or none.
+    """Open file of JSON lines. A call of `append` writes either all of its rows or none.
 
     Args:
-        path: The file, which is created if it is missing.
-        length: Number of bytes of the file that stay. The rest is removed.
+        path: the file, which is created if it does not exist.
+        length: number of bytes of the existing file to keep. The rest is removed.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         check_regular(path)
         self.path = path
         self.length = length
-        # Append mode without a buffer: every write goes to the end, also after a truncation.
+        # In append mode without a buffer every write goes to the end, even after a truncation.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line for each row. Raises WriteError and leaves the file as it was."""
+        """Write one line for each row.
+
+        Raises:
+            WriteError: the disk is full. The file is restored to its previous length.
+        """
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)
         try:
-            while rest:  # a disk that is nearly full takes the beginning only
+            while rest:  # a nearly full disk may write only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._file.truncate(self.length)
@@ -91,7 +99,7 @@ class JsonLines:
         self.length += len(text)
 
     def sync(self) -> None:
-        """Flush the file to the disk, unless it is closed."""
+        """Flush the file to the disk. Do nothing if the file is closed."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
 

@@ -1,4 +1,4 @@
-"""A run from top to bottom: load, then sample, score, update, log and save step by step."""
+"""Top level of a run, which loads the models and then performs and saves the steps."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ log = logging.getLogger(__name__)
 def train(config: RunConfig) -> dict[str, Any]:
     """Run a recipe. The numbered comments in this file name the parts of a run.
 
-    The same configuration on the same machine gives the same metrics bit for bit, apart from
-    timings.
+    On the same machine, the same configuration gives bitwise identical metrics except for timings.
 
     Args:
-        config: The configuration, for example from `load_recipe`.
+        config: the configuration, for example from `load_recipe`.
 
     Returns:
-        The summary of the run, which is also in `output_dir/summary.json`.
+        The summary of the run, which is also written to `output_dir/summary.json`.
 
     Raises:
-        ValueError: A configuration, data or a model cannot be used.
-        RunError: The run cannot continue, or the disk is full or read-only.
-        Stopped: A signal ended the run (a SystemExit).
+        ValueError: the configuration, the data or a model is invalid.
+        RunError: the run cannot continue, or the disk is full or read-only.
+        Stopped: a signal ended the run. This is a SystemExit.
     """
     started = time.perf_counter()
     memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), run_start(config) as start:
-        # 1. Load rewards, data and models, and refuse what can be refused before any work.
+        # 1. Load rewards, data and models. Raise errors about invalid input before any work is
+        # done.
         loaded = load(start)
         policy = loaded.policy
         stopping = Stopping()
@@ -99,7 +99,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
-    """Evaluate the untrained model, then make, log and save the remaining steps."""
+    """Evaluate the untrained model, then run, log and save the remaining steps."""
     trainer = saver.trainer
     collector = saver.collector
     if saver.state.before is None:
@@ -109,8 +109,8 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
     _log(saver, evaluate)  # a resumed run may have a finished step that was not logged
     for number in range(saver.state.step + 1, saver.config.steps + 1):
         step, metrics = make_step(number, collector, trainer)  # 2. to 6.
-        # 7. Log the step, and evaluate if that is due. The mark comes first, with the rows to log:
-        # an error while logging or evaluating then loses no step.
+        # 7. Log the step, and evaluate if an evaluation is due. Store the step and its rows in the
+        # run's state first, so that an error while logging or evaluating does not lose the step.
         saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
         _log(saver, evaluate)
         # 8. Save a checkpoint if one is due.
@@ -121,17 +121,17 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Make one step of training and return it with its metrics. Collective.
+    """Run one training step and return it with its metrics. Collective call.
 
     Args:
-        number: The number of the step, from 1.
-        collector: Samples and scores the completions.
-        trainer: Updates the weights.
+        number: number of the step, counted from 1.
+        collector: samples and scores the completions.
+        trainer: updates the weights.
     """
     clock = Clock()
     # 2. Sample G completions of each prompt, 3. score them, 4. compute advantages.
     collected = collector.next(number, clock)
-    # 5. Pack the samples into micro-batches.
+    # 5. Pack the samples into micro-batches, and start sampling for the next step.
     step = trainer.pack(number, clock, collected)
     collector.begin_ahead(number, clock)
     # 6. Update: hidden states → fused loss → backward → clip → optimizer.
@@ -143,7 +143,7 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
 
 
 def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Return the rows that a step has to log. Collective: each rank has a part of them."""
+    """Return the log rows of a step. Collective call, because each rank has a part of the rows."""
     config = trainer.config
     number = step.number
     rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
@@ -166,7 +166,7 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
 
 
 def _log(saver: Saver, evaluate: Evaluation) -> None:
-    """Log the latest finished step unless it is logged. Evaluate first if that is due."""
+    """Log the latest finished step, unless that was already done. Evaluate first if due."""
     rows = saver.state.unlogged
     if rows is None:
         return
@@ -184,7 +184,7 @@ def _log(saver: Saver, evaluate: Evaluation) -> None:
 
 
 def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
-    """Return metrics on the held-out questions after a step, or {} if no evaluation is due."""
+    """Return the evaluation metrics after a step, or {} if no evaluation is due."""
     every = saver.config.eval.every
     is_due = number in (0, saver.config.steps) or (every and number % every == 0)
     if not is_due:

@@ -1,4 +1,4 @@
-"""A finished run's folder, for tests that tamper with it."""
+"""Fixtures that provide a tiny recipe and the folder of a finished run."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.command_line import invoke, write_recipe
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run. All tests read it: whoever changes one takes `run`."""
+    """Train a tiny run and return its folder. All tests share it, so they must only read it."""
     folder = tmp_path_factory.mktemp("trained")
     assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
     return folder / "run"
@@ -18,11 +18,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    """A tiny recipe whose run goes to `tmp_path`/run."""
+    """Write a tiny recipe and return its path. Its output folder is `tmp_path`/run."""
     return write_recipe(tmp_path)
 
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it that may be changed."""
+    """Return a copy of the finished run, which a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "run"))

@@ -1,6 +1,7 @@
-"""Several processes for tests, forked from one that has imported everything, with gloo.
+"""Test jobs that run on several ranks with gloo.
 
-A job is a function of this module, or module:name, with its arguments. All ranks run it.
+The ranks are forked from one process that has already imported everything. A job is a function of
+this module, or module:name, with its arguments. All ranks run it.
 """
 
 import copy
@@ -71,23 +72,23 @@ CASES: dict[str, list[str]] = {
 
 
 def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
-    """Return a reward for every token, computed from its id and its place."""
+    """Return a reward for every token, computed from the token's id and its position."""
     return [[float(i % 3) / (place + 1) for place, i in enumerate(ids)] for ids in completion_ids]
 
 
 class Apart(TransformersEngine):
-    """An engine that samples in a thread, with a copy of the weights and without other ranks."""
+    """Engine that samples in a thread, from a copy of the weights and without the other ranks."""
 
     is_apart = True
 
     def update(self, policy: Any, version: int) -> None:
         super().update(copy.deepcopy(policy), version)
-        self.policy.lm.base_model._forward_pre_hooks.clear()  # signals are for the trainer
+        self.policy.lm.base_model._forward_pre_hooks.clear()  # only the trainer handles signals
 
 
-# ------------------------------------------------------------------------------------- jobs
+# ------------------------------------------------------------------------------------- Jobs
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
-    """Make the run of a case, and return how it ended."""
+    """Run the training of a case, and return how it ended."""
     given = [] if kind is None else [f"distributed={kind}"]
     if kind == "hsdp":
         given.append("distributed_replicas=2")
@@ -104,14 +105,14 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
-    """Make the run of a case in which one rank receives a signal before a forward pass."""
+    """Run a case in which one rank receives a signal before a given forward pass."""
     with MonkeyPatch.context() as patched:
         leave = Leave(patched, passes if distributed.rank() == rank else None)
         return {**train(case, kind, folder, *words), "seen": leave.passes}
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
-    """Make the run of a case with a fault in the second update of the last rank."""
+    """Run a case in which a fault occurs in the second update of the last rank."""
     calls, own = 0, gradients.packed_loss
     is_here = distributed.rank() == distributed.size() - 1
 
@@ -134,7 +135,11 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
 
 def raise_together(*kinds: str | None) -> Any:
-    """Raise an error of a given class on each rank, or none, and return what is raised together."""
+    """Raise the given error on each rank, and return the error that all ranks raise together.
+
+    Args:
+        kinds: name of the error's class for each rank, or None for no error.
+    """
     said = kinds[distributed.rank()]
     error: BaseException | None = None
     try:
@@ -149,7 +154,7 @@ def raise_together(*kinds: str | None) -> Any:
 
 
 def track() -> Any:
-    """Return what a tracker on rank 0 receives, and whether collectives work afterwards."""
+    """Return the rows of a tracker on rank 0, gathered by a collective that must still work."""
     from tests.train.test_trackers import Fake
 
     if distributed.is_main():
@@ -161,7 +166,7 @@ def track() -> Any:
 
 
 def shards(case: str, kind: str, folder: str) -> Any:
-    """Return the fractions of all weights, gradients and moments that this rank holds."""
+    """Train one step, and return the fractions of weights, gradients and moments on this rank."""
     found: dict[str, Any] = {}
 
     def looking(self: Any) -> float:
@@ -179,7 +184,10 @@ def shards(case: str, kind: str, folder: str) -> Any:
 
 
 def load_shards(*folders: str) -> Any:
-    """Return the tensors that differ between models that rank 0 sends and loaded ones."""
+    """Return the names of tensors that differ between a sharded model and a directly loaded one.
+
+    The sharded model gets its weights from rank 0.
+    """
     apart = []
     for folder in folders:
         for lora in (None, {"r": 2}):
@@ -209,7 +217,7 @@ def load_shards(*folders: str) -> Any:
 
 
 def load_large(megabytes: int) -> Any:
-    """Return the growth of this rank's memory while a model is read and sharded."""
+    """Return the growth of this rank's memory, in MiB, while a model is loaded and sharded."""
     import resource
 
     fields = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
@@ -218,7 +226,7 @@ def load_large(megabytes: int) -> Any:
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
     load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]
     peaks = []
-    for one in load:  # the first imports what the second would be charged for
+    for one in load:  # the first load does the imports, so the second measures the model only
         policy = load_policy(one, build_symbol_tokenizer(list("0123456789")),
                              empty=not distributed.is_main())  # fmt: skip
         sharding.shard_all([policy], policy.device, None)
@@ -228,9 +236,11 @@ def load_large(megabytes: int) -> Any:
 
 
 def pass_unevenly() -> Any:
-    """Make passes of a sharded model after a rollout with different passes on each rank.
+    """Run a sharded model after a rollout in which each rank makes different forward passes.
 
-    Return whether layers are sharded again after the forward pass, and whether all have gradients.
+    Returns:
+        Whether the layers are sharded again after the forward pass, and whether all parameters have
+        gradients.
     """
     fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
               "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
@@ -247,7 +257,7 @@ def pass_unevenly() -> Any:
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
-    """Make a run in which every rank has different settings."""
+    """Run a training in which every rank has different settings."""
     words = list(words_of_ranks[distributed.rank()])
     for word in [word for word in words if word.startswith("cd=")]:
         words.remove(word)
@@ -256,7 +266,7 @@ def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
 
 
 def ended(folder: str, rank: int) -> Any:
-    """Make a run in which one rank is killed, and return how it ended on the others."""
+    """Run a training in which one rank is killed, and return how it ended on the other ranks."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["ANOTHER_PORT"]}
     torch.distributed.destroy_process_group()
     if int(os.environ["RANK"]) == rank:
@@ -269,7 +279,7 @@ def ended(folder: str, rank: int) -> Any:
     return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
 
 
-# --------------------------------------------------------------------------------- processes
+# --------------------------------------------------------------------------------- Processes
 def free_port() -> str:
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -315,7 +325,7 @@ def serve(folder: Path) -> None:
 
 
 def import_all(folder: Path) -> None:
-    """Make the imports of a run before forking: they take longer than the run."""
+    """Import everything that a run needs before forking, because imports are slower than a run."""
     import peft  # noqa: F401
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
@@ -326,7 +336,7 @@ def import_all(folder: Path) -> None:
 
 
 class Ranks:
-    """The process from which ranks are forked."""
+    """Client of the process from which ranks are forked."""
 
     def __init__(self, folder: Path) -> None:
         self.log = (folder / "log").open("w", encoding="utf-8")
@@ -337,7 +347,7 @@ class Ranks:
         )  # fmt: skip
 
     def __call__(self, ranks: int, *jobs: list[Any], timeout: float = 240) -> list[list[Any]]:
-        """Return the results of the jobs for every rank, an empty list for a rank that died."""
+        """Return the results of the jobs for every rank, and an empty list for a rank that died."""
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Timer(timeout, self.kill)
         late.start()
@@ -360,9 +370,9 @@ class Ranks:
         self.log.close()
 
 
-# --------------------------------------------------------------------------------- comparing
+# ------------------------------------------------------------------------ Comparison of runs
 def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Return every number in the folder of a run by name, and the bytes of its prompts."""
+    """Yield the names and values of all numbers in a run's folder, and the bytes of its prompts."""
     rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for number, row in enumerate(rows):
         for name, value in json.loads(row).items():
@@ -376,9 +386,9 @@ def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[str]:
-    """Return the values that differ by more than a tolerance, relative for values above 1.
+    """Return the values of two runs that differ by more than a tolerance.
 
-    A tolerance of 0 means the same bits.
+    The tolerance is relative for values above 1. A tolerance of 0 requires the same bits.
     """
     ours, theirs = dict(numbers(folder)), dict(numbers(expected))
     apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]
@@ -392,7 +402,7 @@ def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[s
 
 
 if __name__ == "__main__":
-    # Output of the runs goes to the log, so that the pipe has nothing but answers.
+    # Redirect the output of the runs to the log, so that the pipe contains only answers.
     ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(Path(sys.argv[1]))

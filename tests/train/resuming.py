@@ -1,4 +1,4 @@
-"""Tiny runs that are interrupted at a chosen place and resume, and the results to compare."""
+"""Tiny runs that are interrupted at a chosen point and resumed, and their results to compare."""
 
 import json
 import signal
@@ -41,13 +41,13 @@ def config_of(folder: Path, *overrides: str, recipe: str = "sort") -> Any:
 
 
 def run(folder: Path, *overrides: str, recipe: str = "sort") -> dict[str, Any]:
-    """Make a run, or the rest of it, and return its result."""
+    """Start or resume a run, and return its result."""
     loop.train(config_of(folder, *overrides, recipe=recipe))
     return result(folder)
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Return all results of a run that an interruption must not change: numbers, texts, weights."""
+    """Return all results of a run that must not depend on an interruption."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [{k: v for k, v in json.loads(x).items() if not is_timing(k)} for x in lines]
     found: dict[str, Any] = {
@@ -68,10 +68,11 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Sends a run a signal at its `at`-th forward pass or end of a step, and counts both.
+    """Sends a run a signal at the `at`-th call of `raise_if_asked`, and counts the calls.
 
-    Trials of the model and a warm start come before anything can be saved, and are not counted.
-    With `before`, only they are counted.
+    The function is called at each forward pass and at the end of each step. Calls of the self-check
+    and a warm start are not counted, because nothing can be saved yet. With `before`, only these
+    early calls are counted.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Leave:
         self.passes = 0
 
         def ask(stopping: Stopping, *_: Any) -> None:
-            # From its construction on, a Saver decides when its run may stop.
+            # Once the Saver exists, it sets `may_stop`. This marks the end of the early calls.
             has_saver = stopping.may_stop.__module__ == Saver.__module__
             if has_saver != before:
                 self.passes += 1

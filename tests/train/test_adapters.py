@@ -27,7 +27,7 @@ FRESH = "model.lora={r: 2, alpha: 4}"
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """Save an adapter with nonzero weights and without a tokenizer."""
+    """Save an adapter with nonzero weights, its base model, and the merged model."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +96,7 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     assert parts[1] == whole[1]  # the run of one step ends with an evaluation
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)
-    # Base model and checkpointed adapter together give the saved model.
+    # Base model and checkpointed adapter together must give the saved model.
     export(tmp_path / "parts", tmp_path / "exported")
     assert_same(merged_weights(tmp_path / "exported"), saved, 0)
     config = ModelConfig(

@@ -1,4 +1,4 @@
-"""Tests of `rollout.ahead`, which samples with the weights of the step before."""
+"""Tests of `rollout.ahead`, which samples with the weights from before the current step."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def holds(checkpoint):
 
 
 class Apart(ranks.Apart):
-    """Engine that samples in a thread and waits for the update of the policy."""
+    """Engine that samples in a thread and waits for an update of the policy before it samples."""
 
     def __init__(self, policy, options):
         super().__init__(policy, options)
@@ -54,7 +54,7 @@ class Apart(ranks.Apart):
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Let runs build engines of class `Apart`, which learn of every update."""
+    """Make runs build engines of class `Apart`, which are notified of every update."""
     built, apply = [], Optimizer.apply
 
     def applied(self):
@@ -70,7 +70,7 @@ def apart(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the result of an undisturbed run."""
+    """Return the result of an uninterrupted run."""
     return run(tmp_path_factory.mktemp("ahead") / "whole", *AHEAD)
 
 
@@ -87,7 +87,7 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
                      for x in (whole, plain))  # fmt: skip
     assert asked == others and len(asked) == 6
-    # Step 1 is unchanged. Step 2 uses the same random numbers with older weights.
+    # Step 1 is unchanged. Step 2 uses the same random numbers but older weights.
     others = training_rows(plain)
     assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
     assert rows[1] != others[1]
@@ -127,7 +127,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
 
 
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
-    """The result equals that of an engine that does not overlap."""
+    """Check that an overlapping engine gives the same result as an engine that does not overlap."""
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
     found = run(tmp_path / "apart", *options)
     assert [engine.overlapped for engine in apart] == [2]
@@ -138,7 +138,7 @@ def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, a
 
 
 def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
-    """Only the checkpoints of finished steps exist, as after kill -9."""
+    """Check a resume from every checkpoint. The later checkpoints are deleted, as if by kill -9."""
     options = [*AHEAD, "steps=4", "checkpoint.every=1", "checkpoint.keep=9", "minibatches=2"]
     whole = run(tmp_path / "whole", *options)
     saved = checkpoints_in(tmp_path / "whole")
@@ -152,14 +152,14 @@ def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
 
 
 def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
-    """The checkpoint contains the current rollout. The next one is sampled again."""
+    """Check that the checkpoint has the current rollout, and that the next one is sampled again."""
     begin = Collector.begin_ahead
 
     def begun(self, step, clock):
         begin(self, step, clock)
         if step == 2:
             apart[-1].moved.set()
-            Leave(monkeypatch, 1)  # leaves in the next forward pass, which is an update
+            Leave(monkeypatch, 1)  # sends the signal at the next forward pass, which is an update
 
     with monkeypatch.context() as patched:
         patched.setattr(Collector, "begin_ahead", begun)

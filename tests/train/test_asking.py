@@ -1,4 +1,4 @@
-"""Tests of the way of asking: chat template or plain text, and the log lines about it."""
+"""Tests of the form of questions, chat template or plain text, and of the log lines about it."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Create a model without and one with a chat template."""
+    """Create a model without a chat template, and one with a chat template."""
     folder = tmp_path_factory.mktemp("models")
     plain, chat = (tiny_folder(folder / name, seed=0) for name in ("plain", "chat"))
     tokenizer = AutoTokenizer.from_pretrained(chat)
@@ -122,7 +122,7 @@ def test_a_folder_that_does_not_exist_is_named(questions):
 
 
 def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
-    """If the data do not ask for a format, a completion that is just the number is right."""
+    """Check that a bare number is strictly right only if the data request no answer format."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import scorer_for
 
@@ -144,7 +144,7 @@ def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
 
 
 def test_the_file_of_plain_numbers_end_to_end(models, tmp_path, monkeypatch):
-    """Exact completions count as strictly right."""
+    """Check that only completions that are exactly the number count as strictly right."""
     lines = [{"question": f"{i}?", "answer": i} for i in range(4)]
     file = write_lines(tmp_path / "q.jsonl", *lines)
     monkeypatch.setattr(rollout, "generate", lambda *_, **__: _said("0", "1", "it is 2", "9"))

@@ -1,4 +1,7 @@
-"""Run folders that were changed by hand before a resume or an export, with manifests to match."""
+"""Tests of run folders that were manipulated before a resume or an export.
+
+The manifests are rewritten to match the manipulated files.
+"""
 
 import json
 import os
@@ -39,13 +42,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of a run that has checkpoints of its two steps."""
+    """Return a copy of a run that has a checkpoint of each of its two steps."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture
 def newest(folder: Path) -> Path:
-    """The newest checkpoint of `folder`."""
+    """Return the newest checkpoint of `folder`."""
     return checkpoints_in(folder)[0]
 
 
@@ -55,7 +58,7 @@ def is_refused(folder: Path, said: str, *words: str) -> None:
 
 
 def sign(checkpoint: Path) -> None:
-    """Write the manifest again, with the hashes of the files as they are now."""
+    """Rewrite the manifest with the hashes of the current files."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = (path for path in checkpoint.rglob("*") if path.is_file())
     manifest["files"] = {
@@ -67,7 +70,7 @@ def sign(checkpoint: Path) -> None:
 
 
 def change(checkpoint: Path, path: str, value: Any) -> None:
-    """Set the value at a dotted path of state.json, or delete it with DELETE."""
+    """Set the value at a dotted path of state.json, or delete the path if the value is DELETE."""
     state = json.loads((checkpoint / "state.json").read_text())
     *above, last = (int(x) if x.isdigit() else x for x in path.split("."))
     place = state
@@ -111,7 +114,7 @@ def test_a_wrong_state_is_refused_with_the_name_of_the_field(folder, newest, pat
     assert checkpoints_in(folder) == before
 
 
-TENSORS = {  # an edit, and a part of the message
+TENSORS = {  # a function that edits the tensors, and a part of the message
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT}: expected .* got none"),
     "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more: expected no such tensor"),
     "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*15"),
@@ -133,7 +136,7 @@ def test_tensors_that_do_not_fit_are_refused(folder, newest, kind):
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose checkpoint holds the samples of the next step."""
+    """Return a run whose checkpoint contains the samples of the next step."""
     folder = tmp_path_factory.mktemp("ahead") / "run"
     run(folder, *WORDS, *AHEAD, "steps=3", "checkpoint.keep=2")
     shutil.rmtree(checkpoints_in(folder)[0])
@@ -197,7 +200,7 @@ def test_no_file_is_unpickled_or_executed(folder, newest, tmp_path, monkeypatch)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
-    """A checkpoint with a pipe is damaged, and a pipe as a log is refused."""
+    """Check that a checkpoint with a pipe counts as damaged, and that a log must not be a pipe."""
     for name in ("manifest.json", "state.json", FILE):
         (newest / name).rename(newest.parent / "aside")
         os.mkfifo(newest / name)
@@ -210,7 +213,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_json_without_an_end(folder, newest, tmp_path, name):
-    """Nested a million times, a number of a million digits, no JSON at all."""
+    """Check JSON nested a million times, a number of a million digits, and text that is no JSON."""
     for text in ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":
@@ -257,7 +260,7 @@ def test_a_run_is_exported_from_its_newest_complete_checkpoint(folder, newest, t
 
 
 def test_an_exported_config_is_data(newest, tmp_path, monkeypatch):
-    """The config of a checkpoint builds no endless layers and fetches no kernel of the hub."""
+    """Check that a checkpoint's config builds no endless layers and loads no hub kernel."""
     used: list[str] = []
     words = "export", str(newest), str(tmp_path / "out")
     change(newest, "settings.model.config.num_hidden_layers", 10**7)
@@ -277,7 +280,7 @@ def contents(place: Path) -> dict[Path, bytes]:
 
 
 def test_another_format_is_not_damage(folder, newest, tmp_path):
-    """The run is refused with both formats, and its checkpoints stay."""
+    """Check that a run with another format is refused but not treated as damaged."""
     before = contents(folder / "checkpoints")
     for was in (5, 7):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
@@ -307,7 +310,7 @@ def test_the_folder_is_locked_before_anyone_looks_and_free_at_the_end(folder, mo
 
 @pytest.mark.parametrize("owner, name", [(build, "load_policy"), (resume, "read_tensors")])
 def test_a_start_that_fails_changes_nothing(folder, monkeypatch, owner, name):
-    """Logs are truncated only after the state is loaded, so that the run can still go on."""
+    """Check that a failed start leaves the logs unchanged, so that the run can be resumed."""
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "half')
     files = contents(folder)

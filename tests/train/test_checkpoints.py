@@ -1,4 +1,4 @@
-"""Runs that are interrupted anywhere and resume bit for bit: weights, metrics, prompts, pages."""
+"""Tests of runs that are interrupted anywhere and must resume with bitwise identical results."""
 
 import itertools
 import os
@@ -46,7 +46,7 @@ KINDS = {
         "advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
         "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
     ],
-    "warm start": [  # the frozen reference is the policy that it led to
+    "warm start": [  # the frozen reference is the warm-started policy
         "warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
     ],
     "dynamic sampling and a running baseline": [
@@ -70,7 +70,7 @@ def kept(tmp_path_factory):
 
 
 def left_at(folder, monkeypatch, at, *overrides, **options):
-    """Start a run that a signal ends at its `at`-th forward pass."""
+    """Start a run that a signal ends at its `at`-th forward pass or end of a step."""
     leave = Leave(monkeypatch, at)
     with pytest.raises(Stopped) as stopped:
         run(folder, *overrides, **options)
@@ -85,7 +85,7 @@ def same(found, expected):
 
 
 def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
-    """Interrupt a run at each of these fractions of its forward passes, and resume it."""
+    """Interrupt a run at each of the given fractions of its forward passes, and resume it."""
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *overrides, **options)
     assert {"model/model.safetensors:lm_head.weight", "metrics", "prompts", "page"} <= whole.keys()
@@ -102,7 +102,10 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
 
 
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
-    """A resumed step repeats the draws from torch's generator, as of a dropout or an engine."""
+    """Check that a resumed step repeats its draws from torch's generator.
+
+    Dropout and engines can draw from this generator.
+    """
     loss, decode = gradients.packed_loss, hf.decode
 
     def with_dropout(*arguments):
@@ -181,12 +184,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
     name = file.relative_to(newest)
     assert f"{newest} is damaged and passed over: {name}" in caplog.text
     assert len(list(newest.parent.glob(f"{newest.name}.damaged-*"))) == 1
-    assert problem_of(newest) is None and problem_of(before) is None  # it was written again
+    # The run wrote the damaged checkpoint again.
+    assert problem_of(newest) is None and problem_of(before) is None
 
 
 STEP = "step_000002"
-# Places in a save where a process is killed: the function that is called there, and a condition on
-# the number of the call and its arguments.
+# Points in a save at which the process is killed. Each entry has the function whose call is
+# interrupted, and a condition on the number of the call and its arguments.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
     "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
@@ -198,7 +202,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
-    """The unfinished files stay on the disk, as they do after kill -9."""
+    """Check a run that is killed while it saves. Its unfinished files stay, as after kill -9."""
 
     class Killed(BaseException):
         pass
@@ -251,7 +255,7 @@ def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkey
     rows = run(folder, "resume=auto", constant, "steps=4", *kept)["metrics"]
     assert rows[-1]["step"] == 4
     left_at(tmp_path / "linear", monkeypatch, 20, "optim.schedule=linear")
-    with pytest.raises(ValueError, match="steps: 3 → 4"):  # on which its rates depend
+    with pytest.raises(ValueError, match="steps: 3 → 4"):  # learning rates depend on steps
         run(tmp_path / "linear", "resume=auto", "optim.schedule=linear", "steps=4")
 
 
@@ -283,13 +287,13 @@ def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
         model(torch.ones(1))
     assert (stopped.value.code, stopped.value.name) == (143, "SIGTERM")
     assert signal.getsignal(signal.SIGTERM) == before
-    model(torch.ones(1))  # nobody listens any more
+    model(torch.ones(1))  # signals are no longer handled
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, steps, kills", [(1, 60, (2, 1, 1)), (2, 16, (1, 1, 0))])
 def test_a_run_that_is_killed_goes_on_bit_for_bit(ranks, steps, kills):
-    """A small `make soak`: SIGKILL in saves, in a rollout and at a random moment."""
+    """Run a short soak test with SIGKILL in saves, in a rollout and at a random moment."""
     words = ["--ranks", str(ranks), "--steps", str(steps)]
     for name, count in zip(("saves", "rollouts", "moments"), kills, strict=True):
         words += [f"--{name}", str(count)]

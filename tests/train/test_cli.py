@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder
 
 
 def test_help_and_version_load_nothing_heavy():
-    """Help and version import neither torch nor pydantic."""
+    """Check that help and version import neither torch nor pydantic."""
     code = (
         "import sys, types\n"
         "package = sys.modules['grpo_fast'] = types.ModuleType('grpo_fast')\n"
@@ -75,7 +75,7 @@ def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):
     assert result.exit_code == 1 and "reward bad:" in result.stderr and "boom" in result.stderr
 
 
-# -------------------------------- Files are UTF-8, what cannot be shown is shown as ?
+# ------------------- ASCII locales: files stay UTF-8, output replaces characters by ?
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
          "PYTHONIOENCODING": "ascii:strict"}  # fmt: skip
 OTHER = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").replace(
@@ -113,7 +113,7 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
 
 
 def test_a_folder_that_this_locale_cannot_name(tmp_path):
-    """The error appears before any work."""
+    """Check that the error appears before any work is done."""
     (tmp_path / "r.yaml").write_text(RECIPE.replace("OUT", f"{tmp_path}/läufe"), encoding="utf-8")
     result = in_a_process("train", str(tmp_path / "r.yaml"), **ASCII)
     assert result.returncode == 2, result.stderr

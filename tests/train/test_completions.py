@@ -1,4 +1,4 @@
-"""Completions as rows, as parquet files, and as the page of a run."""
+"""Tests of completions as rows, as parquet files, and on the page of a run."""
 
 import base64
 import functools
@@ -30,7 +30,7 @@ HOSTILE = (
 
 
 def row(**changes):
-    """Return a row as `rows_of` makes it, of two tokens."""
+    """Return a row of two tokens in the format of `rows_of`."""
     fields = {
         "group": 0, "prompt": "1 2 =", "completion": "1 2", "answer": "1 2", "extracted": "1 2",
         "extracted_lenient": "1 2", "correct": True, "reward": 1.0, "rewards/f": 1.0,
@@ -41,7 +41,7 @@ def row(**changes):
 
 
 class Walk(HTMLParser):
-    """Parser of a page: its elements, and the text that a reader sees."""
+    """Parser that collects the elements of a page and the text that a reader sees."""
 
     def __init__(self, html):
         super().__init__()
@@ -67,7 +67,10 @@ class Walk(HTMLParser):
 
 
 def collected(advantages):
-    """Return two groups of two samples, of which only the third is sorted wrongly."""
+    """Return a tokenizer, examples, and a batch of two groups with two samples each.
+
+    Only the third sample is sorted wrongly.
+    """
     tokenizer = build_symbol_tokenizer(["1", "2", "3", "="])
     texts = ["1", "1 2", "2 1", "1 2"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -102,7 +105,7 @@ def test_rows_hold_what_a_completion_was_given():
     assert math.isnan(third["reward"]) and math.isnan(third["rewards/f"])
     assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
     assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
-    # With one advantage per token.
+    # Repeat the checks with one advantage per token.
     by_token = [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
     rows = rows_with(given, by_token=by_token)
     assert [r["advantages"] for r in rows] == by_token
@@ -178,7 +181,8 @@ def test_hostile_text_stays_text_and_the_policy_allows_the_style_sheet_alone(tmp
     links = [value for _, name, value in seen.attributes if name == "href"]
     assert links == ["#s1"]
     shown = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
-    # Title, heading, prompt, answer, the answers of two completions, a reward's name, two tokens.
+    # The hostile text appears in title, heading, prompt, answer, the answers of two completions, a
+    # reward's name, and two tokens.
     assert seen.text.count(shown) == 9
     assert "\x1b" not in html and "\u202e" not in html
     html = hostile_page(tmp_path)

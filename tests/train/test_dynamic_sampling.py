@@ -1,4 +1,4 @@
-"""Tests of dynamic sampling and of prompts.jsonl."""
+"""Tests of dynamic sampling and of the file prompts.jsonl."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `generate` and return its calls. Completion i of prompt p is `p i`."""
+    """Replace `generate` and return the list of its calls. Completion i of prompt p is `p i`."""
     calls = []
 
     def generate(policy, prompts, options, *, group_size, seed, engine):
@@ -65,7 +65,10 @@ def collected(queue, rewards, config, step=1):
 
 
 def by_table(table, watched=None):
-    """Return a reward function that reads the two rewards of each prompt, by default 0 and 0."""
+    """Return a reward set that reads the two rewards of each prompt from a table.
+
+    Prompts that are not in the table have the rewards 0 and 0.
+    """
 
     def total(*, completions):
         return [table.get(c.split()[0], (0, 0))[int(c.split()[1])] for c in completions]
@@ -80,7 +83,7 @@ def queue_of(count):
     return PromptQueue([Example(f"p{i}", "x", None) for i in range(count)])
 
 
-# ------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- Groups of a step
 def test_what_becomes_of_each_group():
     rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
     judged = torch.tensor(rewards)
@@ -143,7 +146,8 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     config = configured("rollout.dynamic.rounds=2")
     found = collected(queue, by_table({"p2": (0, 1)}), config)
     prompts, _ = zip(*asked, strict=True)
-    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])  # starts again at p0
+    # The queue has four prompts and then starts again at p0.
+    assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])
     uses = "filled dropped kept dropped dropped dropped kept"
     assert " ".join(row.use for row in found.records) == uses
     assert found.prompts[::2] == ["p0", "p2", "p2"]
@@ -173,7 +177,7 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
     json.dumps([vars(row) for row in found.records], allow_nan=False)
 
 
-# ------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------- Complete runs
 def run(folder, *words):
     rows = sort(folder, *words)
     asked = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
@@ -181,7 +185,7 @@ def run(folder, *words):
 
 
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # The weighted sum differs in every group, exact_match in almost none.
+    # The weighted sum differs within every group, but exact_match is equal in nearly every group.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.symbols=3", "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

@@ -1,4 +1,7 @@
-"""Endings of a run: signals, errors in every phase, a full disk; and the checkpoints after them."""
+"""Tests of how a run ends and which checkpoints it leaves.
+
+Runs end by signals, by errors in every phase, and by a full disk.
+"""
 
 import contextlib
 import functools
@@ -32,14 +35,14 @@ LONG = ["steps=100000", "eval.n=2", "log.completions_every=0"]
 
 
 def answer_signals():
-    """Reset signals in a child process, because nohup and a shell's & ignore some of them."""
+    """Reset signal handlers in a child process, because nohup and a shell's & ignore some."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def start():
-    """Return a function that starts `grpo-fast train`. The processes are killed after the test."""
+    """Return a function that starts `grpo-fast train`. Processes are killed after the test."""
     processes = []
 
     def started(*words, under=()):
@@ -69,7 +72,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_a_signal_saves_the_run_and_has_a_status_of_its_own(start, tmp_path):
-    """The signal is SIGINT here. The test with torchrun sends SIGTERM."""
+    """Check SIGINT. The test with torchrun covers SIGTERM."""
     rewards = tmp_path / "mine.py"
     rewards.write_text("def one(completions):\n    return [float(len(c)) for c in completions]\n")
     recipe = write_recipe(tmp_path)
@@ -104,7 +107,7 @@ def test_a_signal_before_there_is_anything_to_save(tmp_path, monkeypatch):
 
 
 def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(start, tmp_path):
-    """torchrun forwards the signal to every process."""
+    """Check SIGTERM with torchrun, which forwards the signal to every process."""
     torchrun, folder = ["torch.distributed.run", "--nproc-per-node", "2", "-m"], tmp_path / "run"
     process = start(write_recipe(tmp_path), "distributed=ddp", *LONG, under=torchrun)
     wait_for(folder, 3, process)
@@ -116,7 +119,7 @@ def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(start, tmp_path
 
 
 def test_losing_stdout_ends_no_run(start, tmp_path):
-    """The reader of a pipe is gone, as after `| head -1`, or the device is full."""
+    """Check a closed pipe, as after `| head -1`, and a full device."""
     process = start(write_recipe(tmp_path), "log.save_model=false")
     process.stdout.close()
     process.stdout = None
@@ -131,7 +134,10 @@ def test_losing_stdout_ends_no_run(start, tmp_path):
 
 
 def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
-    """A limit for the size of files stands for a disk that takes the beginning of a line."""
+    """Check a write that fails in the middle of a line.
+
+    A limit on the file size simulates a disk that accepts only the beginning of a line.
+    """
     file = JsonLines(tmp_path / "lines.jsonl")
     file.append([{"a": 1}])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -149,7 +155,7 @@ def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
 
 
-# ----------------------------------------------------------------------- the table of endings
+# ------------------------------------------------------------------- Ways in which a run ends
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
 LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
 COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"
@@ -160,10 +166,10 @@ TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=fal
          "tokens_per_microbatch=400"]  # fmt: skip
 BEFORE, AFTER, NOTHING = "saved in RUN/step_000001", "saved in RUN/step_000002", "no checkpoint"
 NEWEST = "the newest checkpoint is RUN/step_000001"
-# The function whose n-th call raises, n, the error, the end of the last line, the exit status, and
-# further settings.
+# Each entry has the function whose call raises, the number of the call (or first and last), the
+# error, the end of the last line of stderr, the exit status, and further settings.
 ENDINGS: dict[str, tuple[Any, ...]] = {
-    # Before the first update of step 2.
+    # The error occurs before the first update of step 2.
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
     "an engine's error": (f"{COLLECTOR}.generate", 2, EngineError("gone"), BEFORE, 1),
     "a teacher's 4xx": (f"{TRAINER}.precompute", 2, ValueError("teacher: 400"), BEFORE, 2),
@@ -174,12 +180,12 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
                                        "saved in RUN/step_000000", 1),
     "an interrupt of the first evaluation": (f"{LOOP}._evaluated", 1, KEY,
                                              "saved in RUN/step_000000", 130),
-    # Between two updates of step 2: a checkpoint would mix two steps.
+    # The error occurs between two updates of step 2, where a checkpoint would mix two steps.
     "an interrupt between updates": (LOSS, 4, KEY, NOTHING, 130, *MU),
     "a bug between updates": (LOSS, 4, RuntimeError("shape"), NEWEST, 1, *MU, *EVERY),
     "an interrupt between critic and policy": (
         f"{ADAM}", 4, KEY, NEWEST, 130, "advantages=gae", "critic={kind: model}", *EVERY),
-    # After the updates of step 2: the rows that it has to log are in the checkpoint.
+    # The error occurs after the updates of step 2. The checkpoint contains the rows to log.
     "a full disk for prompts": (f"{REPORT}.RunReport.prompts", 2, WriteError("full"), AFTER, 1),
     "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
     "a full disk for a table": (f"{REPORT}.write_parquet", 2, FULL, AFTER, 1),
@@ -187,11 +193,11 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "a bug in a tracker": (f"{REPORT}.RunReport._show", 3, TypeError("mine"), AFTER, 1),
     "an interrupt while evaluating": (f"{LOOP}._evaluated", 3, KEY, AFTER, 130),
     "no memory while evaluating": (f"{LOOP}._evaluated", 3, MemoryError("no"), AFTER, 1),
-    # While a checkpoint is saved.
+    # The error occurs while a checkpoint is saved.
     "a full disk for a checkpoint": (f"{SAVE}.write_tensors", (2, 99), FULL, NEWEST, 1, *EVERY),
     "a full disk for a manifest": (f"{SAVE}._finish", (2, 99), FULL, NEWEST, 1, *EVERY),
     "an interrupt while saving": (f"{SAVE}._finish", 2, KEY, AFTER, 130, *EVERY),
-    # After the last step.
+    # The error occurs after the last step.
     "a full disk for the summary": (f"{REPORT}.plain_json", 5, FULL, "saved in RUN/step_000003", 1),
     "a full disk for the model": ("grpo_fast.train.models.policy.Policy.save", 1, FULL,
                                   "saved in RUN/step_000003", 1),
@@ -199,7 +205,14 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
 
 
 def failing(monkeypatch, target, calls, error):
-    """Let a call of `target` raise an error: call number `calls`, or the numbers first to last."""
+    """Make one call of a function raise an error, or several calls.
+
+    Args:
+        monkeypatch: the fixture of pytest.
+        target: dotted name of the function.
+        calls: number of the call, or a pair with the first and the last number.
+        error: the error.
+    """
     first, last = calls if isinstance(calls, tuple) else (calls, calls)
     owner, name = resolve(target)
     own, count = getattr(owner, name), itertools.count(1)
@@ -224,7 +237,7 @@ def resolve(target):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return a function that gives the result of an undisturbed run with some settings."""
+    """Return a function that returns the result of an uninterrupted run with given settings."""
     known = {}
 
     def whole(words):
@@ -239,7 +252,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_an_ending_leaves_a_checkpoint_and_names_it(tmp_path, monkeypatch, undisturbed, name):
-    """Resumed from that checkpoint, the run ends with the bits of an undisturbed run."""
+    """Check that the resumed run ends with the same bits as an uninterrupted run."""
     target, calls, error, said, code, *words = ENDINGS[name]
     recipe, root = write_recipe(tmp_path), tmp_path / "run" / "checkpoints"
     with monkeypatch.context() as patched:
@@ -258,7 +271,10 @@ def test_an_ending_leaves_a_checkpoint_and_names_it(tmp_path, monkeypatch, undis
 
 
 def test_an_update_that_is_cut_off_is_not_saved(tmp_path, monkeypatch):
-    """The fused AdamW does not count versions of weights; its step counters show the update."""
+    """Check that a failed update is noticed, although fused AdamW counts no versions of weights.
+
+    Its step counters show the update.
+    """
     step = torch.optim.AdamW.step
 
     def half(self, *arguments):
@@ -272,7 +288,7 @@ def test_an_update_that_is_cut_off_is_not_saved(tmp_path, monkeypatch):
 
 
 def test_a_signal_between_updates_waits_for_the_end_of_the_step(tmp_path, monkeypatch, undisturbed):
-    """SIGTERM arrives in the second update of step 2. The run finishes the step and is saved."""
+    """Check that SIGTERM in the second update of step 2 lets the run finish and save the step."""
     own, calls = gradients.packed_loss, itertools.count(1)
 
     def loss(*arguments):
@@ -308,7 +324,7 @@ def test_the_third_bad_gradient_leaves_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_broken_weights_replace_no_checkpoint(tmp_path, monkeypatch):
-    """When the logits of step 3 are NaN, the newest checkpoint is named and stays."""
+    """Check that NaN logits in step 3 keep the newest checkpoint, and that the message names it."""
     failing(monkeypatch, f"{COLLECTOR}.generate", 3, NonFiniteLogits("the logits are NaN"))
     ended = invoke("train", write_recipe(tmp_path), *TABLE, "checkpoint.every=2")
     [saved] = checkpoints_in(tmp_path / "run")
@@ -327,7 +343,7 @@ def test_moments_that_fit_into_no_file_are_named(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_due_by_time(tmp_path, monkeypatch):
-    """By default a checkpoint is written every 15 minutes, and the two newest stay."""
+    """Check that by default a checkpoint is written every 15 minutes, and two checkpoints stay."""
     plan = config_of(tmp_path / "run").checkpoint
     assert (plan.every, plan.every_minutes, plan.keep) == (0, 15, 2)
     run(tmp_path / "run", "steps=4", "checkpoint.every_minutes=1e-9")
@@ -340,7 +356,7 @@ def test_a_checkpoint_is_due_by_time(tmp_path, monkeypatch):
 def test_a_second_signal_ends_the_process_at_once(start, tmp_path):
     process = start(write_recipe(tmp_path), *LONG)
     wait_for(tmp_path / "run", 3, process)
-    process.send_signal(signal.SIGSTOP)  # both have arrived when the process runs again
+    process.send_signal(signal.SIGSTOP)  # both signals wait until the process continues
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         process.send_signal(number)
     process.communicate(timeout=60)

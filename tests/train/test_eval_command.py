@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Write a recipe with three test questions."""
+    """Write a recipe with three test questions, and return its path."""
     for name, count in (("train", 2), ("test", 3)):
         lines = [{"question": f"{name} {i}+2?", "answer": f"#### {i + 2}"} for i in range(count)]
         write_lines(tmp_path / f"{name}.jsonl", *lines)
@@ -42,7 +42,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def asked(spied):
-    """Return the list of calls of the rollout."""
+    """Return the list of calls of `rollout.generate`."""
     return spied(rollout, "generate")
 
 
@@ -96,7 +96,7 @@ def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     save_config(load_recipe("sort"), tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):
         Source.of(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # now it is a model's folder
+    (tmp_path / "config.json").write_text("{}")  # makes it the folder of a model
     assert Source.of(str(tmp_path)).run is None
 
 

@@ -20,7 +20,7 @@ NUMBERS = functools.partial(scorer_for, "gsm8k")
 
 
 def asked(replies):
-    """Return a `generate` that answers replies[prompt][sample], and the list of its calls."""
+    """Return a `generate` that answers with replies[prompt][sample], and the list of its calls."""
     calls = []
 
     def generate(prompts, *, samples, temperature, seed):
@@ -101,7 +101,7 @@ def test_majority():
 
 
 def test_a_vote_is_of_whole_blocks_of_k():
-    """Samples after the last complete block are not used."""
+    """Check that samples after the last complete block of k are not used."""
     said = {"q0": [1, 1, 1, 9, 9], "q1": [9, 1, 1, 9, 1]}
     generate, _ = asked({q: [f"#### {x}" for x in answers] for q, answers in said.items()})
     options = {"samples": 5, "temperature": 1.0, "k": (2, 3, 4, 5)}
@@ -132,7 +132,10 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error():
 
 # ------------------------------------------------------ Two models: the sign-flip test
 def by_counting(differences):
-    """Return the share of all choices of signs whose sum is as far from 0, in exact fractions."""
+    """Return the share of all sign choices whose sum is at least as far from 0.
+
+    The sums are exact fractions.
+    """
     exact = [Fraction(d).limit_denominator(10**6) for d in differences]
     found, far = abs(sum(exact)), 0
     for signs in itertools.product((1, -1), repeat=len(exact)):

@@ -1,4 +1,4 @@
-"""Data, rewards and models that change before a resume are noticed and named."""
+"""Tests that changes of data, rewards and models before a resume are detected and named."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def words(tmp_path):
 
 
 def lines(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], Any]:
-    """Return a function that rewrites the lines of a split."""
+    """Return a function that rewrites the lines of a data split with `change`."""
 
     def rewrite(folder: Path) -> None:
         file = folder / "data" / f"{name}.jsonl"
@@ -63,7 +63,7 @@ CHANGES = {
 
 
 def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
-    """Each change is refused with its name, and accepted when it is allowed."""
+    """Check that each change is refused with its name, and accepted if it is allowed."""
     folder = tmp_path / "run"
     run(folder, *words, recipe="gsm8k-smollm2-1.7b")
     logs = (folder / "metrics.jsonl").read_bytes()
@@ -83,7 +83,7 @@ def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
     allowed = ["resume_allow=[rewards]", "log.progress=true"]
     rows = run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")["metrics"]
     assert rows[-1]["step"] == 3
-    # The run keeps the new fingerprint.
+    # The run stored the new fingerprint, so it can resume again without the permission.
     run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
 
 

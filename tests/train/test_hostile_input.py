@@ -1,4 +1,4 @@
-"""Hostile folders, files and settings: every command ends with one sentence, and none hangs."""
+"""Tests of hostile folders, files and settings. Every command must end with a one-line error."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def change_json(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields))
 
 
-# --------------------------------------------------------------------------------- the last resort
+# ------------------------------------------------------------------------------- Unexpected errors
 EVAL = "grpo_fast.train.evaluation.command.run_eval"
 
 
@@ -29,14 +29,15 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
     assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
     shown = invoke("eval", str(run), "--debug")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and ESCAPE not in shown.stderr
-    # The error for a missing package passes, because `__main__` names the extra to install.
+    # The error for a missing package is raised unchanged, because `__main__` names the extra to
+    # install.
     error = ModuleNotFoundError("No module named 'peft'", name="peft")
     monkeypatch.setattr(EVAL, Mock(side_effect=error))
     with pytest.raises(ModuleNotFoundError):
         invoke("eval", str(run))
 
 
-# ------------------------------------------------------------------------- tokenizer and template
+# -------------------------------------------------------------------- Tokenizer and chat template
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -62,7 +63,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
     assert refused(result, "prompts: expected what the tokenizer", "WordLevel error: Missing [UNK]")
 
 
-# ------------------------------------------------------------------------------- a model's folder
+# ------------------------------------------------------------------------------ Folder of a model
 @pytest.mark.parametrize("layers", [10**9, -3])
 def test_layers_without_end_or_number(run, layers):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
@@ -132,7 +133,7 @@ def test_a_device_without_memory_and_one_that_is_not_here():
         assert len(str(error.value)) < 250
 
 
-# ---------------------------------------------------------------------------------------- a train
+# --------------------------------------------------------------------------------------- Training
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -143,13 +144,16 @@ def test_a_device_without_memory_and_one_that_is_not_here():
 )
 def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, said, monkeypatch):
     quiet = "transformers.PreTrainedModel.warn_if_padding_and_no_attention_mask"
-    monkeypatch.setattr(quiet, lambda *_: None)  # into the stderr of an earlier test
+    monkeypatch.setattr(quiet, lambda *_: None)  # would write to an earlier test's stderr
     assert refused(invoke("train", write_recipe(tmp_path), *words), said)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_last_position_is_used(tmp_path):
-    """A prompt of four tokens leaves room for thirteen, because the last one is not fed back."""
+    """Check that 16 positions allow thirteen new tokens after a prompt of four tokens.
+
+    The last token is not fed back to the model.
+    """
     words = (CONFIG, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
     assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0
 
@@ -162,7 +166,7 @@ def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "model").is_dir()
 
 
-# ----------------------------------------------------------------------------------------- an eval
+# -------------------------------------------------------------------------------------- Evaluation
 def test_eval_overwrites_an_earlier_result_only(run, tmp_path):
     for name in ("config.yaml", "summary.json", "model/config.json"):
         before = (run / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Options that save memory change no result; a step computed in three ways."""
+"""Tests that memory options change no result, and of one step computed in three ways."""
 
 import sys
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ OPTIONS = [CHECKPOINTING, OFFLOAD, {"tiled_mlp": 7}, {**OFFLOAD, "tiled_mlp": 5}
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)))
 def test_options_change_no_gradient(family, options):
-    """In fp64, the loss and every gradient are within 1e-12 of the run without options."""
+    """Check that loss and gradients agree with those of a model without options, in fp64."""
     loss, gradients = loss_and_gradients(fp64_policy(family))
     other, theirs = loss_and_gradients(fp64_policy(family, **options))
     assert other == pytest.approx(loss, rel=1e-6)
@@ -58,7 +58,7 @@ def test_options_change_no_gradient(family, options):
 
 
 def compare(found, expected, tolerance):
-    """Compare gradients by name, relative to the largest entry of each one."""
+    """Compare gradients by name. The tolerance is relative to each gradient's largest entry."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = tolerance * float(gradient.abs().max())
@@ -66,7 +66,7 @@ def compare(found, expected, tolerance):
 
 
 def test_options_are_in_force(spied):
-    """The options must run, because equal gradients could also come from options without effect."""
+    """Check that the options have an effect, because without effect they change nothing either."""
     kept, moved = [], spied(torch.autograd.graph, "save_on_cpu")
 
     def saved(policy):
@@ -79,12 +79,15 @@ def test_options_are_in_force(spied):
     plain, every, tiled = (saved(fp64_policy(**o)) for o in ({}, OPTIONS[0], {"tiled_mlp": 7}))
     assert every < plain and tiled < plain and not moved
     loss_and_gradients(fp64_policy(**OPTIONS[1]))
-    assert len(moved) == 3  # layers
+    assert len(moved) == 3  # once per layer
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
-    """The kernel's self-test runs at the first input of a kind, here inside of a checkpoint."""
+    """Check that the attention kernel's self-test can run inside a checkpointed layer.
+
+    The self-test runs at the first input of each kind.
+    """
     dispatch.choose.cache_clear()
     policy = fp64_policy(gradient_checkpointing=True, checkpoint_offload=offload)
     assert loss_and_gradients(policy)[1] and dispatch.choose.cache_info().misses == 1
@@ -96,14 +99,15 @@ def test_tiles_see_no_more_rows_than_asked_for():
         rows = lambda _, args: seen.append(args[0].shape[-2])  # noqa: E731
         layer.mlp.down_proj.register_forward_pre_hook(rows)
     loss_and_gradients(policy)
-    # T = 11 + 5 + Σ(C − 1) = 36 rows. Each tile runs once forward and once more for its backward.
+    # There are T = 11 + 5 + Σ(C − 1) = 36 rows. Each tile runs once in the forward pass, and once
+    # more for its backward pass.
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
     with pytest.raises(ValueError, match="model.tiled_mlp: Linear has no dense MLP"):
         tile_mlps(torch.nn.Linear(2, 2), 4)
 
 
 def owner(module):
-    """Return whose forward is called: a method of a tiled MLP, a partial of a fast layer."""
+    """Return the module whose forward is called, for a tiled MLP or a fast layer."""
     forward = module.forward
     return forward.__self__ if hasattr(forward, "__self__") else forward.args[0]
 
@@ -168,7 +172,10 @@ def test_states_that_need_a_package_name_it(monkeypatch):
 
 
 def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
-    """torchao requires a learning rate that is a tensor and is filled in place."""
+    """Check an optimizer whose learning rate is a tensor that must be filled in place.
+
+    torchao's optimizers store the rate in this way.
+    """
 
     class TensorRate(torch.optim.SGD):
         def __init__(self, parameters, lr, weight_decay):
@@ -189,7 +196,7 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
         assert weight.item() == expected
 
 
-# ---------------------------------------------------------- A whole step three ways
+# -------------------------------------------------- One step computed in three ways
 VOCAB = 512
 NAMES = ("shared", "packed", "padded")
 
@@ -211,7 +218,7 @@ def problem():
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 1 << 40), ("qwen3", 700)])
 def test_shared_packed_and_padded_are_one_step(problem, family, budget):
-    """In fp32, loss, gradients and metrics are within a relative 1e-5 of the padded step."""
+    """Check that loss, gradients and metrics agree with the padded step to 1e-5, in fp32."""
     model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(tokens_per_microbatch=budget)
     providers = {name: prepare(name, model, problem, chosen) for name in NAMES}

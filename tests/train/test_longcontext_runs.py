@@ -1,4 +1,4 @@
-"""Runs that run out of memory, the long-context recipe, and its k-shot prompts by a budget."""
+"""Tests of long-context runs: out of memory, the recipe, and k-shot prompts with a token budget."""
 
 import json
 import logging
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """Let the k-th call of the trunk run out of memory if `fails(k, tokens)`.
+    """Return a function that makes call k of the trunk run out of memory if `fails(k, tokens)`.
 
-    The self-check, which comes before the run, has room.
+    The self-check before the run never fails.
     """
     original, calls = Policy.hidden, []
     check = loading.self_check
@@ -79,8 +79,8 @@ REUSED = ["inner_iterations=2", "minibatches=2"]
 def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
-    """The run has the bits of a run with the lower budget from its start: nothing counts twice."""
-    # Else the old logps would come from the larger micro-batches.
+    """Check that the run equals a run with the lower budget, so nothing is counted twice."""
+    # If only the update fails, the old log-probs must be computed again with the lower budget.
     every = where == "anywhere"
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
@@ -93,7 +93,7 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 
 
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
-    """The second micro-batch fails, after the first one has added gradients."""
+    """Check a failure of the second micro-batch, after the first one has added its gradients."""
     options = ["reference.kind=none", "loss.beta=0"]
     calls = no_room(lambda call, tokens: call == 2)
     lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
@@ -121,12 +121,13 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
     monkeypatch.setattr(supported, lambda _: "rope_type: 'some'")
     with caplog.at_level(logging.WARNING, "grpo_fast"):
         fallen_back = sort_run(tmp_path / "back")
-    said = "every completion gets its own copy of the prompt: rope_type: 'some'"
+    said = "every completion gets a copy of the prompt: rope_type: 'some'"
     assert fallen_back == packed and caplog.messages == [said]
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
-    # The default budget follows the machine's memory: 1 GiB takes the batch in parts.
+    # The default budget depends on the machine's memory. With 8 GiB of host memory the batch needs
+    # no split.
     monkeypatch.setattr("grpo_fast.train.update.budget.host_memory", lambda: 8 << 30)
     questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
@@ -138,7 +139,7 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     ])  # fmt: skip
     summary = loop.train(config)
     row = logged(tmp_path / "run")[-1]
-    # Two groups of 16, each with one copy of the long prompt.
+    # There are two groups of 16 samples. Each group stores the long prompt once.
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
     line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
@@ -164,7 +165,7 @@ def questions_in(prompt):
 
 @pytest.fixture
 def twins(tmp_path):
-    """Return five questions. The third repeats the second, and the test has the fourth."""
+    """Write five questions. The third repeats the second. The test split has the fourth."""
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
     write_lines(tmp_path / "train.jsonl", *lines)
@@ -176,7 +177,10 @@ def twins(tmp_path):
 @pytest.mark.parametrize("budget", [1500, 8192])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_real_shots(budget, split):
-    """Shots nearly fill the budget. They are different training questions, never the asked one."""
+    """Check that shots nearly fill the budget, and are different training questions.
+
+    The asked question must not be one of them.
+    """
     pool = {question_key(e.prompt.removeprefix("Question: ").removesuffix("\nAnswer:"))
             for e in load(GSM8K)}  # fmt: skip
     examples = load(GSM8K, split, shots_tokens=budget)

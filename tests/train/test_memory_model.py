@@ -1,4 +1,4 @@
-"""The memory model compared with autograd and with the allocator's peak; `grpo-fast plan`."""
+"""Tests of the memory model against autograd and the allocator's peak, and of `grpo-fast plan`."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
-    with pytest.MonkeyPatch.context() as patch:  # the layers of a GPU: a CPU's own keep less
+    with pytest.MonkeyPatch.context() as patch:  # use the GPU's layers; the CPU's layers store less
         patch.setattr(policies, "fast_layers", lambda model: None)
         policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     policy.model.train()
@@ -45,7 +45,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
 
 
 def kept_bytes(policy, packed):
-    """Return the bytes of the storages that autograd keeps, without weights."""
+    """Return the number of bytes that autograd stores, except weights."""
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
     def pack(x):
@@ -61,8 +61,8 @@ def kept_bytes(policy, packed):
 
 
 def peak_bytes(step):
-    """Return the allocator's peak above the memory before the call."""
-    gc.collect()  # cycles of other tests, freed in the middle, would be taken off the peak
+    """Return the allocator's peak above the memory before the call, in bytes."""
+    gc.collect()  # garbage of other tests, if freed later, would lower the peak
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         step()
@@ -81,13 +81,13 @@ def peak_bytes(step):
     ids=["plain", "checkpointing", "checkpointing-tiled", "tiled"],
 )
 def test_the_prediction_against_the_allocators_peak(dtype, options):
-    """The peak of forward and backward is within 12% of the prediction, for a tiny model."""
+    """Check that the peak of forward and backward is within 12% of the prediction."""
     policy, _, memory, packed = a_trunk("llama", dtype, **options)
 
     def step():
         policy.hidden(packed).sum().backward()
 
-    step()  # gradients and the layout's cached tensors exist from here on
+    step()  # creates the gradients and the layout's cached tensors
     predicted = memory.peak(TOKENS, rows=0) - memory.fixed
     assert peak_bytes(step) == pytest.approx(predicted, rel=0.12)
 
@@ -103,9 +103,10 @@ def a_comb(turns, tokens):
 
 
 def test_the_prediction_for_deep_trees_against_the_allocators_peak():
-    """Attention's backward pass is the peak, with wide queries and a tiled MLP.
+    """Check the prediction to 12% where attention's backward pass is the peak.
 
-    The prediction is within 12%. The prediction for a shared prompt would be 25% too low.
+    Wide queries and a tiled MLP lead to this case. The prediction for a shared prompt would be 25%
+    too low.
     """
     options = {**CHECKPOINTING, "tiled_mlp": 64, "head_dim": 32}
     policy, shape, memory, _ = a_trunk("llama", "float32", kv_heads=4, trees=True, **options)
@@ -125,7 +126,10 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
-    """The sums of attention's backward pass, with a kernel that computes nothing, are within 5%."""
+    """Check the predicted sums of attention's backward pass to 5%.
+
+    The kernel of the test computes nothing.
+    """
     layout, e = a_comb(15, 40).layout, dtype.itemsize
     kernel = Kernel(
         lambda q, k, v, *_: (torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)),
@@ -139,7 +143,7 @@ def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
     measured = peak_bytes(lambda: torch.autograd.grad(out, (q, k, v), grad))
     shape = Shape(1, 64, 0, 4 * 16, 16, 13, 0, True)
     predicted = (memory_model._tree_backward(shape, e) - e * (64 + 64)) * layout.total
-    if e == 2:  # a CPU adds 16 bits to fp32 by way of a copy of the first call's dq
+    if e == 2:  # a CPU copies the first call's dq to add 16 bits to fp32
         predicted += 4 * 64 * layout.calls[1].spans.cu_q[-1].item()
     assert measured == pytest.approx(predicted, rel=0.05)
 
@@ -154,7 +158,10 @@ def test_recorded_samples_are_planned_as_trees():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_prediction_against_what_autograd_keeps(family):
-    """Autograd keeps the prediction within 2%, apart from the final norm, which is freed."""
+    """Check the predicted bytes that autograd stores to 2%, except the final norm.
+
+    The tensors of the final norm are freed earlier.
+    """
     policy, shape, memory, packed = a_trunk(family, "float32")
     final_norm, head_norms = 2 * 4 * shape.hidden, 0
     if family == "qwen3":
@@ -165,7 +172,7 @@ def test_the_prediction_against_what_autograd_keeps(family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """The cost is exact to the byte: k and v are not expanded to the heads of q."""
+    """Check the bytes of a key head exactly, because k and v are not expanded to the heads of q."""
     kept, predicted = [], []
     for kv_heads in (1, 4):
         policy, _, memory, packed = a_trunk("llama", dtype, kv_heads=kv_heads)
@@ -238,7 +245,7 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     text = shown(found)
     assert "494M parameters in 141 GB" in text
     assert found.group.tokens == 8192 + 16 * 511
-    # The head's workspace depends on the requested GPU, not on the machine that plans.
+    # The head's workspace must depend on the requested GPU, not on the machine that plans.
     assert {m.logits for m in memory.values()} == {int(141e9) // 32 >> 20 << 20}
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.group == (8192, 128, 4) and "as configured" in shown(recipe)

@@ -1,4 +1,7 @@
-"""The recipe `notebook` with tiny GPT-2: open prompts, a different reference, a summed ratio."""
+"""Tests of the recipe `notebook` with tiny GPT-2 models.
+
+The recipe uses open prompts, a separate reference model, and a ratio summed over the tokens.
+"""
 
 import math
 
@@ -32,7 +35,7 @@ def run_notebook(folder, models, *overrides):
 
 
 def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
-    """A completion continues the positions of its prompt, in a shared row and in a separate one."""
+    """Check that a completion continues the positions of its prompt, however it is packed."""
     policy = load_policy(ModelConfig(path=models[0]))
     assert self_check(policy) < 1e-4 and policy.positions == 512
     groups = [([5, 6, 7], [[8, 9], [10, 11, 12]]), ([20, 21], [[22, 23, 24], [25]])]
@@ -43,13 +46,13 @@ def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
 @pytest.mark.parametrize("estimator", ["k3", "exact", "exact_reference_first"])
 def test_the_notebooks_recipe_with_tiny_models(tmp_path, models, estimator):
     rows = run_notebook(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
-    # The reference differs from the start, and ratios multiply over a completion's tokens.
+    # The reference differs from the initial policy. Ratios are products over a completion's tokens.
     assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
 
 
 def test_the_notebooks_rewards_have_room(tmp_path, models):
-    """The rewards need no answer, and a tiny model learns to end its sentences."""
+    """Check that the rewards need no answer, and that a tiny model learns to end its sentences."""
     config = load_recipe("notebook")
     examples = load_examples(config.data, split="train", seed=0)
     assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)

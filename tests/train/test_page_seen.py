@@ -1,4 +1,4 @@
-"""The page of completions in Chromium: it fits a phone, and has contrast in the dark scheme."""
+"""Tests of the completions page in Chromium: layout on a phone, and contrast in both schemes."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from tests import chromium
 
 pytestmark = pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
 
-# The lowest contrast between a text and its blended background (WCAG 2.2, 1.4.3).
+# JavaScript that returns the lowest contrast between a text and its blended background (WCAG 2.2,
+# 1.4.3), and the HTML of the text.
 CONTRAST = """(() => {
   const parse = text => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
@@ -37,7 +38,7 @@ CONTRAST = """(() => {
 
 
 def row(number, reward, correct):
-    """Return a completion with tokens of every shade."""
+    """Return the row of a completion whose tokens have every shade."""
     n = 40
     return {
         "group": 0, "prompt": "question " * 30, "answer": "18", "reward": reward,

@@ -1,4 +1,4 @@
-"""Tests of complete PPO runs: invariances of the result, and saved files."""
+"""Tests of complete PPO runs: invariances of the results, and the saved files."""
 
 import math
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def lines(folder, *overrides):
-    """Train, and return the rows of steps and of updates without timings."""
+    """Train, and return the rows of steps and the rows of updates, both without timings."""
     loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
     rows = steps_of(folder)
     return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
@@ -47,7 +47,7 @@ def steps(folder, *overrides):
     ],
 )
 def test_every_step_says_what_its_values_are_worth(tmp_path, spied, overrides):
-    """Values are fp32 even under autocast."""
+    """Check the value metrics of every step, and that values are fp32 even under autocast."""
     calls = spied(Critic, "values")
     first = steps(tmp_path / "a", *PPO, *overrides)
     assert {call.result.dtype for call in calls} == {torch.float32}
@@ -80,7 +80,7 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
 
 
 def test_critic_path(tmp_path):
-    """A saved critic can be loaded. Folders that do not fit are refused."""
+    """Check that a saved critic can be loaded, and that unsuitable folders are refused."""
     options = [*PPO, "critic.kind=model", "log.save_model=true"]
     steps(tmp_path / "run", *options)
     critic = tmp_path / "run" / "critic"
@@ -103,7 +103,7 @@ def test_the_critics_own_rate(tmp_path, spied):
 
 
 def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypatch):
-    """If memory runs out in the second update, columns of the first weights stay."""
+    """Check that running out of memory in the second update keeps columns of the first weights."""
     seen, calls = [], [0]
     original = trainer.accumulate
 
@@ -132,7 +132,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 
 
 def test_beta_adapts(tmp_path):
-    """β follows the formula of `KLWeight.after_step`."""
+    """Check that β follows the formula of `KLWeight.after_step`."""
     adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
     for place in ("loss", "reward"):
         rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
@@ -144,7 +144,7 @@ def test_beta_adapts(tmp_path):
 
 
 def test_the_adapted_weight_is_the_one_that_is_used(tmp_path):
-    """The loss uses the adapted weight."""
+    """Check that the loss uses the adapted weight."""
     rows = steps(
         tmp_path / "a", *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "kl.target=1e-9",
         "kl.horizon=2", "optim.lr=0.01", "steps=4",
@@ -172,7 +172,7 @@ def test_a_weight_moves_by_a_fifth_at_most():
 
 
 def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
-    """With kl.into=reward the KL changes the returns and not the loss."""
+    """Check that with kl.into=reward the KL changes the returns but not the loss."""
     options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
     loss, losses = lines(tmp_path / "loss", *options, "log.every_update=true")
     options += ["kl.into=reward"]
@@ -210,7 +210,7 @@ def test_a_row_of_metrics_for_every_update(tmp_path):
 
 
 def test_after_an_early_stop_the_schedule_goes_on(tmp_path):
-    """After an early stop the learning rates are those of a run with all updates."""
+    """Check that learning rates after an early stop equal those of a run with all updates."""
     options = [*PPO, "optim.lr=0.05", "inner_iterations=4", "minibatches=2", "steps=2",
                "reference.kind=frozen", "log.every_update=true"]  # fmt: skip
     _, updates = lines(tmp_path / "stopped", *options, "max_approx_kl=1e-4")
@@ -221,7 +221,7 @@ def test_after_an_early_stop_the_schedule_goes_on(tmp_path):
 
 
 def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
-    """The limit applies to the mean over the pass, not to its last minibatch."""
+    """Check that the KL limit applies to the mean over a pass, not to its last minibatch."""
     options = [*PPO, "optim.lr=0.02", "inner_iterations=4", "minibatches=4", "steps=1",
                "log.every_update=true", "tokens_per_microbatch=20"]  # fmt: skip
     _, updates = lines(tmp_path / "free", *options)
@@ -247,7 +247,7 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
-    """A separate critic, and a reference with β = 0, take memory as well."""
+    """Check that the fixed memory includes a separate critic, and a reference with β = 0."""
     shape = Shape(2, 32, 64, 32, 16, 100, 10_000, False)
 
     def fixed(*overrides):

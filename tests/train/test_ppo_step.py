@@ -51,7 +51,16 @@ def dense_values(critic, rollout, i):
 
 
 def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
-    """Return advantages before whitening and returns. `kls=None` means no KL."""
+    """Return advantages before whitening, and returns, from a loop over the tokens.
+
+    Args:
+        critic: provides the values.
+        batch: the samples.
+        kls: weighted KL of each token of each completion. None uses 0.
+        gamma: discount factor.
+        lam: lambda of GAE.
+        bootstrap: use the value after the end of truncated completions.
+    """
     rollout, advantages, returns = batch.samples, [], []
     for i, kl in enumerate(kls or [[0.0] * n for n in rollout.lengths]):
         values, n = dense_values(critic, rollout, i), len(kl)
@@ -74,17 +83,17 @@ def fixed(batch, policy, critic, **options):
 
 
 def column(batch, name):
-    """Return a column of the completion tokens, shape (R,)."""
+    """Return a column of the samples, with one entry per completion token."""
     return getattr(batch.samples, name)
 
 
 def of_each(batch, name):
-    """Return a column as one tensor per completion."""
+    """Return a column of the samples as one tensor per completion."""
     return column(batch, name).split(batch.samples.lengths)
 
 
 def check(batch, **expected):
-    """Compare columns with lists of numbers per completion."""
+    """Compare columns of the samples with lists of expected numbers per completion."""
     for name, lists in expected.items():
         wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
         got = column(batch, name).double()
@@ -109,7 +118,7 @@ def test_advantages_and_returns(kind, budget, shared):
 
 
 def test_lambdas_of_their_own():
-    """Returns use `lam_returns`, and advantages use a lambda that depends on the length."""
+    """Check returns with `lam_returns`, and advantages with a lambda that depends on the length."""
     policy = tiny_policy()
     options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
     critic = make_critic(policy, whiten=False, **options)
@@ -135,7 +144,7 @@ KL_BY_HAND = {
 
 @pytest.mark.parametrize("estimator", KL_BY_HAND)
 def test_the_kl_in_the_reward(estimator):
-    """The reward of a token is -β · KL, plus the score at the last token."""
+    """Check that the reward of a token is -β · KL, plus the score at the last token."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
@@ -153,7 +162,7 @@ def test_the_kl_in_the_reward(estimator):
 
 def test_whitening_is_over_the_whole_batch_after_masking():
     scores = SCORES.clone()
-    scores[7] = math.nan  # a sample without a reward is left out everywhere
+    scores[7] = math.nan  # a sample without a reward is excluded
     policy = tiny_policy()
     plain = make_critic(policy, whiten=False)
     raw = fixed(make_batch(scores, mask_truncated=True), policy, plain)
@@ -167,7 +176,7 @@ def test_whitening_is_over_the_whole_batch_after_masking():
         batch = make_batch(scores, mask_truncated=True, minibatches=3, budget=budget)
         got = column(fixed(batch, policy, make_critic(policy)), "token_advantages")
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
-    # Whitening does not change the returns.
+    # Whitening must not change the returns.
     mine, theirs = (column(each, "returns") for each in (batch, raw))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
@@ -218,7 +227,7 @@ def gradients(policy, critic, config, batch):
 @pytest.mark.parametrize("loss", ["clipped", "plain", "huber"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_value_heads_gradient(loss, aggregation):
-    """Compare with autograd through a dense forward pass in fp64."""
+    """Compare the gradient with autograd through a dense forward pass in fp64."""
     policy = tiny_policy()
     critic = make_critic(policy, loss=loss, epsilon=0.1, coef=0.7)
     batch = fixed(make_batch(), policy, critic)
@@ -280,7 +289,7 @@ def test_gradients_however_the_step_is_packed(kind, aggregation):
 
 
 def test_a_model_of_its_own_leaves_the_policy_alone():
-    """The value loss of a separate model does not change the policy's gradient."""
+    """Check that the value loss of a separate model does not change the policy's gradient."""
     policy = tiny_policy()
     config = LossConfig(loss_type="grpo")
     found = []
@@ -296,7 +305,7 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
-    """With λ = γ = 1 and the group's mean as value, PPO has the gradient of `centered`."""
+    """Check that PPO has the gradient of `centered` if λ = γ = 1 and values are group means."""
     policy = tiny_policy()
     critic = make_critic(policy, gamma=1, lam=1, whiten=False, bootstrap=False, coef=0.0)
     means = SCORES.view(-1, GROUP).mean(1).repeat_interleave(GROUP)
@@ -324,7 +333,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
-    """Masked completions are left out of the reported KL."""
+    """Check that masked completions are excluded from the reported KL."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():

@@ -26,7 +26,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """Return a copy of a model's folder, which the test may damage."""
+    """Return a copy of a model's folder that a test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "m"))
 
 
@@ -44,7 +44,7 @@ def set_config(folder, **fields):
 
 FILE, UP = "model.safetensors", LAYER + "mlp.up_proj.weight"
 LARGER = [chr(0x4E00 + i) * 3 for i in range(99)]
-# The damage, and the message.
+# Each entry has a function that damages the folder, and parts of the expected message.
 DAMAGE = {
     "truncated": (lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-1000]),
                   f"m/{FILE}", "not fully covered"),
@@ -93,7 +93,7 @@ def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
     assert str(folder) in message and "\n" not in message
 
 
-# A separate head, and a head tied to the embedding.
+# llama has a separate head. The head of qwen2 is tied to the embedding.
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
     folder = tiny_folder(tmp_path / "m", family)
@@ -104,7 +104,7 @@ def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
 
 
 def test_a_special_token_beyond_the_embedding(folder):
-    """Only prompts that contain the token are refused, as with Gemma 3."""
+    """Check that only prompts that contain the token are refused. Gemma 3 has such a token."""
     from grpo_fast.rollout import Sampling, generate
 
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
@@ -126,7 +126,7 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
 
 
 def test_the_fields_of_a_folder_in_their_parts(tmp_path):
-    """A nested text configuration must not name a kernel of the hub."""
+    """Check that a nested text configuration cannot name a kernel of the hub."""
     fields = {"model_type": "llama", "part": {"_attn_implementation_internal": "someone/kernel"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_fields(str(tmp_path), allow_code=True)["part"] == fields["part"]

@@ -1,4 +1,7 @@
-"""Runs on several processes: equal to one process, shared endings, checkpoints that move."""
+"""Tests of runs on several processes.
+
+They cover equality with one process, shared errors, and resuming on another number of processes.
+"""
 
 import json
 import re
@@ -19,8 +22,8 @@ FINE = {"skipped": 0, "tokens": 30}
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # "exact" logs a variance, which shards refuse, and the engine of "apart" copies full weights.
-    # The other cases would test with shards what they test without.
+    # Sharded runs refuse the gradient variance that "exact" logs. The engine of "apart" copies full
+    # weights. The other excluded cases would test nothing new with shards.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "distill")),
@@ -36,7 +39,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that gives the folder of a case's run in one process."""
+    """Return a function that returns the folder of a case's run in one process."""
     root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
 
     def run(case: str) -> Path:
@@ -51,7 +54,7 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Metrics, prompts and weights are equal. In the case `few` a rank has no group."""
+    """Check that metrics, prompts and weights are equal. In case `few` one rank has no group."""
     expected = plain(case)
     found = ranks(count, ["train", case, kind, str(tmp_path / "run")])
     assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
@@ -66,7 +69,10 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
 
 
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
-    """All ranks have the same weights, buffers, ties and adapters, and only rank 0 reads files."""
+    """Check that all ranks have the same weights, buffers, ties and adapters.
+
+    They must equal those of a plain load. Only rank 0 reads the files.
+    """
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
         assert apart == []
@@ -80,7 +86,7 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
 
 
 def test_a_rollout_leaves_no_order_behind(ranks):
-    """FSDP2 must prefetch in the same order on all ranks, and shard the layers again."""
+    """Check that FSDP2 prefetches in the same order on all ranks, and shards the layers again."""
     assert ranks(2, ["pass_unevenly"], timeout=60) == [[[True, True]]] * 2
 
 
@@ -95,7 +101,7 @@ APART = {
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """All ranks name the rank and the key that differ, and nothing is written."""
+    """Check that all ranks name the rank and the setting that differ, and write nothing."""
     reward = "def score(completions):\n    return [1.0] * len(completions)\n"
     (tmp_path / "mine.py").write_text(reward)
     for name, (words, said) in APART.items():
@@ -106,7 +112,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """The configurations are equal, and the files that they name differ, as on two machines."""
+    """Check equal configurations that name different files, as can happen on two machines."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)
@@ -121,8 +127,8 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# Case, kind, the forward pass of rank 1 at which a signal comes (in a rollout or in an update), and
-# the checkpoint.
+# Each entry has the case, the kind, the forward pass of rank 1 at which a signal arrives (in a
+# rollout or an update), and the expected checkpoint.
 LEFT = [
     ("mu", "ddp", 45, "step_000002"),
     ("mu", "fsdp2", 45, "step_000002"),
@@ -141,7 +147,10 @@ def copied(run: Path, name: str) -> str:
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
     ranks, plain, tmp_path, case, kind, passes, place
 ):
-    """A signal to one rank ends all ranks at the same step."""
+    """Check that a signal to one rank ends all ranks at the same step.
+
+    The run must resume on any number of ranks.
+    """
     left, whole = tmp_path / "left", tmp_path / "whole"
     other = "ddp" if kind == "fsdp2" else "fsdp2"
     found = ranks(2, ["train_until", case, kind, str(left), 1, passes])
@@ -174,7 +183,8 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
     found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
     assert [x[0]["tokens"] for x in found] == [11, 11], found
     apart = differences(tmp_path / "run", plain("mu"))
-    assert len(apart) == 3 and all("num_tokens" in x for x in apart)  # prompts stand there twice
+    # Smaller micro-batches store some prompts twice.
+    assert len(apart) == 3 and all("num_tokens" in x for x in apart)
     found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "shards")])
     assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
     assert found[0][0]["error"] == "RankError", found
@@ -217,13 +227,16 @@ def test_trackers_are_rank_0s(ranks):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
-    """Without torchrun, the store of the ranks ends with rank 0."""
+    """Check that the error names the killed rank, without torchrun.
+
+    The ranks' store ends with rank 0.
+    """
     found = ranks(2, ["ended", str(tmp_path / "run"), dead])
     survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
     assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
-    # Rank 0 has the full weights, and can save them alone.
+    # Rank 0 has the full weights and can save them alone.
     saved = [path.name for path in checkpoints_in(tmp_path / "run")]
     assert saved == (["step_000000"] if dead == 1 else [])
 

@@ -59,7 +59,7 @@ def collector(policy, path, **options):
 
 
 def tiny():
-    """Return a policy with a tokenizer that must not be used."""
+    """Return a policy whose tokenizer must not be used."""
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 
@@ -70,7 +70,10 @@ def tiny():
 @pytest.mark.parametrize("credited", [0, 2, 4], ids=["rewards", "both", "credit"])
 @pytest.mark.parametrize("budget", [1000, 60])
 def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
-    """Compare a step with the mean of -A · logp over sampled tokens of dense passes."""
+    """Compare the gradient of a step with the mean of -A · logp over the sampled tokens.
+
+    The log-probs of the comparison come from dense passes.
+    """
     traces = records()
     for number, trace in enumerate(traces[:credited]):
         for node in trace["nodes"]:
@@ -106,7 +109,7 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
 
 
 def test_a_run_trains_on_traces(tmp_path):
-    """A run changes the weights, resumes with equal bits, and has old logps in two passes."""
+    """Check that a run with two passes changes the weights, and resumes with the same losses."""
     config = settings(tmp_path, steps=3, inner_iterations=2, checkpoint={"every": 1})
     config["model"] = {"path": tiny_folder(tmp_path / "model")}
     config["rollout"] |= {"prompts_per_step": 1, "correct_sampling": True}
@@ -124,7 +127,7 @@ def test_a_run_trains_on_traces(tmp_path):
 
 
 def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
-    """The recorded sets of kept tokens reach the loss, with trees as with separate rows."""
+    """Check that the loss uses the recorded sets of kept tokens, in trees as in separate rows."""
     from grpo_fast.data import traces as module
 
     policy, read = tiny(), module.load_traces
@@ -154,7 +157,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 
 
 def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
-    """Traces are checked by their length only, before step 1."""
+    """Check that before step 1 traces are only checked for their length."""
     config = settings(tmp_path, model={"path": tiny_folder(tmp_path / "model")})
     config["rollout"] |= {"max_new_tokens": 4096}
     assert train(validated(RunConfig, config))["steps"] == 1

@@ -1,4 +1,7 @@
-"""`rollout.replay_support`: the loss over the tokens that a truncating sampler kept."""
+"""Tests of `rollout.replay_support`.
+
+The setting computes the loss over the tokens that a truncating sampler kept.
+"""
 
 import itertools
 
@@ -35,7 +38,10 @@ def sampled(policy, **options):
 
 @pytest.mark.parametrize("options", TRUNCATING, ids=str)
 def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
-    """Without the kept tokens, the log-probs differ by the log of the kept mass."""
+    """Check the agreement of log-probs over the kept tokens.
+
+    Over all tokens they differ by the log of the kept probability mass.
+    """
     rollout, asked = sampled(policy, **options, batch_size=5)
     assert all(mass.min() < 0.999 for mass in rollout.mass.split(rollout.lengths))
     order = [[7, 4], [0, 1, 3], [11]]  # completions of a micro-batch come in any order
@@ -68,7 +74,7 @@ def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
 
 
 def test_who_is_not_asked_hands_on_nothing(policy):
-    """An evaluation draws the same tokens, and stores no sets of kept tokens."""
+    """Check that an evaluation draws the same tokens but stores no sets of kept tokens."""
     rollout, _ = sampled(policy, top_p=0.6)
     off, _ = sampled(policy, top_p=0.6, replay_support="off")
     asked = EvalConfig(max_new_tokens=9, top_p=0.6, temperature=1.0)
@@ -80,7 +86,7 @@ def test_who_is_not_asked_hands_on_nothing(policy):
 
 
 def masked_logps(policy, micro, temperature):
-    """Return (R, V) log-probabilities over the kept tokens, computed by plain torch."""
+    """Return log-probabilities over the kept tokens, shape (R, V), computed by plain torch."""
     hidden, head = policy.hidden(micro.packed)[micro.packed.predicting], policy.head
     z = hidden @ head.weight.T / temperature
     kept = torch.zeros_like(z, dtype=torch.bool)
@@ -91,7 +97,7 @@ def masked_logps(policy, micro, temperature):
 
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_loss_kl_and_entropy_are_over_the_sets(estimator):
-    """The gradients of a step equal plain torch on masked logits."""
+    """Check that the gradients of a step equal those of plain torch on masked logits."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     rollout, asked = sampled(policy, top_p=0.7, temperature=0.8)
@@ -110,7 +116,7 @@ def test_loss_kl_and_entropy_are_over_the_sets(estimator):
     target = whole.packed.target_ids[:, None]
     with torch.no_grad():
         old = masked_logps(policy, whole, 0.8).gather(1, target)[:, 0]
-        policy.head.weight.mul_(1.02)  # away from the old policy, too
+        policy.head.weight.mul_(1.02)  # the policy differs from the old policy
     seen = accumulate(policy, batch.minibatches[0], config, ref_head=reference.head)
     found = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
     policy.model.zero_grad()
@@ -161,7 +167,7 @@ def test_completions_with_and_without_sets_in_one_batch():
 def test_top_p_alone_is_bounded_where_its_sets_are_kept(words, top_k):
     config = load_recipe("sort", [f"rollout.{word}" for word in words])
     assert config.rollout.top_k == top_k
-    assert RolloutConfig(**config.rollout.model_dump()).top_k == top_k  # saved, and read again
+    assert RolloutConfig(**config.rollout.model_dump()).top_k == top_k  # as if saved and loaded
     assert config.rollout.needs_support == (words != [] and "replay_support=off" not in words)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run, its logs, its progress and its picture."""
+"""Tests of a run's folder, logs, progress display and curves."""
 
 import io
 import json
@@ -64,7 +64,7 @@ def test_folder_of_a_run(tmp_path):
 def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
     report = opened(tmp_path / "a", config(), stream=io.StringIO())
     report.log(1, {"loss": torch.tensor(0.5), "kl": math.nan, "reward": math.inf, "num_tokens": 7})
-    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # not closed yet
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()  # the report is still open
     expected = {"step": 1, "loss": 0.5, "kl": None, "reward": None, "num_tokens": 7.0}
     assert [json.loads(line) for line in lines] == [expected]
     assert read_metrics(tmp_path / "a")[0]["kl"] is None
@@ -73,7 +73,7 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
 
 
 def test_progress_is_a_line_per_logged_step(tmp_path, monkeypatch):
-    """Lines are printed for the first and last step, every evaluation, and once in SECONDS."""
+    """Check that lines appear for the first and last step, each evaluation, and once in SECONDS."""
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
     shown = "reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
@@ -155,7 +155,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
 
 
 def test_numbers_that_no_picture_has(tmp_path):
-    """The metrics of a stranger's run may have numbers that no axis can show."""
+    """Check that plotting skips numbers that no axis can show, as foreign metrics may have."""
     huge = "1" * 400
     odd = [(1, 1), (2, huge), (huge, 1), (3, "1e999"), (4, 1e308), (1e308, 1), (5, 9e299)]
     lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in odd]
@@ -174,7 +174,10 @@ def test_a_folders_name_is_no_mathematics(tmp_path):
 
 
 def test_a_picture_needs_a_files_name(tmp_path):
-    """matplotlib would add a suffix, and write to a different name than the requested one."""
+    """Check that names without a picture's suffix are refused.
+
+    matplotlib would append a suffix and write to a different path than the requested one.
+    """
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -185,7 +188,7 @@ def test_a_picture_needs_a_files_name(tmp_path):
 
 
 def test_plot_several_runs(tmp_path):
-    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run"]  # the same name twice
+    folders = [tmp_path / "x" / "run", tmp_path / "y" / "run"]  # two folders of the same name
     for folder in folders:
         logged_run(folder, 30).close()
     for suffix in ("png", "svg"):
@@ -193,7 +196,7 @@ def test_plot_several_runs(tmp_path):
         assert picture.stat().st_size > 10_000
     svg = picture.read_text()
     assert all(t in svg for t in ("Reward", "Entropy (nats)", "Throughput (tokens/s)"))
-    assert "Clip fraction" not in svg  # constant here
+    assert "Clip fraction" not in svg  # the metric is constant
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
     with pytest.raises(ValueError, match="expected metrics to draw"):
         plot_runs([tmp_path], tmp_path / "z.png")

@@ -1,4 +1,4 @@
-"""Tests that a run's folder cannot run code, and that errors appear before a model is loaded."""
+"""Tests that a run's folder cannot execute code, and that errors appear before model loading."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prom
 
 
 def mark(folder: Path) -> str:
-    """Return code that creates the file `marker`."""
+    """Return Python code that creates the file `marker` in a folder."""
     return f"import pathlib\npathlib.Path({str(folder / 'marker')!r}).touch()\n"
 
 
@@ -38,7 +38,10 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
 
 
 def test_a_function_that_runs_the_folders_code(run, tmp_path):
-    """A reward named torch.hub:load would import hubconf.py of the folder."""
+    """Check that a reward named torch.hub:load is refused.
+
+    It would import hubconf.py from the run's folder.
+    """
     (run / "hubconf.py").write_text(mark(tmp_path) + "def reward(**options):\n    return None\n")
     options = {"repo_or_dir": str(run), "model": "reward", "source": "local"}
     change(run, rewards=[{"name": "torch.hub:load", "options": options}])
@@ -57,7 +60,7 @@ def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
 
 
 def plant_model_code(model: Path, marker: Path) -> None:
-    """Write a config.json that names classes in a Python file of the same folder."""
+    """Write a config.json that names model classes in a Python file of the same folder."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["model_type"] = "planted"
     config["auto_map"] = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
@@ -79,20 +82,23 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     words = ("eval", *asked, "n=2")
     assert refused(invoke(*words), "custom code")
     assert not (tmp_path / "marker").exists()
-    # The evaluation may fail, because packed attention does not support the class.
+    # The evaluation itself may fail, because packed attention does not support the planted class.
     invoke(*words, "--allow-code")
     assert (tmp_path / "marker").exists()
 
 
 def test_allowed_code_of_a_run_that_asked_for_none_stays_out(run, tmp_path):
-    """--allow-code has no effect on model code that the run did not trust."""
+    """Check that --allow-code has no effect on model code that the run did not trust."""
     plant_model_code(run / "model", tmp_path)
     assert refused(invoke("eval", str(run), "n=2", "--allow-code"), "custom code")
     assert not (tmp_path / "marker").exists()
 
 
 def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
-    """Without trust_remote_code=False transformers would ask at the terminal."""
+    """Check that no prompt appears.
+
+    Without trust_remote_code=False transformers would ask the user for permission.
+    """
     plant_model_code(run / "model", tmp_path)
     file = run / "model" / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -115,7 +121,7 @@ TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """Fail if a model is loaded."""
+    """Make the test fail if a model is loaded."""
     for name in (
         "grpo_fast.train.runs.build.load_policy",
         "grpo_fast.train.models.loading.load_policy",
@@ -124,7 +130,7 @@ def no_model(monkeypatch):
 
 
 def texts_recipe(folder, lines, n_test=1):
-    """Write a recipe whose data are these lines."""
+    """Write a recipe whose data set consists of the given lines."""
     (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = f"data: {{task: jsonl, path: {folder / 'd.jsonl'}, n_test: {n_test}}}"
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
@@ -138,13 +144,13 @@ def test_output_folders(tmp_path, recipe, no_model, place):
     folder = tmp_path / place
     said = f"output_dir: {'' if place == 'occupied' else 'cannot'}"
     assert refused(invoke("train", recipe, f"output_dir={folder}"), said)
-    with pytest.raises(ValueError, match="output_dir: "):  # the same from Python
+    with pytest.raises(ValueError, match="output_dir: "):  # the Python API raises the same error
         loop.train(load_recipe(recipe, [f"output_dir={folder}"]))
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
-    """A long prompt of either split is found before the run."""
+    """Check that a long prompt is found before the run, in either split."""
     lines = [{"prompt": "1 2 3", "answer": "1"} for _ in range(2)]
     lines[which]["prompt"] = "0123456789" * 12
     generate = "transformers.GenerationMixin.generate"
@@ -167,9 +173,9 @@ def test_results_that_cannot_be_written_are_still_shown(run):
     assert refused(result, *said, code=1)
 
 
-# ---------------------------------------------------------------------------------- the home folder
+# ---------------------------------------------------------------------------------- The home folder
 def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
-    """All files of a run use the same home folder for `~`."""
+    """Check that all files of a run use the same home folder for `~`."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
@@ -185,12 +191,12 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     assert (home / "e.json").is_file()
     assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()
     assert not list(here.iterdir())
-    # A folder named ~.
+    # A path that begins with ./~ names a folder `~` in the working folder.
     assert invoke("train", recipe, "output_dir=./~/a", *words).exit_code == 0
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
 
 
-# ----------------------------------------------------------------------------------------- later on
+# ------------------------------------------------------------------------------ Errors during a run
 @pytest.mark.parametrize(
     "words", [(), ("model.dtype=float16", "optim.lr=1"), ("rollout.top_k=3", "minibatches=2")]
 )

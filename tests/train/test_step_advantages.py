@@ -1,4 +1,4 @@
-"""Tests of advantages in a run: running baseline, GDPO and rewards per token."""
+"""Tests of advantages in a run: the running baseline, GDPO and rewards per token."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def test_the_mean_of_the_steps_before():
 
 
 def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
-    """The baseline of a step depends on the steps before. It begins at `value`."""
+    """Check that the baseline of a step is computed from earlier steps, and starts at `value`."""
     calls = spied(Advantages, "of")
     options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
     sort(tmp_path / "a", *RUNNING, *options)
@@ -61,7 +61,7 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
 
 
 def test_gdpo_takes_each_reward_apart(tmp_path, spied):
-    """GDPO normalises each reward of the run and applies the weights."""
+    """Check that GDPO normalizes each reward of the run separately and applies the weights."""
     calls = spied(Advantages, "of")
     options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
     sort(tmp_path / "a", *options, "rewards.0.weight=2", "rewards.1.weight=0.5")
@@ -116,7 +116,7 @@ def scored(total, per_token, lengths):
 
 
 def test_every_token_has_a_reward():
-    """By default the last token has the reward. An empty completion has none."""
+    """Check that by default the last token has the reward, and an empty completion has none."""
     plain = scored([1.0, 2.0], None, [3, 0])
     listed = scored([3.0, 4.0], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])], [2, 1])
     lost = [torch.tensor([1.0, 2.0]), torch.tensor([math.nan, math.nan])]
@@ -137,9 +137,12 @@ def test_the_kl_comes_on_top_of_the_rewards():
     assert rewards_with_kl(batch, 0.5, "k1").tolist() == [0.75, 2.0, 4.5]
 
 
-# ------------------------------------------------------------------- None, and the batch of bnpo
+# ----------------------------------------------------------- Rewards that do not apply, and bnpo
 def test_gdpo_of_functions_that_do_not_apply_to_all():
-    """Each of two tasks has a reward function. A sample whose reward failed has no advantage."""
+    """Check GDPO with a reward function for each of two tasks.
+
+    A sample whose reward failed has no advantage.
+    """
     nan = math.nan
     scores = {
         "math": torch.tensor([1.0, 0.0, 1.0, nan, nan, nan]),

@@ -1,4 +1,4 @@
-"""Tests of the messages of a run: closing lines, labels of pictures, shown numbers."""
+"""Tests of the messages of a run: closing lines, labels of curves, and displayed numbers."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ from tests.tiny import tiny_folder
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Return the output of a run of two steps, and its folder."""
+    """Train three steps, and return the output and the folder of the run."""
     folder = tmp_path_factory.mktemp("a run")
     result = invoke("train", write_recipe(folder), "steps=3")
     assert result.exit_code == 0, result.output
@@ -124,7 +124,7 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
 
 @pytest.fixture
 def online(monkeypatch):
-    """Remove all signs that this machine is offline."""
+    """Make the machine appear to be online, by removing all settings that disable the network."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

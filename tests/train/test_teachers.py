@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
 
 
 def moved(policy, by=0.05):
-    """Return a policy with slightly changed weights."""
+    """Add small random numbers to the weights of a policy, and return it."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in policy.trainable():
@@ -44,7 +44,7 @@ def moved(policy, by=0.05):
 
 
 def a_batch():
-    """Return a batch of two prompts with three completions. The fourth completion is masked."""
+    """Return a batch of two prompts with three completions each. The fourth one is masked."""
     rollout = rollout_of([(5, (2, 5, 3)), (3, (4, 1, 6))], cut=[3], vocabulary=250)
     advantages = torch.tensor([1.0, -0.5, -0.5, 0.3, 0.0, -0.3])
     return batch_of(rollout, advantages, mask_truncated=True)
@@ -52,7 +52,7 @@ def a_batch():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
-    """Compare with β · Σ w · KL - Σ w · A · logp of dense passes."""
+    """Compare loss and gradients with β · Σ w · KL - Σ w · A · logp, computed by dense passes."""
     policy = moved(load_policy(ModelConfig(path=folders[0])))
     kind = ReferenceConfig(kind="frozen", path=folders[1])
     reference = Reference(policy, kind, load_another(kind, ModelConfig(path=folders[0]), policy))
@@ -123,7 +123,7 @@ def test_packing_again_hands_on_what_a_teacher_said(name, shape):
 
 
 def test_a_run_with_a_synced_reference(tmp_path):
-    """After an update of the reference the first pass has no KL."""
+    """Check that the KL is 0 in the first step after an update of a synced reference."""
     synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1", "steps=5"]
     exact = ["loss.beta=0.5", "loss.kl_estimator=exact", "optim.lr=1e-2"]
     rows = sort(tmp_path / "a", *exact, *synced)
@@ -131,7 +131,7 @@ def test_a_run_with_a_synced_reference(tmp_path):
 
 
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
-    """With β = 0 the KL is reported and does not change the gradient."""
+    """Check that with β = 0 the KL is reported but does not change the gradient."""
     settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
     rows = sort(tmp_path / "a", *settings)
     plain = sort(tmp_path / "b", "optim.lr=1e-2")
@@ -160,7 +160,7 @@ def test_a_reference_that_does_not_fit_the_policy_is_refused(folders, tmp_path):
     refused("expected a head of 320 rows", folders[1], padded)
 
 
-# -------------------------------------------------------------------------- distill:
+# ---------------------------------------------------------------------- Distillation
 FROZEN, LR = "reference.kind=frozen", "optim.lr=1e-2"
 
 
@@ -170,7 +170,7 @@ def taught(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a teacher from the student's initial weights."""
+    """Train a teacher that starts with the student's initial weights."""
     folder = tmp_path_factory.mktemp("teacher")
     taught(folder / "run", "log.save_model=true", "steps=2")
     return folder / "run" / "model"
@@ -191,7 +191,7 @@ def test_a_loss_of_the_teacher_is_the_exact_kl(tmp_path, trained, estimator, kin
 
 
 def test_the_teacher_alone(tmp_path, trained):
-    """With task=0 only the teacher trains. A student that equals the teacher has divergence 0."""
+    """Check that with task=0 only the teacher trains, and equal models have divergence 0."""
     near = [f"distill.teacher={trained}", "distill.task=0", "loss.entropy_coef=0", "steps=12"]
     rows = taught(tmp_path / "a", *near, "distill.kind=jsd", "distill.beta=0.3")
     assert rows[-1]["divergence"] < 0.5 * rows[0]["divergence"]
@@ -211,7 +211,7 @@ def test_an_advantage_of_the_teacher(tmp_path, trained):
 
 @pytest.fixture(scope="module")
 def server(trained):
-    """Serve the teacher from a stand-in of a vLLM server."""
+    """Serve the teacher from a simulated vLLM server."""
     made = StandIn(load_policy(ModelConfig(path=str(trained), device="cpu")))
     yield made
     made.stop()
@@ -236,7 +236,7 @@ def test_a_server_that_says_every_id_is_the_teacher_itself(tmp_path, trained, se
 
 
 def test_a_servers_topk_teaches(tmp_path, server):
-    """The server's two likeliest ids train over micro-batches and minibatches."""
+    """Check that a server's two likeliest ids suffice to train, over several micro-batches."""
     words = [f"distill.teacher={server.url}", "distill.topk=2", "distill.task=0", "steps=10",
              "loss.entropy_coef=0", "minibatches=2", "inner_iterations=2", "shuffle=completions",
              "tokens_per_microbatch=24"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The normalisers, metrics and gradient variance of a step, compared with direct computation."""
+"""Tests of a step's normalizers, metrics and gradient variance against direct computation."""
 
 import copy
 import dataclasses
@@ -46,12 +46,12 @@ def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
 @pytest.mark.parametrize("minibatches", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_mean_over_prompts(minibatches, ranks):
-    """All prompts of a minibatch have the same weight, and so have all tokens of a prompt."""
+    """Check that all prompts of a minibatch have equal weight, and so do all tokens of a prompt."""
     config = LossConfig(aggregation="prompt_mean", group_size=GROUP)
     steps = [make_batch(SCORES, minibatches=minibatches, budget=14, rank=rank, ranks=ranks)
              for rank in range(ranks)]  # fmt: skip
     for step in steps:
-        step.shuffle("7")  # groups in parts
+        step.shuffle("7")  # distributes groups over minibatches
     for k in range(minibatches):
         of_prompt: dict[int, list[float]] = {}
         for micro in (micro for step in steps for micro in step.minibatches[k]):
@@ -78,7 +78,7 @@ def test_a_step_without_a_token_that_counts_moves_nothing():
 
 
 def gradients(policy, micro_batches, config, **options):
-    """Return the metrics and the gradient of micro-batches."""
+    """Return the metrics and the flat gradient of some micro-batches."""
     policy.model.zero_grad()
     seen = accumulate(policy, micro_batches, config, **options)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
@@ -99,7 +99,7 @@ def drawn(policy, prompts=PROMPTS):
 
 
 def expected(policy, rollout, advantages):
-    """Return the gradient of −Σ A·logp / (tokens of the group), one row per group."""
+    """Return the gradient of −Σ A·logp / (tokens of the group), with one row for each group."""
     lm = copy.deepcopy(policy.lm).double()
     lm.set_attn_implementation("eager")
     rows = []

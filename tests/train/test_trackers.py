@@ -1,4 +1,4 @@
-"""The metrics of a run in TensorBoard and other trackers of accelerate."""
+"""Tests that send the metrics of a run to TensorBoard and other trackers of accelerate."""
 
 import math
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):
-    """A tracker that keeps everything it receives from accelerate."""
+    """Tracker that records everything it receives from accelerate."""
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
     made: list = []
@@ -70,7 +70,7 @@ def test_what_has_no_number_is_not_logged(tmp_path, fake):
 
     config = load_recipe("sort", [*WORDS, "log.trackers=[trackio]"])
     with opened(tmp_path / "a", config) as report:
-        report.log(1, {"loss": 0.5, "update": 1.0})  # of a step in several updates
+        report.log(1, {"loss": 0.5, "update": 1.0})  # row of an update
         report.log(1, {"loss": math.nan, "reward": 1.0, "kl": math.inf})
     assert fake[0].rows == [(1, {"reward": 1.0})] and fake[0].finished == 1
 

@@ -1,4 +1,4 @@
-"""Tests of the configuration: overrides, defaults, saving and reading, and strict YAML."""
+"""Tests of the configuration: overrides, defaults, saving and loading, and strict YAML."""
 
 import dataclasses
 import os
@@ -64,7 +64,7 @@ SAVED = [
 
 @pytest.mark.parametrize("words", SAVED, ids=str)
 def test_a_saved_configuration_reads_back_equal(tmp_path, words):
-    """The saved file contains every default."""
+    """Check that a saved configuration equals the original. The file contains all defaults."""
     config = load_recipe("sort", words)
     save_config(config, tmp_path / "config.yaml")
     again = load_recipe(str(tmp_path / "config.yaml"))

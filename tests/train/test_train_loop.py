@@ -1,4 +1,4 @@
-"""Tests of the training loop with tiny models: all recipes, and invariances of the result."""
+"""Tests of the training loop with tiny models: all recipes, and invariances of the results."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def close(one, other, names=("loss", "grad_norm", "reward", "entropy", "policy_l
 
 
 def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch, spied):
-    """With constant weights and equal prompts, steps differ by their random numbers."""
+    """Check that with constant weights and equal prompts, steps draw different random numbers."""
     calls, take = spied(collector, "generate"), groups.PromptQueue.take
     monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
         groups.PromptQueue(queue.examples), count))  # fmt: skip
@@ -130,14 +130,15 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
 
 
 def test_the_policy_terms_gradient(tmp_path):
-    """Its norm is reported separately if the loss has other terms."""
+    """Check that the norm of the policy term's gradient is reported if the loss has other terms."""
     rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
     for row in rows:
         assert abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"]
     kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
     for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
         rows = sort(tmp_path / folder, *kl, *options)
-        # On policy the gradient of a token is -A / N. Lengths are 1 to 4, so only bounds are known.
+        # On policy, the gradient of a token is -A / N. The lengths vary from 1 to 4, so only bounds
+        # of the norm are known.
         for row in rows:
             assert "policy_grad_norm" not in row
             assert 0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5
@@ -160,7 +161,7 @@ def test_the_policy_terms_gradient(tmp_path):
     ids=str,
 )
 def test_what_the_loss_and_the_clip_say_is_explained(tmp_path, capsys, overrides):
-    """The log explains the clip fraction and the loss of a single update."""
+    """Check that the log explains the clip fraction, or the loss of a single update."""
     sort(tmp_path / "run", "steps=2", *overrides)
     said = capsys.readouterr().out
     assert said.count("one update per batch: the loss itself says little") == (not overrides)
@@ -171,7 +172,7 @@ def test_a_bad_gradient_is_skipped_and_the_third_in_a_row_ends_the_run():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = Optimizer([weight], load_recipe("sort").optim, 20)
     bad, worse = math.nan, math.inf
-    for value in (bad, worse, 1.0, bad, bad, 1.0, worse):  # bad gradients count in a row
+    for value in (bad, worse, 1.0, bad, bad, 1.0, worse):  # only consecutive bad gradients count
         before = weight.clone()
         weight.grad = torch.full((3,), value)
         assert math.isfinite(optimizer.step()) == (value == 1) != torch.equal(weight, before)
@@ -210,7 +211,7 @@ def test_prompts_follow_one_another_round_and_round():
 
 
 def test_metrics_of_micro_batches_are_merged_by_tokens():
-    """A micro-batch without tokens is left out."""
+    """Check that metrics are merged by token counts, without micro-batches that have no tokens."""
     losses, names = LossMetrics(), ("loss", "entropy", "ratio/min", "ratio/max", "active_tokens")
     for *values, tokens in (
         (0.5, 1.0, -3.0, 2.0, 30.0), (0.0, 0.0, -9.0, 9.0, 0.0), (0.25, 4.0, -1.0, 7.0, 10.0),

@@ -1,4 +1,4 @@
-"""The names in metrics.jsonl, `perf/mfu`, and the warning about a sampler that differs."""
+"""Tests of the names in metrics.jsonl, of `perf/mfu`, and of the warning about the sampler."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.train.resuming import config_of
 from tests.train.tiny_runs import logged, sort
 
 KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
-# TRL's names, as dashboards expect them. perf/mfu and perf/peak_memory_gib exist on a GPU only.
+# Dashboards expect these names of TRL. perf/mfu and perf/peak_memory_gib exist on a GPU only.
 NAMES = {
     *"loss grad_norm learning_rate num_tokens step_time reward reward_std kl entropy".split(),
     *"policy_loss frac_reward_zero_std completions/clipped_ratio".split(),
@@ -55,7 +55,7 @@ def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
     ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
 )
 def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
-    """The MFU is FLOPs of passes without and with gradients, divided by time and peak."""
+    """Check that the MFU divides the FLOPs of all passes by their time and the GPU's peak."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
     for name, flops in (("forward", 1000), ("update", 1)):
@@ -70,7 +70,7 @@ def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
     assert scored == pytest.approx(16 * rows[0]["completions/mean_length"])
 
 
-# A separate head, and one tied to the embeddings.
+# llama has a separate head. The head of qwen2 is tied to the embeddings.
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_flops_against_torchs_counter(tmp_path, family, frozen):
@@ -112,7 +112,7 @@ def test_the_peak_of_a_gpu(monkeypatch, name, expected):
     assert metrics.peak_flops(torch.device("cpu")) is None
 
 
-# -------------------------------------------------- The early warning of two policies
+# ---------------------------------------------- The warning about a different sampler
 PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
 
 

@@ -27,7 +27,8 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
 @pytest.mark.parametrize(
     ("reader", "words", "message"),
     [
-        # nearest keys in the same section, in other sections, and for names of other libraries
+        # Unknown keys: the message names the nearest key of this section, of other sections, or of
+        # other libraries.
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
@@ -47,7 +48,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in other_names().items()),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
-        # nearest values
+        # Invalid values: the message names the nearest value.
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
         ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
@@ -56,13 +57,13 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
-        # words without the form key=value
+        # Words that do not have the form key=value.
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
         ("eval", "other", "a second model is a folder or a hub id owner/name"),
-        # indices
+        # Invalid indices of lists.
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is not an index of a list of 2"),
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
@@ -71,7 +72,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "rewards.².weight=5", "'²' is not an index of a list of 2"),
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of"),
         ("train", "steps.more=2", "steps.more: 'more' is below a value, not a section"),
-        # values of a wrong type
+        # Values of a wrong type.
         *((reader, "seed=true", "seed: expected a number, got true")
           for reader in ("train", "eval")),
         ("plan", "gpu=true", "gpu: expected a number, got true"),
@@ -91,7 +92,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("plan", "prompt=1e18", "prompt: Input should be less than 1000000000000000000"),
         ("eval", "samples=0", "samples: Input should be greater than or equal to 1, got 0"),
         ("eval", "k=1,a", "k.1: Input should be a valid integer"),
-        # numbers out of bounds
+        # Numbers out of bounds.
         ("train", "rollout.temperature=0", "rollout.temperature: "),
         ("train", "tokens_per_microbatch=0", "tokens_per_microbatch: "),
         *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
@@ -104,7 +105,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         *(("train", f"{key}=.inf", f"{key}: Input should be a finite number, got inf")
           for key in ("optim.weight_decay", "warm_start.lr", "eval.temperature")),
         ("train", "output_dir=~nobody-of-this-name/x", "expected the home folder of a known user"),
-        # settings that exclude each other
+        # Settings that exclude each other.
         ("train", "loss.beta=0.1", "reference.kind=none conflicts with loss.beta=0.1"),
         ("train", "model.checkpoint_offload=true",
          "model.gradient_checkpointing=false conflicts with checkpoint_offload=true"),
@@ -230,7 +231,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
 def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
-    """All commands read words by the same functions, so `train` stands for the others."""
+    """Check `train` only, because all commands read words with the same functions."""
     try:
         config = load_recipe("sort", [word])
     except ValueError as error:
@@ -286,7 +287,7 @@ def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch
     (folder / "weights").mkdir(parents=True)
     for name in ("q.jsonl", "mine.py", "own.py"):
         (folder / name).write_text("")
-    (tmp_path / "own.py").write_text("")  # the recipe's folder comes first
+    (tmp_path / "own.py").write_text("")  # the recipe's folder takes precedence
     (folder / "r.yaml").write_text(
         "model: {path: weights}\ndata: {task: jsonl, path: q.jsonl}\noutput_dir: out\n"
         "reference: {kind: frozen, path: owner/name}\nloss: {beta: 0.1}\n"

@@ -1,4 +1,4 @@
-"""The tiny run of the sort recipe that most tests of training start, and a run's rows."""
+"""Helpers that run the sort recipe with a tiny model, and read the rows of a run."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64",
 
 
 def is_timing(name):
-    """Metrics that differ from run to run on the same machine."""
+    """Return True for metrics that differ between runs on the same machine."""
     return name == "step_time" or name.startswith("perf/") or name.endswith("_time")
 
 
 def questions(folder: Path, train: int = 30, test: int = 10) -> str:
-    """A folder of GSM8K's form."""
+    """Write a data set in the format of GSM8K, and return its folder."""
     folder.mkdir(exist_ok=True)
     lines = [
         {"question": f"Tom has {i} apples, then {i + 1} more. Sum?",
@@ -34,12 +34,12 @@ def questions(folder: Path, train: int = 30, test: int = 10) -> str:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """Every row of the run's metrics, timings and all."""
+    """Return all rows of a run's metrics, including timings."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of steps (and of updates), timings left out."""
+    """Return the metrics rows of steps and of updates, without timings."""
     return [
         {k: v for k, v in row.items() if not is_timing(k)}
         for row in logged(folder)
@@ -48,7 +48,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, recipe: str, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train and return (summary, rows of the steps)."""
+    """Train, and return the summary and the metrics rows of the steps."""
     config = load_recipe(recipe, [*overrides, f"output_dir={folder}"])
     summary, rows = loop.train(config), steps_of(folder)
     assert len(rows) == config.steps
@@ -60,7 +60,7 @@ def sort(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def adapted(folder: Path) -> list[str]:
-    """Words for gsm8k-smollm2-1.7b: a LoRA adapter of a tiny model, PPO, the KL in the reward."""
+    """Return settings for gsm8k-smollm2-1.7b: LoRA on a tiny model, PPO, the KL in the reward."""
     model = tiny_folder(folder / "tiny", "llama")
     return [
         f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", "data.name=null",

@@ -1,4 +1,4 @@
-"""One training step by hand: a batch of random ids, its gradients, a model's logits unpacked."""
+"""Helpers for a single training step: batches of random ids, gradients, and unpacked logits."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -19,13 +19,13 @@ accumulate = partial(gradients.accumulate, correct_sampling=False, validate="ful
 
 
 def rollout_of(
-    shapes: Sequence[tuple[int, Sequence[int]]],  # tokens of a prompt, of its completions
+    shapes: Sequence[tuple[int, Sequence[int]]],  # tokens of a prompt and of its completions
     *,
     cut: Collection[int] = (),  # completions without an EOS
     seed: int = 3,
     vocabulary: int = 13,
 ) -> Samples:
-    """Random ids; the sampler's logp of every token is its completion's number."""
+    """Return samples of random ids. The log-prob of each token is its completion's index."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> list[int]:
@@ -39,10 +39,10 @@ def rollout_of(
 
 def table_of(
     prompts: Sequence[list[int]],
-    completions: Sequence[list[int]],  # as many of each prompt
+    completions: Sequence[list[int]],  # the same number for each prompt
     *,
     cut: Collection[int] = (),  # completions without an EOS
-    logps: Sequence[Tensor] | None = None,  # zeros
+    logps: Sequence[Tensor] | None = None,  # None uses zeros
     texts: Sequence[str] = (),
     supports: Sequence[Support | None] | None = None,
 ) -> Samples:
@@ -55,7 +55,7 @@ def table_of(
 
 
 def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
-    """One minibatch of groups of three in one micro-batch, unless `options` say otherwise."""
+    """Return a batch with one minibatch of groups of three, unless `options` change this."""
     settings = dict(group_size=3, minibatches=1, budget=10**6, device="cpu") | options
     return StepBatch(dataclasses.replace(samples, advantages=advantages), **settings)
 
@@ -63,12 +63,12 @@ def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
 def logits_of(
     policy: Any, prompt: list[int], completion: list[int], *, with_graph: bool = False
 ) -> Tensor:
-    """(|completion|, V): the model's own logits, by its own attention."""
+    """Return the model's logits for a completion with its default attention, shape (tokens, V)."""
     with policy.generation(), torch.set_grad_enabled(with_graph):
         found = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
     return found[len(prompt) - 1 : -1]
 
 
 def taken(logits: Tensor, completion: list[int]) -> Tensor:
-    """(|completion|,): the log-probability of each token."""
+    """Return the log-probabilities of the completion tokens, shape (tokens,)."""
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]

@@ -1,1 +1,1 @@
-"""Collection of the samples of a step: prompts, completions, rewards and advantages."""
+"""Code that collects the samples of a training step: prompts, completions, rewards, advantages."""

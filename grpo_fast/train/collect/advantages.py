@@ -1,4 +1,4 @@
-"""Advantages of completions relative to their group or to a running baseline."""
+"""Advantages of completions, relative to their group or to a running baseline."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from grpo_fast.train.config.run import GAE
 
 
 class Advantages:
-    """Computation of advantages from rewards.
+    """Computes advantages from rewards, and updates the running baseline if the mode has one.
 
     Args:
-        mode: the setting `advantages`.
-        options: the setting `advantage_options`.
-        group_size: completions per prompt (G).
-        weights: weight of each reward function. A function of weight 0 is only logged.
+        mode: value of the setting `advantages`.
+        options: value of the setting `advantage_options`.
+        group_size: number of completions per prompt (G).
+        weights: weight of each reward function. Functions with weight 0 are logged but do not
+            contribute.
     """
 
     def __init__(
@@ -35,17 +36,18 @@ class Advantages:
         self.baseline = running_baseline(mode, options)
 
     def of(self, rewards: Tensor, scores: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
-        """Compute the advantages of completions.
+        """Compute the advantage of each completion.
 
         Args:
-            rewards: weighted sums of the rewards, shape (N·G,). The completions of a prompt are
-                adjacent.
-            scores: rewards of each function, shape (N·G,), which gdpo normalises one by one.
-            lengths: tokens of each completion, for the baseline of opo.
+            rewards: weighted sum of the rewards of each completion, shape (N·G,). The completions
+                of a prompt are adjacent.
+            scores: rewards of each function, shape (N·G,). Mode gdpo normalizes each function's
+                rewards separately.
+            lengths: number of tokens of each completion, which mode opo needs for its baseline.
 
         Returns:
-            Tensor of shape (N·G,). With a critic, which computes advantages per token later, it
-            contains the rewards.
+            fp32 tensor of shape (N·G,). In mode gae it contains the rewards, because the critic
+            computes advantages per token later.
         """
         if self.mode == GAE:
             return rewards.float()
@@ -55,15 +57,15 @@ class Advantages:
         if self.mode == "gdpo":
             options = {"weights": list(self.weights.values()), **options}
             each = torch.stack([scores[name] for name in self.weights])
-            # NaN in `each` means that a function does not apply. NaN in `rewards` means that a
-            # function failed, and then the sample has no reward at all.
+            # NaN in `each` means that a function does not apply to a sample. NaN in `rewards` means
+            # that a function failed, so the sample must not have a reward from any function.
             rewards = each.masked_fill(rewards.isnan(), torch.nan)
         if self.mode == "opo":
             options["lengths"] = torch.tensor(lengths)
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
 
     def observe(self, rewards: Tensor) -> None:
-        """Update a running baseline with the rewards of a step. Call this after `of`."""
+        """Update the running baseline, if any, with the rewards of a step. Call this after `of`."""
         if self.baseline is not None:
             self.baseline.update(rewards)
 
@@ -76,10 +78,11 @@ class Advantages:
 
 
 def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
-    """Return the rewards of completion tokens, shape (R,), which sum to the samples' rewards.
+    """Return the rewards of completion tokens, shape (R,).
 
-    Without rewards per token the last token has the reward of the sample. The last token of a
-    sample that lost its reward is NaN.
+    The token rewards of a sample sum to its reward. If the reward functions returned no rewards per
+    token, the last token receives the reward of the sample. If a sample has no reward because a
+    function failed, its last token is NaN.
     """
     lengths = torch.tensor(samples.lengths)
     rewards = torch.zeros(len(samples.logps))

@@ -1,4 +1,4 @@
-"""Collection of the samples of a step with their rewards and advantages."""
+"""The collector, which provides the samples of each step with their rewards and advantages."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 WATCHED_STEPS = 5  # latest steps whose groups are checked for a spread of rewards
 
-# Samples of a step, metrics, and records of all sampled groups, including dropped groups.
+# A step's samples, its metrics, and the records of all sampled groups including dropped groups.
 Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
 
 
 @dataclass
 class CollectorState:
-    """State of the collector in a checkpoint."""
+    """State of the collector that a checkpoint stores."""
 
     consumed: Count  # next place in the training set
     rewards: RewardsState
@@ -56,7 +56,7 @@ class CollectorState:
 
 @dataclass
 class Ahead:
-    """Samples of the next step without rewards, and the seconds that sampling took."""
+    """Samples of the next step before scoring, and the seconds that sampling took."""
 
     samples: Samples
     seconds: float
@@ -64,11 +64,11 @@ class Ahead:
 
 @dataclass
 class Collector:
-    """Sampling and scoring of prompts.
+    """Samples completions of the next prompts, scores them and computes their advantages.
 
-    With `rollout.ahead` the completions of the next step are sampled with the weights before this
-    step's updates. An engine on a separate device samples them in a thread while the policy is
-    trained. Other engines sample them before the training.
+    With `rollout.ahead` the completions of the next step are sampled with the weights from before
+    the current step's updates. An engine on a separate device samples them in a thread during
+    training. Any other engine samples them before the training begins.
     """
 
     config: RolloutConfig
@@ -91,12 +91,16 @@ class Collector:
     def next(self, step: int, clock: Clock) -> Collected:
         """Return the samples of a step.
 
-        With `rollout.dynamic` groups with equal rewards are replaced by groups of the next prompts.
-        After `rounds` replacements dropped groups fill the batch.
+        With `rollout.dynamic`, groups with equal rewards are replaced by groups of the next
+        prompts. If groups are still missing after `rollout.dynamic.rounds` replacements, groups
+        with equal rewards complete the batch.
 
         Args:
             step: number of the step, counted from 1.
-            clock: measures the parts of the step.
+            clock: measures the time of each part of the step.
+
+        Returns:
+            The samples, the metrics of the step, and a record of each sampled group.
         """
         dynamic = self.config.dynamic
         wanted = self.config.prompts_per_step
@@ -104,7 +108,7 @@ class Collector:
         metrics: dict[str, float] = {}
         self.logged = {}
         uses: list[Use] = ["kept"] * wanted
-        # 1. Sample and score the step's prompts, unless they were sampled ahead.
+        # 1. Sample and score the prompts of the step. Skip sampling if it was done ahead.
         if ahead is not None:
             clock.seconds["rollout"] = ahead.seconds
         is_idle = ahead is not None and dynamic is None
@@ -112,13 +116,13 @@ class Collector:
             places = self.queue.take(wanted)
             samples = None if ahead is None else ahead.samples
             samples, lost = self._scored(places, (self.seed, step), clock, samples)
-            # 2. Replace groups without spread by groups of the next prompts.
+            # 2. Replace groups whose rewards are all equal by groups of the next prompts.
             if dynamic is not None:
                 rounds = 0
                 uses = uses_of(self._judged(samples), wanted)
                 while "filled" in uses and rounds < dynamic.rounds:
                     rounds += 1
-                    # The place in the training set gives each round different random numbers.
+                    # Add the queue position, so that each round draws new random numbers.
                     seed = (self.seed, step, self.queue.consumed)
                     places = self.queue.take(uses.count("filled"))
                     more, also_lost = self._scored(places, seed, clock)
@@ -126,14 +130,14 @@ class Collector:
                     lost = {name: lost[name] + also_lost[name] for name in lost}
                     uses = uses_of(self._judged(samples), wanted)
                 metrics = self._dynamic_metrics(uses, rounds)
-        # 3. Compute the advantages of the groups that stay.
+        # 3. Compute the advantages of the groups that are used.
         is_used = torch.tensor([use != "dropped" for use in uses])
         size = self.config.group_size
         chosen = samples[is_used.repeat_interleave(size).nonzero()[:, 0]]
         assert chosen.rewards is not None and samples.rewards is not None
         chosen.advantages = self.advantages.of(chosen.rewards, chosen.scores, chosen.lengths)
         self.advantages.observe(samples.rewards)
-        # 4. Compute metrics over all samples, those of dropped groups included.
+        # 4. Compute metrics over all samples, including those of dropped groups.
         metrics = {
             **{f"logged/{name}": math.fsum(x) / len(x) for name, x in self.logged.items()},
             **reward_metrics(samples.rewards, samples.scores, lost, size),
@@ -145,15 +149,15 @@ class Collector:
         self._warn_without_spread(metrics["frac_reward_zero_std"])
         numbers = [self.queue.number(place) for place in samples.group[::size].tolist()]
         records = records_of(numbers, self._judged(samples), uses, step)
-        # Forget the samples at the end, so that an interrupted step can use them again.
+        # Clear the samples only at the end, so that an interrupted step can use them again.
         self.sampled = None
         return chosen, metrics, records
 
     def begin_ahead(self, step: int, clock: Clock) -> None:
-        """Sample the completions of the next step if the run samples ahead.
+        """Sample the completions of the next step if `rollout.ahead` is 1.
 
         Args:
-            step: number of the current step.
+            step: number of the current step, counted from 1.
             clock: measures the time.
         """
         is_wanted = self.config.ahead and step < self.steps
@@ -176,7 +180,7 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the thread that samples ahead, and raise its error. Collective call."""
+        """Wait for the sampling thread of `begin_ahead`, and raise its error. Collective call."""
         coming = self.coming
         self.coming = None
         if coming is None:
@@ -187,11 +191,11 @@ class Collector:
         clock.lap("ahead")
 
     def examples_of(self, samples: Samples) -> list[Example]:
-        """Return the example of each sample."""
+        """Return the training example that each sample belongs to."""
         return [self.queue.example(place) for place in samples.group.tolist()]
 
     def state_dict(self) -> CollectorState:
-        """Return the state, without the samples of the next step."""
+        """Return the state for a checkpoint. It does not include samples that were drawn ahead."""
         return CollectorState(
             self.queue.consumed, self.rewards.state_dict(), self.advantages.state_dict()
         )
@@ -202,7 +206,7 @@ class Collector:
         self.advantages.load_state_dict(state.baseline)
 
     def take_ahead(self, ahead: Ahead | None) -> None:
-        """Set the samples of the next step from a checkpoint.
+        """Restore the samples of the next step, or None, from a checkpoint.
 
         Raises:
             ValueError: the samples do not belong to the next prompts.
@@ -220,7 +224,7 @@ class Collector:
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
     ) -> Samples | None:
-        """Sample completions of the prompts at some places, with the places as group numbers."""
+        """Sample completions with `by`. The queue positions `places` become group numbers."""
         prompts = [self.queue.example(place).prompt for place in places]
         options: dict[str, Any] = {"group_size": self.config.group_size, "seed": seed}
         samples = by(self.policy, prompts, self.config, engine=self.engine, **options)
@@ -231,18 +235,19 @@ class Collector:
     def _scored(
         self, places: range, seed: tuple[int, ...], clock: Clock, samples: Samples | None = None
     ) -> tuple[Samples, dict[str, Counter[str]]]:
-        """Score the samples of some places, after sampling them if `samples` is None.
+        """Score samples of the prompts at some queue positions. Sample first if `samples` is None.
 
         Returns:
-            The samples, and for each reward function the number of lost samples by reason.
+            The samples, and for each reward function the number of samples without a reward, by
+            reason.
         """
-        # 1. Sample, unless that was done ahead.
+        # 1. Sample, unless the caller passed samples.
         if samples is None:
             samples = self._sample(generate, places, seed)
         assert samples is not None
         clock.lap("rollout", tokens=sum(samples.lengths))
         examples = self.examples_of(samples)
-        # Render the chat template once per group, because the samples share their prompt.
+        # Render the chat template once per group, because all samples of a group share the prompt.
         size = self.config.group_size
         texts = prompt_texts(self.policy, [example.prompt for example in examples[::size]])
         sent = [text for text in texts for _ in range(size)]
@@ -261,17 +266,17 @@ class Collector:
         return samples, result.reasons
 
     def _judged(self, samples: Samples) -> Tensor:
-        """Return the rewards that decide about dropping groups, shape (groups, G)."""
+        """Return the rewards whose spread decides which groups are dropped, shape (groups, G)."""
         dynamic = self.config.dynamic
         is_total = dynamic is None or dynamic.judged_by is None
         judged = samples.rewards if is_total else samples.scores[dynamic.judged_by]
         return judged.view(-1, self.config.group_size)
 
     def _warn_without_spread(self, fraction: float) -> None:
-        """Log once that most groups of the latest steps have equal rewards.
+        """Log one warning per run if most groups of the latest steps have equal rewards.
 
         Args:
-            fraction: share of the step's groups without a spread of rewards.
+            fraction: share of this step's groups in which all rewards are equal.
         """
         self.no_spread.append(fraction)
         is_full = len(self.no_spread) == WATCHED_STEPS

@@ -1,4 +1,4 @@
-"""Order of the prompts of a run, and records of their groups of samples."""
+"""The order in which a run uses its prompts, and records of the sampled groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Use = Literal["kept", "filled", "dropped"]
 
 
 class PromptQueue:
-    """The training set in its order, repeated without end.
+    """Endless sequence of training prompts, which repeats the training set in its order.
 
-    A place is an index into this endless sequence, and also the number of the prompt's group.
+    A place is an index into this sequence. It is also the number of the prompt's group.
 
     Args:
         examples: the training set.
@@ -31,17 +31,17 @@ class PromptQueue:
         self.consumed = consumed
 
     def next(self, count: int) -> range:
-        """Return the next places without consuming them."""
+        """Return the next `count` places without consuming them."""
         return range(self.consumed, self.consumed + count)
 
     def take(self, count: int) -> range:
-        """Return and consume the next places."""
+        """Return the next `count` places and consume them."""
         places = self.next(count)
         self.consumed = places.stop
         return places
 
     def number(self, place: int) -> int:
-        """Return the index in the training set of the prompt at a place."""
+        """Return the training set index of the prompt at a place of the endless sequence."""
         return place % len(self.examples)
 
     def example(self, place: int) -> Example:
@@ -50,7 +50,7 @@ class PromptQueue:
 
 @dataclass
 class PromptRecord:
-    """Line of prompts.jsonl about a prompt that was sampled, and the use of its group."""
+    """Line of prompts.jsonl. It describes a sampled prompt and how the step used its group."""
 
     step: Count
     prompt: Count  # index in the training set
@@ -60,16 +60,20 @@ class PromptRecord:
 
 
 def uses_of(judged: Tensor, wanted: int) -> list[Use]:
-    """Decide which groups a step uses.
+    """Choose the groups that a step uses.
 
-    Groups with different rewards are kept. If they are too few, other groups are filled in, and the
-    rest is dropped.
+    Groups with different rewards are kept. If fewer than `wanted` groups are kept, groups with
+    equal rewards complete the batch. All other groups are dropped.
 
     Args:
-        judged: rewards of shape (groups, G). Samples without a reward are NaN and are ignored.
+        judged: rewards of shape (groups, G). NaN marks samples without a reward, which are ignored.
         wanted: number of groups that the step uses.
+
+    Returns:
+        "kept", "filled" or "dropped" for each group.
     """
-    # A group without any reward gets the lowest value +inf and the highest value -inf: no spread.
+    # If no sample of a group has a reward, its minimum is +inf and its maximum is -inf. The
+    # comparison then counts the group as one with equal rewards.
     low = judged.nan_to_num(nan=torch.inf).amin(1)
     spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
     missing = wanted - sum(spread)
@@ -88,12 +92,12 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
 def records_of(
     numbers: Sequence[int], judged: Tensor, uses: Sequence[Use], step: int
 ) -> list[PromptRecord]:
-    """Return a record for each group.
+    """Return a record for each sampled group.
 
     Args:
-        numbers: index in the training set of each group's prompt.
+        numbers: training set index of each group's prompt.
         judged: rewards of shape (groups, G).
-        uses: use of each group.
+        uses: "kept", "filled" or "dropped" for each group.
         step: number of the step.
     """
     records = []

@@ -1,4 +1,4 @@
-"""Recorded rollouts of agents, which `data.task: traces` uses instead of sampling."""
+"""Collector of recorded agent rollouts, which `data.task: traces` uses instead of sampling."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from grpo_fast.train.models.policy import Policy
 
 
 class RecordedCollector(Collector):
-    """Collector that returns recorded traces as samples, one sample per branch of a trace.
+    """Collector that returns recorded traces as samples, with one sample per branch of a trace.
 
-    Advantages are recorded in the nodes of a trace, or are computed from the rewards of the
-    `group_size` traces of a task.
+    The nodes of a trace can contain advantages. Otherwise advantages are computed from the rewards
+    of the `group_size` traces of a task.
 
     Args:
-        path: file of traces.
+        path: path of the file with the traces.
         args, options: arguments of `Collector`.
 
     Raises:
-        ValueError: a trace does not fit the model, or a task has a wrong number of traces.
+        ValueError: a trace does not fit the model, or the number of traces of a task differs from
+            `group_size`.
     """
 
     def __init__(self, path: str, *args: Any, **options: Any) -> None:
@@ -67,7 +68,7 @@ class RecordedCollector(Collector):
         lengths = [sum(len(branch.logps) for branch in trace.branches) for trace in traces]
         advantages = self.advantages.of(rewards, {}, lengths)
         self.advantages.observe(rewards)
-        # 2. Build a sample for each branch, with reward and advantage of its trace.
+        # 2. Build a sample for each branch, with the reward and the advantage of its trace.
         owner = [n for n, trace in enumerate(traces) for _ in trace.branches]
         branches = [branch for trace in traces for branch in trace.branches]
         groups = [places[n // self.config.group_size] for n in owner]
@@ -76,7 +77,7 @@ class RecordedCollector(Collector):
         samples.check(self.policy.lm.get_input_embeddings().weight.shape[0])
         samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
         clock.lap("rollout")
-        # 3. Compute metrics, in which each trace counts once.
+        # 3. Compute the metrics. Each trace counts once, even if it has several branches.
         size = self.config.group_size
         metrics = {
             **reward_metrics(rewards, {}, {}, size),
@@ -89,17 +90,17 @@ class RecordedCollector(Collector):
 
 
 def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Tensor) -> Samples:
-    """Return recorded branches as samples.
+    """Convert recorded branches to samples.
 
     Args:
-        branches: the branches.
-        groups: number of each branch's group.
-        advantages: advantage of each branch, for branches without recorded advantages.
+        branches: the recorded branches.
+        groups: group number of each branch.
+        advantages: advantage of each branch. Branches with recorded advantages ignore it.
     """
     counts = [len(branch.logps) for branch in branches]
     credit = [branch.advantages for branch in branches]
     own = [x if c is None else c.mean() for c, x in zip(credit, advantages, strict=True)]
-    # The loss needs advantages per token as soon as one branch has recorded ones.
+    # The loss needs advantages per token for all branches if any branch has recorded advantages.
     by_token = None
     if any(one is not None for one in credit):
         by_token = torch.cat([
@@ -124,7 +125,7 @@ def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Te
 def build_collector(
     config: RunConfig, policy: Policy, engine: Engine, rewards: RewardSet, queue: PromptQueue
 ) -> Collector:
-    """Return the collector of a run, which samples completions or reads recorded traces."""
+    """Return the collector of a run: `RecordedCollector` for data.task=traces, else `Collector`."""
     size = config.rollout.group_size
     weights = {reward.name: reward.weight for reward in rewards.rewards}
     advantages = Advantages(config.advantages, config.advantage_options, size, weights)

@@ -1,4 +1,4 @@
-"""Base class of all configuration sections, and the types that their fields share."""
+"""Base class of all configuration sections, and field types that several sections use."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ LIMIT = 1 << 53  # larger integers change their value in JSON readers that use d
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
-# YAML reads an unquoted `off` as false.
+# YAML reads an unquoted `off` as false, so convert false back to "off".
 Off = BeforeValidator(lambda value: "off" if value is False else value)
-CommaList = BeforeValidator(  # reads k=1,4,8, which YAML takes for one string
+CommaList = BeforeValidator(  # splits k=1,4,8, which YAML reads as one text
     lambda value: value if value is None or isinstance(value, list) else str(value).split(",")
 )
 
 
 class Section(BaseModel):
-    """Part of the configuration: refuses unknown keys and numbers that are not finite.
+    """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
 
-    The docstring below a field is the sentence that `grpo-fast config` prints for the field.
+    `grpo-fast config` prints the docstring below a field as the description of the field.
     """
 
     model_config = ConfigDict(
@@ -59,7 +59,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truths(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where a number is expected. Pydantic would read 1 and 0."""
+        """Reject booleans where a number is expected. Pydantic would convert them to 1 and 0."""
         types = set(members(cls.model_fields[str(info.field_name)].annotation))
         given = value if isinstance(value, list) else [value]
         is_number = bool not in types and types & {int, float}
@@ -70,7 +70,7 @@ class Section(BaseModel):
 
 @contextmanager
 def named_in(section: str) -> Iterator[None]:
-    """Put the section's name in front of the message of a ValueError."""
+    """Prefix the message of a ValueError with the name of a section."""
     try:
         yield
     except ValueError as error:
@@ -78,7 +78,10 @@ def named_in(section: str) -> Iterator[None]:
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """Yield a type and its parts: `list[int] | None` has the parts list[int], int and None."""
+    """Yield a type and all its type arguments.
+
+    For `list[int] | None` these are the union, `list[int]`, `int` and `None`.
+    """
     yield annotation
     for part in get_args(annotation):
         yield from members(part)

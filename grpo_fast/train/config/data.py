@@ -1,4 +1,4 @@
-"""Sections of data, rewards, sampling and evaluation."""
+"""Configuration sections of data, rewards, sampling and evaluation."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RewardConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups without a spread of rewards, from which nothing is learned."""
+    """Replacement of groups in which all rewards are equal, because they give no gradient."""
 
     rounds: Positive = 4
     """Times that further prompts are sampled before dropped groups fill the batch."""
@@ -137,8 +137,8 @@ class RolloutConfig(Section, Sampling):
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # With top_p alone a flat distribution keeps nearly the whole vocabulary. Write to __dict__:
-        # an assignment would validate again and mark top_k as set by the user.
+        # If only top_p is set, a flat distribution would keep nearly the whole vocabulary. Write to
+        # __dict__, because an assignment would validate again and mark top_k as set by the user.
         if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         needed = self.engine == "vllm-server"
@@ -149,12 +149,12 @@ class RolloutConfig(Section, Sampling):
 
     @property
     def needs_support(self) -> bool:
-        """True if engines must report the tokens that top_p or top_k kept."""
+        """True if the engine must report the tokens that top_p or top_k kept for each position."""
         return self.replay_support == "auto" and self.truncates
 
 
 class HeldOut(Section, Sampling):
-    """Settings that evaluations in a run and of `grpo-fast eval` share."""
+    """Settings shared by the evaluations of a run and by `grpo-fast eval`."""
 
     n: Positive | None = None
     """Number of held-out questions; null asks all."""
@@ -165,7 +165,7 @@ class HeldOut(Section, Sampling):
 
     @property
     def needs_support(self) -> bool:
-        """False: an evaluation computes no loss over the tokens that the sampler kept."""
+        """False, because an evaluation computes no loss and needs no list of the kept tokens."""
         return False
 
 

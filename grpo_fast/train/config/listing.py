@@ -1,4 +1,4 @@
-"""Lines of `grpo-fast config`: every key of a configuration with its type, default and meaning."""
+"""Output of `grpo-fast config`: each configuration key with its type, default and meaning."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "true | false", Non
 
 
 def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return two lines for each key: `key: type = default`, and the meaning of the key.
+    """Return two lines for each key. The first is `key: type = default`, the second its meaning.
 
     Args:
-        kind: the class of the configuration.
-        prefix: a section such as `optim`, or one key; empty for all keys.
+        kind: class of the configuration.
+        prefix: a section such as `optim`, or one key. An empty text selects all keys.
 
     Raises:
-        ValueError: no key and no section has the name `prefix`.
+        ValueError: no key or section has the name `prefix`.
     """
     fields = dict(fields_of(kind))
     lines = []

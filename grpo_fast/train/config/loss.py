@@ -1,4 +1,4 @@
-"""The section `loss` of a run: the arguments of `LossConfig` that recipes change."""
+"""Section `loss` of a run, with the arguments of `LossConfig` that recipes change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import Section, require
 
-# The trainer sets these from the model and from the section rollout.
+# The trainer sets these arguments from the model and from the section `rollout`.
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
 
 
@@ -54,7 +54,7 @@ class LossSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _collect_options(cls, settings: Any) -> Any:
-        """Move rarely changed arguments of LossConfig from the section to `options`."""
+        """Move the rarely changed arguments of LossConfig from the section to `options`."""
         if not isinstance(settings, dict) or cls.more_keys.isdisjoint(settings):
             return settings
         given = settings.get("options", {})
@@ -73,8 +73,8 @@ class LossSettings(Section):
         return options
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `LossConfig`."""
+        """Return the keyword arguments for `LossConfig`."""
         arguments = dict(self)
         options = arguments.pop("options")
-        # null means the default, as in recipes and in saved configurations.
+        # In recipes and saved configurations null means the default, so leave out such options.
         return arguments | {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Sections of the models: policy, optimizer, reference, teacher, critic and warm start."""
+"""Configuration sections of policy, optimizer, reference, teacher, critic and warm start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 
 
 class LoraConfig(Section):
-    """Low-rank adapters of all linear layers, through peft."""
+    """Low-rank adapters, which peft adds to all linear layers."""
 
     r: Positive = 16
     """Rank of the adapter matrices."""
@@ -22,7 +22,7 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The policy: loaded from `path`, or built from `config` with random weights."""
+    """The policy, which is either loaded from `path` or built from `config` with random weights."""
 
     path: UserPath | None = None
     """Hub id or local folder of the model."""
@@ -108,7 +108,7 @@ class ReferenceConfig(Section):
 
 
 class KLConfig(Section):
-    """Use of the KL divergence to the reference, whose weight is `loss.beta`."""
+    """Use of the KL divergence to the reference. Its weight is `loss.beta`."""
 
     into: Literal["loss", "reward"] = "loss"
     """Add beta * KL to the loss, or subtract it from the reward of each token before GAE."""
@@ -119,7 +119,7 @@ class KLConfig(Section):
 
 
 class DistillConfig(Section):
-    """On-policy distillation: the policy follows a teacher on the policy's samples."""
+    """On-policy distillation: the policy learns to match a teacher on the policy's samples."""
 
     teacher: UserPath | None = None
     """Folder, hub id or vLLM server's URL of the teacher; null takes the reference."""
@@ -138,7 +138,10 @@ class DistillConfig(Section):
 
     @property
     def server(self) -> tuple[str, int] | None:
-        """URL of the teacher's server and the number of likeliest ids to request from it."""
+        """URL of the teacher server, and the number of likeliest token ids to request from it.
+
+        None if the teacher is not a server. The number is 0 for `form: advantage`.
+        """
         if self.teacher is None or "://" not in self.teacher:
             return None
         return self.teacher, (self.topk or 20) if self.form == "loss" else 0

@@ -1,4 +1,4 @@
-"""YAML files and values, read strictly as YAML 1.2 without aliases or repeated keys."""
+"""Strict YAML 1.2 reader and writer, without aliases and repeated keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 from grpo_fast.data import reason
 
 DEEPEST = 64  # nested lists and mappings; far below Python's recursion limit
-# PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8 and 1:30 as 90.
+# PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8 and 1:30 as 90. These patterns replace
+# its number formats by those of YAML 1.2.
 INTEGER = re.compile(r"\A[-+]?(0|[1-9][0-9]*)$")
 REAL = re.compile(
     r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
@@ -21,7 +22,7 @@ NUMBERS = {"tag:yaml.org,2002:int": INTEGER, "tag:yaml.org,2002:float": REAL}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Loader that refuses constructs with surprising or unbounded results."""
+    """YAML loader that rejects aliases, repeated keys, lone surrogates and deep nesting."""
 
     depth = 0
     yaml_implicit_resolvers = {
@@ -30,7 +31,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        # Nested aliases of aliases can stand for a billion values in 400 bytes.
+        # Reject aliases, because nested aliases can expand 400 bytes to a billion values.
         if self.check_event(yaml.AliasEvent):
             raise ValueError("aliases (*name) are not supported: repeat the value")
         self.depth += 1
@@ -43,7 +44,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes strings which the loader would read as numbers."""
+    """YAML dumper that quotes strings which the loader would read as numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True  # the loader refuses aliases
@@ -55,7 +56,10 @@ for _tag, _pattern in NUMBERS.items():
 
 
 def _check(node: Any) -> None:
-    """Raise a ValueError for a lone surrogate, which no file can hold, or a repeated key."""
+    """Raise a ValueError if a mapping repeats a key or a text contains a lone surrogate.
+
+    A lone surrogate cannot be written to a UTF-8 file.
+    """
     if isinstance(node, yaml.ScalarNode):
         if any("\ud800" <= character <= "\udfff" for character in node.value):
             raise ValueError(f"a lone surrogate is not a character{node.start_mark}")
@@ -71,12 +75,17 @@ def _check(node: Any) -> None:
 def read_yaml(text: str, name: str) -> Any:
     """Return the data of a YAML text.
 
+    Args:
+        text: the YAML text.
+        name: name of the text, with which error messages begin.
+
     Raises:
-        ValueError: the text is not strict YAML. The message begins with `name`.
+        ValueError: the text is not strict YAML.
     """
     try:
         return _StrictLoader(text).get_single_data()
-    # PyYAML's constructors raise many classes; a malformed date raises datetime's ValueError.
+    # PyYAML's constructors raise many exception classes. For example, a malformed date raises a
+    # ValueError from datetime.
     except Exception as error:
         start = repr(text[:60])
         raise ValueError(f"{name}: expected plain YAML, got {start}: {reason(error)}") from None
@@ -91,7 +100,7 @@ def read_yaml_file(path: str | Path, name: str) -> Any:
 
 
 def write_yaml(data: Any, path: str | Path) -> None:
-    """Write data as YAML. A reader sees the old file or the new one, never a part."""
+    """Write data as YAML and replace the file atomically, so that no reader sees a partial file."""
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     part = Path(f"{path}.tmp")
     part.write_text(text, encoding="utf-8")

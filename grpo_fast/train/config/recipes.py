@@ -1,4 +1,4 @@
-"""Recipes: configurations in the package or in YAML files."""
+"""Recipes, which are configurations in the package or in YAML files of the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
-# Recipes of earlier versions that are scripts now.
+# Recipes of earlier versions that were replaced by scripts.
 MOVED = {
     "lecture": "python -m grpo_fast.examples.lecture",
     "lecture-naive": "python -m grpo_fast.examples.lecture --naive",
@@ -26,7 +26,10 @@ MOVED = {
 
 
 def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
-    """Return the configuration of a recipe that words change. See `load_settings`."""
+    """Return the configuration of a recipe, changed by words such as `optim.lr=1e-4`.
+
+    See `load_settings` for the arguments and errors.
+    """
     return load_settings(RunConfig, name_or_path, words)
 
 
@@ -36,31 +39,31 @@ def load_settings(
     """Return a recipe as a configuration of class `kind`.
 
     Args:
-        kind: the class of the configuration.
-        name_or_path: a recipe of the package, or the path of a YAML file.
+        kind: class of the configuration.
+        name_or_path: name of a recipe of the package, or path of a YAML file.
         words: changes such as ``optim.lr=1e-4``.
-        also: as in `read_words`.
+        also: further keys of the command, which messages list together with the keys of `kind`.
 
     Raises:
-        ValueError: the recipe does not exist or cannot be read, or a setting does not fit.
+        ValueError: the recipe does not exist or cannot be read, or a setting is invalid.
     """
     return read_words(kind, words, read_recipe(name_or_path), also)
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
-    """Write a configuration with all its defaults as YAML, for `load_recipe`."""
+    """Write a configuration with all its defaults as YAML, which `load_recipe` can read."""
     write_yaml(config.model_dump(mode="json"), path)
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's recipes."""
+    """Return the sorted names of the recipes in the package."""
     return sorted(f.name[:-5] for f in RECIPES.iterdir() if f.name.endswith(".yaml"))
 
 
 def recipe_table() -> list[list[str]]:
-    """Return command, subject, size, time and requirements of each recipe of the package.
+    """Return one row per recipe of the package: command, subject, size, time and requirements.
 
-    The first line of a recipe file holds the last four, separated by dots.
+    The first line of a recipe file contains the last four, separated by ` · `.
     """
     table = []
     for name in recipe_names():
@@ -73,11 +76,14 @@ def recipe_table() -> list[list[str]]:
 def read_recipe(name_or_path: str) -> dict[str, Any]:
     """Return the nested settings of a recipe.
 
+    Args:
+        name_or_path: name of a recipe of the package, or path of a YAML file.
+
     Raises:
         ValueError: the recipe does not exist or cannot be read.
     """
     where, names = f"recipe {name_or_path}", recipe_names()
-    # A recipe's name comes before a file of this name in the working folder.
+    # The name of a recipe takes precedence over a file of the same name in the working folder.
     if name_or_path in names:
         settings = read_yaml((RECIPES / f"{name_or_path}.yaml").read_text("utf-8"), where)
     elif os.path.isfile(name_or_path):
@@ -97,15 +103,15 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
 
 
 def _resolved(value: Any, folder: str, key: str = "") -> Any:
-    """Put the recipe's folder in front of every path that exists in this folder.
+    """Prepend the recipe's folder to every path that exists relative to this folder.
 
-    Other paths stay unchanged. They may be hub ids, or relative to the working folder.
+    Other paths stay unchanged, because they may be hub ids or relative to the working folder.
     """
     if isinstance(value, dict):
         return {name: _resolved(item, folder, str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, folder, key) for item in value]
-    # Rewards are written as file.py:function in several places.
+    # Reward functions can appear as file.py:function under any of these keys.
     is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
     if not isinstance(value, str) or not (is_code or key in ("path", "teacher", "resume")):
         return value

@@ -26,7 +26,10 @@ from grpo_fast.train.config.rules import GAE, RULES
 
 
 def reward_sections(rewards: Any) -> Any:
-    """Return rewards as a list of sections. A name such as myreward.py:reward is a section, too."""
+    """Convert the setting `rewards` to a list of sections.
+
+    A plain text such as myreward.py:reward becomes a section with this name.
+    """
     listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
     if not isinstance(listed, list):
         return listed
@@ -51,7 +54,7 @@ class LogConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Schedule of the checkpoints. A run that ends early writes one in any case."""
+    """Schedule of the checkpoints. A run that ends early also writes a checkpoint."""
 
     every: Count = 0
     """Steps between checkpoints; 0 writes them by time only."""
@@ -64,7 +67,7 @@ class CheckpointConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything that a run depends on. A run saves it as config.yaml in its output_dir."""
+    """All settings of a run. The run saves them as config.yaml in its output_dir."""
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of all random numbers."""
@@ -136,11 +139,11 @@ class RunConfig(Section):
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
-        # A URL may hold a password, and pydantic's error message would quote the URL.
+        # The URL may contain a password, which pydantic's error message would print.
         if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
-        # A teacher without a server is the frozen reference, unless a reference was set.
+        # Without a server, the teacher is loaded as the frozen reference unless one was set.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -155,33 +158,33 @@ class RunConfig(Section):
         return self
 
     def _fit_answers(self) -> None:
-        """Set rollout.max_new_tokens to the length of the answers of a generated task."""
+        """Set rollout.max_new_tokens to the length of a generated task's longest answer."""
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
-            # A sum may have a digit more than its parts, and ends with an EOS.
+            # The result of an addition can have one more digit, and it ends with an EOS.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
 
     @property
     def is_sharded(self) -> bool:
-        """True if every rank holds a part of the weights."""
+        """True if every rank stores only a shard of the weights."""
         return self.distributed in ("fsdp2", "hsdp")
 
     @property
     def stores_reference(self) -> bool:
-        """True if checkpoints must contain the reference, because it cannot be loaded again."""
+        """True if checkpoints must contain the reference, because no path can load it again."""
         is_new = self.reference.kind == "synced" or self.warm_start is not None
         return is_new and self.reference.path is None
 
     @property
     def has_code(self) -> bool:
-        """True if the run executes Python code from outside of the package."""
+        """True if the run executes Python code from outside the package."""
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
     def loss_config(self) -> LossConfig:
-        """Return the configuration of the loss functions."""
+        """Return the configuration of the loss, including settings from the section `rollout`."""
         settings = self.loss.arguments()
-        # With kl.into=reward the rewards contain the KL already, so the loss must not add it.
+        # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
         if self.kl.into == "reward":
             settings["beta"] = 0.0
         rollout = self.rollout
@@ -192,7 +195,8 @@ class RunConfig(Section):
                 max_completion_length=rollout.max_new_tokens,
                 group_size=rollout.group_size,
             )
-        # The split into micro-batches must not change the result, so bnpo averages over the step.
+        # The result must not depend on the split into micro-batches, so bnpo averages over all
+        # tokens of the step.
         if config.aggregation == "token_mean_local":
             return replace(config, aggregation="token_mean_global")
         return config

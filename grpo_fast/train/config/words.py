@@ -1,4 +1,4 @@
-"""Settings as words `key=value`, and error messages that name the nearest key or value."""
+"""Settings as words `key=value`, and error messages that suggest the nearest key or value."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 Config = TypeVar("Config", bound=BaseModel)
 
 
-# ----------------------------------------------------------------------------------------- words
+# ----------------------------------------------------------------------------------------- Words
 def read_words(
     kind: type[Config],
     words: Iterable[str],
     settings: dict[str, Any] | None = None,
     also: Iterable[str] = (),
 ) -> Config:
-    """Return a configuration from settings that words change.
+    """Return a configuration from nested settings and the words that change them.
 
     Args:
-        kind: the class of the configuration.
+        kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
-            Of two words with the same key the last one counts.
-        settings: nested settings, changed in place; None starts without any.
+            If a key appears twice, the last word is used.
+        settings: nested settings, which are changed in place. None starts with empty settings.
         also: further keys of the command, which messages list together with the keys of `kind`.
 
     Raises:
-        ValueError: a word has another form, a key is unknown, or a value does not fit.
+        ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
     """
-    # All words are applied before validation, because single changes may conflict.
+    # Apply all words before validation, because a single change may conflict with old settings.
     settings = {} if settings is None else settings
     for word in words:
         apply_word(settings, word)
@@ -50,17 +50,21 @@ def read_words(
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
-    """Return the settings that words give to the fields of `kind`, and all other words."""
-    # A dotted key such as model.path is never a setting of the command itself.
+    """Split words into the settings of a command and all other words.
+
+    Returns:
+        The configuration of class `kind`, and the words whose keys are not fields of `kind`.
+    """
+    # A dotted key such as model.path never belongs to the command.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Return key and text of a word `key=text`.
+    """Split a word `key=text` into key and text.
 
     Raises:
-        ValueError: the word has another form. The message quotes the word.
+        ValueError: the word is not of this form. The message quotes the word.
     """
     key, equals, text = word.partition("=")
     parts = key.split(".")
@@ -70,10 +74,13 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_word(settings: dict[str, Any], word: str) -> None:
-    """Change nested settings as a word says.
+    """Apply a word `key=value` to nested settings.
 
-    Three short forms exist. `rewards=NAME` is a list of one section. `data=X` sets data.path for a
-    file or folder, otherwise data.name. `model=X` sets model.path in place of a recipe's config.
+    Three keys have short forms:
+
+    - `rewards=NAME` sets a list with one reward section.
+    - `data=X` sets data.path if X is a file or folder, and data.name otherwise.
+    - `model=X` sets model.path and removes the recipe's config and tokenizer.
     """
     key, text = split_word(word)
     value = read_yaml(text, quoted(key, str))
@@ -91,12 +98,12 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value at a dotted key of nested settings. Sections that are missing are created."""
+    """Set a value at a dotted key of nested settings, and create missing sections."""
     node: Any = settings
     *above, last = key.split(".")
     for part in above:
         index = _index(node, part, key)
-        # null stands for an optional section, such as model.lora.
+        # An optional section such as model.lora can be null. Replace it by an empty section.
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
         node = node[index]
@@ -104,7 +111,11 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(node: Any, part: str, key: str) -> Any:
-    """Return a part of a dotted key as an index of a dict or a list."""
+    """Return one part of a dotted key as a key of a dict or an index of a list.
+
+    Raises:
+        ValueError: the node is not a section or list, or the index is out of range.
+    """
     if isinstance(node, dict):
         return part
     where = f"{quoted(key, str)}: {quoted(part)}"
@@ -115,20 +126,20 @@ def _index(node: Any, part: str, key: str) -> Any:
     return int(part)
 
 
-# ----------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------- Error messages
 def validated(
     kind: type[Config], settings: Any, *, at: str = "", also: Iterable[str] = ()
 ) -> Config:
-    """Return settings as a configuration.
+    """Return nested settings as a configuration.
 
     Args:
-        kind: the class of the configuration.
+        kind: class of the configuration.
         settings: nested settings.
         at: dotted key of the section, if the settings are part of a larger configuration.
-        also: as in `read_words`.
+        also: further keys of the command, which messages list together with the keys of `kind`.
 
     Raises:
-        ValueError: settings do not fit. The message has one line for each.
+        ValueError: settings are invalid. The message has one line for each invalid setting.
     """
     try:
         return kind.model_validate(settings)
@@ -138,8 +149,8 @@ def validated(
 
 
 def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) -> str:
-    """Return pydantic's error as a line with the dotted key, the expectation and the value."""
-    # 1. The dotted key. Parts that are not fields are pydantic's names for members of a union.
+    """Format an error of pydantic as a line with the dotted key, expectation and given value."""
+    # 1. Build the dotted key. Skip names that pydantic inserts for the members of a union.
     path: list[str] = []
     section = None
     annotation: Any = kind
@@ -152,7 +163,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
             field = section.model_fields.get(part)
             annotation = field and field.annotation
     where = quoted(".".join([at, *path] if at else path), str)
-    # 2. Errors of a key.
+    # 2. Describe errors of a key.
     if error["type"] == "extra_forbidden":
         known = [*section.model_fields, *getattr(section, "more_keys", ())]
         if len(path) == 1:
@@ -160,7 +171,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
         return f"{where}: unknown key" + nearest(path[-1], known, list(dotted_keys(kind)))
     if error["type"] == "missing":
         return f"{where}: is missing"
-    # 3. Errors of a value. A section's own check names the field, and quotes the value.
+    # 3. Describe errors of a value. The validators of a section name the field themselves.
     message = error["msg"].removeprefix("Value error, ")
     value = error["input"]
     if error["type"] == "value_error" and section_of(annotation) is not None:
@@ -179,7 +190,10 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
 
 
 def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted key and the field of every setting. A list of sections has the index 0."""
+    """Yield the dotted key and the field of every setting.
+
+    The fields of a list of sections are listed with the index 0, for example `rewards.0.name`.
+    """
     for name, field in kind.model_fields.items():
         yield above + name, field
         section = section_of(field.annotation)
@@ -193,13 +207,16 @@ def dotted_keys(kind: type[BaseModel]) -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the section in a type such as `Section | None` or `list[Section]`, or None."""
+    """Return the section class in a type such as `Section | None` or `list[Section]`.
+
+    None if the type contains no section.
+    """
     types = (x for x in members(annotation) if isinstance(x, type) and not get_args(x))
     return next((x for x in types if issubclass(x, BaseModel)), None)
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the words that a field accepts, if there are few."""
+    """Return the words that a field accepts, or an empty list if the field has no fixed choices."""
     types = list(members(annotation))
     words = [word for word in types if isinstance(word, str)]
     if bool in types:
@@ -210,20 +227,21 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def other_names() -> dict[str, str]:
-    """Return our key for every name of a setting in TRL, verl, OpenRLHF and transformers."""
+    """Return a dict from setting names of TRL, verl, OpenRLHF and transformers to our keys."""
     table = read_yaml_file(OTHER_NAMES, "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
 
 def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
-    """Return the end of a message about an unknown key.
+    """Return the suggestion at the end of a message about an unknown key.
 
-    It names the same setting under another library's name, otherwise similar keys, otherwise all.
+    The suggestion is our key for another library's name. Without such a key it lists similar keys,
+    and otherwise all known keys.
 
     Args:
-        key: the unknown key, without the section in front.
-        known: the keys of its section.
-        dotted: all keys of the configuration.
+        key: the unknown key, without its section.
+        known: all keys of the section.
+        dotted: all dotted keys of the configuration.
     """
     ours = other_names().get(key.casefold(), "")
     if ours.partition("=")[0] in dotted:
@@ -237,6 +255,6 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
 
 
 def quoted(value: Any, show: Any = repr) -> str:
-    """Return a value as a message shows it, at most 200 characters of it."""
+    """Return a value as text for an error message, cut to 200 characters."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"

@@ -1,1 +1,1 @@
-"""Accuracy on held-out questions: during a run, and as the command `grpo-fast eval`."""
+"""Accuracy on held-out questions, which a run and the command `grpo-fast eval` measure."""

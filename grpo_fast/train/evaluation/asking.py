@@ -1,4 +1,4 @@
-"""Log lines that say how the model receives the questions."""
+"""Log lines that show in which form the model receives the questions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ SHOWN_PROMPT = 1200  # characters of a prompt
 def asking_lines(
     data: DataConfig, tokenizer: Any, prompt: Prompt, key: str = "data.chat"
 ) -> list[str]:
-    """Return lines that say whether the chat template is used, and that show the first prompt.
+    """Return lines that report whether the chat template is used, and show the first prompt.
 
     Args:
-        data: the section of the data, with `chat` resolved to true or false.
-        tokenizer: the model's tokenizer.
-        prompt: the first prompt. The middle of a long prompt is left out.
-        key: the setting that the lines name for changing the way.
+        data: the section `data`, with `chat` resolved to true or false.
+        tokenizer: tokenizer of the model.
+        prompt: the first prompt. The middle of a long prompt is replaced by an ellipsis.
+        key: name of the setting that turns the chat template on or off.
+
+    Returns:
+        The lines, or an empty list for recorded traces.
     """
     if data.task == TRACES:
         return []
@@ -37,7 +40,7 @@ def asking_lines(
 
 
 def prompt_lines(tokenizer: Any, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> list[str]:
-    """Return a prompt as the model receives it, with its special tokens."""
+    """Return the lines of a prompt as the model receives it, including special tokens."""
     text = tokenizer.decode(encode_prompts(tokenizer, [prompt], template_kwargs)[0])
     half = SHOWN_PROMPT // 2
     if len(text) > SHOWN_PROMPT:

@@ -43,21 +43,24 @@ def say_nothing(*lines: str) -> None:
 def run_eval(
     model: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = say_nothing
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a model.
+    """Evaluate a model on held-out questions.
 
     Args:
-        model: a model's folder or hub id, or the folder of a finished run.
-        settings: what to ask and how to sample.
-        allow_code: run Python code that the folder names: rewards with an import path, and the
-            model's own classes. A run must have set `trust_remote_code` for these classes.
-        say: receives lines about the way of asking, the time, and the first sample.
+        model: folder or hub id of a model, or folder of a finished run.
+        settings: the questions and the sampling options.
+        allow_code: allow Python code that the model's folder names. This includes rewards with an
+            import path and custom model classes. For a run's folder, custom classes also require
+            that the run set `trust_remote_code`.
+        say: function that receives lines about the form of the questions, the time, and the first
+            sample.
 
     Returns:
-        {"greedy": metrics}, with "sampled" if the settings request a sampled pass.
+        {"greedy": metrics}, and also {"sampled": metrics} if the settings request a sampled pass.
 
     Raises:
-        ValueError: data or the model cannot be loaded, or code was not allowed.
-        OSError: `settings.out` cannot be written. The message holds the results.
+        ValueError: the data or the model cannot be loaded, or `allow_code` is False and code is
+            needed.
+        OSError: `settings.out` cannot be written. The message contains the results.
     """
     passes = _evaluate_all([model], settings, allow_code, say)
     metrics = {mode: results[0].metrics for mode, results in passes.items()}
@@ -75,11 +78,11 @@ def compare_models(
 ) -> dict[str, dict[str, Paired]]:
     """Compare two models on the same questions with the same random numbers.
 
-    If `first` is a run, its configuration determines the questions for both. The other arguments
-    and the errors are those of `run_eval`.
+    If `first` is a run, its configuration selects the questions for both models. The other
+    arguments and the errors are the same as for `run_eval`.
 
     Returns:
-        {"greedy": {metric: comparison}}, with "sampled" if the settings request a sampled pass.
+        {"greedy": {metric: comparison}}, and also "sampled" if the settings request a sampled pass.
     """
     passes = _evaluate_all([first, second], settings, allow_code, say)
     compared = {
@@ -94,8 +97,12 @@ def compare_models(
 def _evaluate_all(
     models: Sequence[str], settings: EvalSettings, allow_code: bool, say: Say
 ) -> dict[str, list[EvalResult]]:
-    """Load and evaluate the models in turn. Return the results of each model by pass."""
-    # 1. Complete the settings, and refuse what does not fit before a model is loaded.
+    """Load and evaluate the models one after the other.
+
+    Returns:
+        For each pass ("greedy", "sampled") the results of all models.
+    """
+    # 1. Complete the settings. Reject invalid settings before loading a model, which is slow.
     _check_out(settings.out)
     sources = [Source.of(model) for model in models]
     recipe = recipe_of(settings, sources, allow_code)
@@ -114,7 +121,7 @@ def _evaluate_all(
     if asked.is_sampled:
         k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
         modes["sampled"] = {"samples": asked.samples, "temperature": asked.temperature, "k": k}
-    # 2. Evaluate.
+    # 2. Evaluate each model in each pass.
     passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
     for source, config in zip(sources, configs, strict=True):
         policy = loading.load_policy(config)
@@ -135,7 +142,7 @@ def _evaluate_all(
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """Return the metrics as aligned lines with their standard errors."""
+    """Format the metrics as aligned lines with their standard errors."""
     lines = []
     for mode, metrics in results.items():
         n, samples = metrics["eval_n"], metrics["eval_samples"]
@@ -148,7 +155,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def paired_table(results: dict[str, dict[str, Paired]]) -> str:
-    """Return a comparison as aligned lines with the difference B − A, its error and p-value."""
+    """Format a comparison as aligned lines with the difference B − A, its error and its p-value."""
     lines = []
     for mode, metrics in results.items():
         n = max(metric.n for metric in metrics.values())
@@ -161,12 +168,12 @@ def paired_table(results: dict[str, dict[str, Paired]]) -> str:
 
 
 def _plus_minus(error: float) -> str:
-    """Return a standard error for display. A single question has none."""
+    """Format a standard error. Return an empty text if it is not finite, as for one question."""
     return f" ± {error:.4f}" if math.isfinite(error) else ""
 
 
 def _check_out(out: str | None) -> None:
-    """Raise a ValueError if the results cannot be written, or would overwrite another file."""
+    """Raise a ValueError if `out` cannot be written, or is not a file of evaluation results."""
     if out is None:
         return
     path = Path(out)
@@ -184,7 +191,7 @@ def _check_out(out: str | None) -> None:
 def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
     if out is None:
         return
-    # The evaluation may have taken hours, so an error must not lose the results.
+    # The evaluation may have taken hours. If writing fails, put the results in the error message.
     try:
         text = json.dumps(plain_json(results), indent=2)
         Path(out).write_text(text + "\n", encoding="utf-8")
@@ -193,7 +200,7 @@ def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
 
 
 def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
-    # Ask all lines of a file that the settings name. Other sources have a test split.
+    # Use all lines of a file that the user names. Other sources have a separate test split.
     if settings.data is not None and data.path and os.path.isfile(data.path):
         examples: Sequence[Example] = read_examples(data.path, data=data)
     else:

@@ -17,25 +17,27 @@ from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.asking import prompt_lines
 from grpo_fast.train.models import loading
 
-SHOWN = 3  # prompts
+SHOWN = 3  # number of prompts
 
 
 class ViewSettings(Section):
-    """Settings of `grpo-fast data` itself. All other words are keys of the section `data`."""
+    """Settings of the command `grpo-fast data`. All other words are keys of the section `data`."""
 
     model: UserPath | None = None
     """The model whose tokenizer and chat template show the prompts."""
 
 
 def data_lines(source: str, words: Sequence[str]) -> list[str]:
-    """Return lines about a data set: counts, skipped rows with the reason, and the first prompts.
+    """Return lines that describe a data set.
+
+    The lines contain the counts, the skipped rows with the reason, and the first prompts.
 
     Args:
         source: a file, a folder, or a hub id.
-        words: model=MODEL, and keys of the section `data`.
+        words: model=MODEL, and keys of the section `data` as key=value.
 
     Raises:
-        ValueError: a setting, the source or a row cannot be used.
+        ValueError: a setting, the source or a row of the data is invalid.
     """
     # 1. Read the data set.
     own, rest = own_words(ViewSettings, words)
@@ -44,7 +46,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)
     found = survey(data)
     every = [*found.train, *found.test]
-    # 2. Counts.
+    # 2. Count the examples by split and by kind of answer.
     kinds = Counter(map(kind_of, every))
     columns = dict.fromkeys(name for example in every[:100] for name in example.fields)
     lines = [
@@ -53,7 +55,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
         "gold answers: " + ", ".join(f"{n} {name}" for name, n in kinds.most_common()),
         *found.notes,
     ]
-    # 3. The first prompts, as tokens if a model is named.
+    # 3. Show the first prompts. With model=MODEL, show them as the model receives them.
     tokenizer = None
     if own.model is not None:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
@@ -74,7 +76,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
 
 
 def kind_of(example: Example) -> str:
-    """Return how completions are compared with the gold answer of an example."""
+    """Return a phrase that says how completions are compared with an example's gold answer."""
     if example.answer is None:
         return "without an answer"
     if parse_number(example.answer) is not None:

@@ -1,6 +1,6 @@
 """Evaluation on held-out questions: strict and lenient accuracy, mean reward, pass@k and maj@k.
 
-The samples of a question are not independent, so standard errors are computed over questions.
+Standard errors are computed over questions, because samples of one question are not independent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
 SHOWN_SAMPLE = 200  # characters of a completion
-# Called as generate(prompts, samples=, temperature=, seed=). The samples of a prompt are adjacent.
+# Signature: generate(prompts, samples=, temperature=, seed=). The samples of a prompt are adjacent.
 Generate = Callable[..., Samples]
 
 
@@ -48,26 +48,28 @@ def evaluate(
     seed: int = 0,
     prompt_texts: Callable[[Sequence[Prompt]], list[str]] | None = None,
 ) -> EvalResult:
-    """Ask every question `samples` times and judge the answers.
+    """Sample answers to every question and judge them.
 
     Args:
-        generate: samples completions for prompts.
+        generate: function that samples completions for prompts.
         examples: the questions with their gold answers.
-        rewards: reward functions whose mean is reported, too. Samples without a reward are left
-            out of the mean. None computes no rewards.
-        scorer: returns the judge of an example's completions.
-        samples: completions per question. At temperature 0 the samples of a question are equal.
-        temperature: sampling temperature; 0 is greedy.
+        rewards: reward functions whose mean is also reported. The mean excludes samples without a
+            reward. None computes no rewards.
+        scorer: function that returns the `Scorer` of an example.
+        samples: completions per question. At temperature 0 the samples of a question are identical.
+        temperature: sampling temperature. 0 selects greedy decoding.
         k: values of k for pass@k and maj@k, each at most `samples`.
-        batch_size: completions per call of `generate`; None makes one call.
-        seed: seed of the first batch.
-        prompt_texts: returns prompts as the model receives them. A chat template may end with the
-            start of the answer, which then counts as a part of the completion.
+        batch_size: completions per call of `generate`. None samples all completions in one call.
+        seed: seed of the first batch. The seed of a later batch adds the index of its first
+            question.
+        prompt_texts: function that returns prompts as the model receives them. If a chat template
+            ends with the start of the answer, this start is judged as part of the completion.
 
     Returns:
-        eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function>,
-        eval_pass@k and eval_maj@k with their standard errors, the last two also with the ending
-        `_lenient`; eval_n and eval_samples.
+        The metrics eval_n, eval_samples, eval_accuracy_strict, eval_accuracy_lenient, eval_reward,
+        eval_rewards/<function>, eval_pass@k and eval_maj@k. All except the first two have a
+        standard error with the suffix `_se`. pass@k and maj@k also exist with the suffix
+        `_lenient`.
 
     Raises:
         ValueError: there are no examples, or `generate` returned a wrong number of texts.
@@ -80,14 +82,14 @@ def evaluate(
     first = ""
     stride = len(examples) if batch_size is None else max(1, batch_size // samples)
     for start in range(0, len(examples), stride):
-        # 1. Sample.
+        # 1. Sample the completions of a batch of questions.
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
         begun = time.perf_counter()
         done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
-        # 2. Judge the answers.
+        # 2. Judge the answers against the gold answers.
         repeated = [e for e in batch for _ in range(samples)]
         texts = [""] * len(batch) if prompt_texts is None else prompt_texts(prompts)
         sent = [text for text in texts for _ in range(samples)]
@@ -105,7 +107,7 @@ def evaluate(
                 means = score.view(-1, samples).nanmean(dim=1).tolist()
                 per_question.setdefault(name, []).extend(means)
         first = first or _sample_line(scorer(batch[0]), judged[0])
-    # 4. Means over questions.
+    # 4. Average over the questions.
     per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
     for name, values in per_question.items():
@@ -117,7 +119,7 @@ def evaluate(
 
 
 def _sample_line(scorer: Scorer, text: str) -> str:
-    """Return a sample in one line, with the answers found in it and the verdicts."""
+    """Format a sample as one line, with the extracted answers and whether they are right."""
     shown = text if len(text) <= SHOWN_SAMPLE else f"{text[:20]} … {text[20 - SHOWN_SAMPLE :]}"
     if scorer.gold is None:
         return f"first sample: {shown!r}"
@@ -130,7 +132,10 @@ def _sample_line(scorer: Scorer, text: str) -> str:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error sqrt(Σ(v - mean)² / (n - 1) / n), or NaN."""
+    """Return the mean and its standard error sqrt(Σ(v - mean)² / (n - 1) / n).
+
+    The mean is NaN if there are no values. The error is NaN if there are fewer than two values.
+    """
     n = len(values)
     mean = math.fsum(values) / n if n else math.nan
     if n < 2:
@@ -139,31 +144,40 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Return the probability that k of n samples contain a correct one, of which c are correct.
+    """Estimate the probability that at least one of k samples is correct.
 
     The estimate 1 - C(n - c, k) / C(n, k) is unbiased (Chen et al. 2021, arXiv 2107.03374). It is
-    computed as a product because the binomials overflow.
+    computed as a product, because the binomial coefficients overflow.
+
+    Args:
+        n: number of samples.
+        correct: number of correct samples (c).
+        k: number of samples that are drawn without replacement.
     """
     fits = 0 <= correct <= n and 1 <= k <= n
     came = f"n={n}, correct={correct}, k={k}"
     require(fits, "pass_at_k", "0 ≤ correct ≤ n and 1 ≤ k ≤ n", came)
-    # Fewer than k samples are wrong, so every choice contains a correct one.
+    # Fewer than k samples are wrong, so every choice of k samples contains a correct one.
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """Return the most frequent answer, or the first of several. None stands for no answer."""
+    """Return the most frequent answer.
+
+    If several answers are equally frequent, the first of them is returned. None marks a sample
+    without an answer and is never counted.
+    """
     votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None  # max returns the first of equals
 
 
 def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
-    """Return the accuracies of one question by name. A question without gold answer has none.
+    """Return the accuracy, pass@k and maj@k of one question, or {} if it has no gold answer.
 
-    The samples are cut into blocks of k. The value of maj@k is the share of blocks whose majority
-    is right.
+    For maj@k the samples are split into blocks of k. The metric is the share of blocks whose
+    majority answer is right.
     """
     if scorer.gold is None:
         return {}
@@ -196,14 +210,14 @@ def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = Non
 def build_evaluation(
     asked: EvalConfig, splits: Splits, policy: Any, rewards: RewardSet, max_new_tokens: int
 ) -> Callable[[Engine], dict[str, float]]:
-    """Return the evaluation of a run, which uses the same prompts and seed each time.
+    """Return the evaluation function of a run, which uses the same prompts and seed at each call.
 
     Args:
         asked: the section `eval`.
-        splits: the data. Recorded rollouts have no prompts, so their evaluation is empty.
-        policy: the policy, for its tokenizer and length limit.
+        splits: the data. Recorded rollouts have no prompts, so their evaluation returns no metrics.
+        policy: the policy, which provides the tokenizer and the length limit.
         rewards: the reward functions of the run.
-        max_new_tokens: the limit if the section `eval` has none.
+        max_new_tokens: length limit that applies if the section `eval` sets none.
 
     Returns:
         A function that takes an engine and returns the metrics.
@@ -215,7 +229,7 @@ def build_evaluation(
     scorer = functools.partial(scorer_for, splits.data.task)
     length = asked.max_new_tokens or max_new_tokens
     rollout.check_prompts(policy, [e.prompt for e in examples], length)
-    # `evaluate` forms the batches. Smaller batches in the engine would change the random numbers.
+    # `evaluate` forms the batches. If the engine split them again, the random numbers would differ.
     sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
     return lambda engine: evaluate(
         policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,

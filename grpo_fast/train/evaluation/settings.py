@@ -1,4 +1,4 @@
-"""Settings of `grpo-fast eval`, completed by a recipe or by the run that is evaluated."""
+"""Settings of `grpo-fast eval`. A recipe or the evaluated run provides the missing settings."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ DEFAULT_REWARDS = {
     "arithmetic": ("exact_match",),
     "jsonl": ("exact_match",),
 }
-NEW_TOKENS = 256  # without a setting and without a recipe
-# Settings that a recipe's section `eval` provides.
+NEW_TOKENS = 256  # default if neither a setting nor a recipe sets a limit
+# Settings that are read from the section `eval` of a recipe.
 OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
 
 
 class EvalSettings(HeldOut):
     """Settings of `grpo-fast eval`.
 
-    A run's folder, or `recipe`, provides data, system prompt, rewards, lengths and sampling.
+    The folder of a run, or `recipe`, provides the data, system prompt, rewards, lengths and
+    sampling options that are not set.
     """
 
     recipe: str | None = None
@@ -68,12 +69,12 @@ class EvalSettings(HeldOut):
 
     @property
     def is_sampled(self) -> bool:
-        """True if a sampled pass follows the greedy pass. Call it on completed settings."""
+        """True if a sampled pass follows the greedy pass. Valid after `complete` only."""
         return self.samples > 1 or "temperature" in self.model_fields_set
 
 
 class Source(NamedTuple):
-    """A model to evaluate, with the run that trained the model if a run's folder was named."""
+    """A model to evaluate. If the user named the folder of a run, `run` is the configuration."""
 
     name: str
     path: str
@@ -81,10 +82,10 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, model: str) -> Source:
-        """Return the source for a model's folder, a hub id or a run's folder.
+        """Return the source for the folder of a model, a hub id, or the folder of a run.
 
         Raises:
-            ValueError: the folder does not exist, or belongs to a run without a saved model.
+            ValueError: the folder does not exist, or is the folder of a run without a saved model.
         """
         folder = home_path(model)
         is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
@@ -99,7 +100,11 @@ class Source(NamedTuple):
         return cls(model, folder, None)
 
     def model_config_for(self, settings: EvalSettings, allow_code: bool) -> ModelConfig:
-        """Return the section `model` for loading. A run must trust its own code as well."""
+        """Return the section `model` for loading this source.
+
+        Custom code is allowed only if `allow_code` is True and the run, if there is one, trusted
+        it.
+        """
         trusted = self.run is None or self.run.model.trust_remote_code
         return ModelConfig(
             path=self.path, dtype=settings.dtype, device=settings.device,
@@ -108,7 +113,7 @@ class Source(NamedTuple):
 
 
 def is_model(word: str) -> bool:
-    """Return True if a word names a model instead of setting a key."""
+    """Return True if a command-line word names a model, False if it is a setting `key=value`."""
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 
@@ -120,10 +125,13 @@ def parse_settings(words: Sequence[str]) -> EvalSettings:
 
 
 def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) -> RunConfig | None:
-    """Return the recipe that completes the settings: `recipe`, or the first run of the sources.
+    """Return the recipe that provides missing settings: `recipe`, or the first run in `sources`.
+
+    Returns:
+        The recipe, or None if there is neither a recipe nor a run.
 
     Raises:
-        ValueError: a reward names code to import, and `allow` is False.
+        ValueError: a reward function must be imported, and `allow` is False.
     """
     runs = [(f"{source.name}/config.yaml", source.run) for source in sources if source.run]
     if settings.recipe is not None:
@@ -139,7 +147,7 @@ def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) ->
 
 
 def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
-    """Return the settings with those of the recipe's evaluation where none were given."""
+    """Fill settings that the user did not set from the section `eval` of a recipe."""
     given = settings.model_dump(exclude_unset=True)
     changes: dict[str, Any] = {}
     length = NEW_TOKENS
@@ -160,7 +168,7 @@ def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
 def data_of(
     settings: EvalSettings, recipe: RunConfig | None, models: Sequence[str] = ()
 ) -> DataConfig:
-    """Return the section `data` of the questions.
+    """Return the section `data` that describes the questions.
 
     Raises:
         ValueError: neither a setting nor a recipe names the questions.

@@ -2,7 +2,7 @@
 
 The p-value comes from Fisher's sign-flip test. If both models are equally good, the difference on a
 question is as likely to be d as -d. The p-value is the probability that random signs give a mean at
-least as far from 0. No distribution is assumed.
+least as far from 0. The test assumes no distribution.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from grpo_fast.train.config import require
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 
-MOST_EXACT = 16  # differences of which all choices of signs are tried
-FLIPS = 100_000  # random choices of signs for more differences
-AT_ONCE = 2_000  # choices in memory
+MOST_EXACT = 16  # number of differences up to which all sign choices are tried
+FLIPS = 100_000  # number of random sign choices for more differences
+AT_ONCE = 2_000  # sign choices in memory at the same time
 
 
 class Paired(NamedTuple):
-    """One metric of two models, on the n questions for which both models have a value."""
+    """Comparison of one metric of two models, over the n questions on which both have a value."""
 
     a: float
     b: float
@@ -34,7 +34,13 @@ class Paired(NamedTuple):
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Compare the values of two models, one value per question. NaN leaves a question out."""
+    """Compare one metric of two models, given one value per question.
+
+    Args:
+        a: values of the first model.
+        b: values of the second model, in the same order. A question with a NaN in `a` or `b` is
+            excluded.
+    """
     came = f"{len(a)} and {len(b)}"
     require(len(a) == len(b), "paired", "one value of each model per question", came)
     both = [pair for pair in zip(a, b, strict=True) if not any(map(math.isnan, pair))]
@@ -46,11 +52,11 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Return the two-sided p-value of the sign-flip test; NaN without differences.
+    """Return the two-sided p-value of the sign-flip test, or NaN if there are no differences.
 
-    The value is exact for differences of one size, as greedy accuracies have, and for at most 16
-    differences. Otherwise it is (1 + random choices as far from 0) / (1 + 100,000 choices), with
-    the same choices in every call.
+    The p-value is exact if all nonzero differences have the same size, as for greedy accuracy, or
+    if there are at most 16. Otherwise it is estimated from 100,000 random choices of signs, which
+    are the same in every call.
     """
     if not differences:
         return math.nan
@@ -60,19 +66,21 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     if n == 0:
         return 1.0
     sizes = values.abs()
-    # 1. Differences of one size: McNemar's exact test, which is a binomial test of the signs.
+    # 1. If all differences have the same size, the test is McNemar's exact test, a binomial test of
+    # the signs.
     if bool((sizes == sizes[0]).all()):
         positive = int((values > 0).sum())
         tail = sum(math.comb(n, i) for i in range(min(positive, n - positive) + 1))
         return min(1.0, 2 * tail / 2**n)
-    # 2. Otherwise count the choices of signs. Rounding must not separate equal sums.
+    # 2. Otherwise count the sign choices whose sum is at least as far from 0. The tolerance keeps
+    # rounding errors from separating equal sums.
     limit = abs(float(values.sum())) - 1e-9 * float(sizes.max()) * n
     far = sum(int(((signs @ sizes).abs() >= limit).sum()) for signs in _choices(n))
     return far / 2**n if n <= MOST_EXACT else (1 + far) / (1 + FLIPS)
 
 
 def _choices(n: int) -> Iterator[Tensor]:
-    """Yield fp64 batches of shape (choices, n) with entries 1 and -1."""
+    """Yield batches of sign choices, fp64 of shape (choices, n) with entries 1 and -1."""
     if n <= MOST_EXACT:
         bits = torch.arange(2**n)[:, None] >> torch.arange(n)
         yield (2 * (bits & 1) - 1).double()

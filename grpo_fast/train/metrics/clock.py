@@ -1,4 +1,4 @@
-"""Time, device memory and FLOP/s of the parts of a step."""
+"""Clock of the parts of a step, which measures time, device memory and FLOP/s."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# Peak FLOP/s of dense bf16 matrix products from data sheets. The first line is used whose words are
-# all in the name of the GPU.
+# Peak FLOP/s of dense bf16 matrix products, from data sheets. The first entry applies whose words
+# all appear in the GPU's name.
 PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
     ({"H200", "NVL"}, 835e12),
     ({"H200"}, 989e12),
@@ -22,18 +22,19 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 
 @dataclass
 class Clock:
-    """Time, tokens and device memory of the parts of a step. Call `lap` after each part."""
+    """Measures time, tokens and device memory of a step by parts. Call `lap` after each part."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # sampled, or trunk tokens of training
-    peaks: dict[str, int] = field(default_factory=dict)  # the most bytes on the GPU, by part
+    peaks: dict[str, int] = field(default_factory=dict)  # peak bytes on the GPU, by part
     start: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str, tokens: int = 0) -> None:
-        """Add the time since the previous call, and some tokens, to a part of the step."""
+        """Add the time since the previous call, and a number of tokens, to a part of the step."""
         if torch.cuda.is_available():
-            # Kernels run after their launch. Without a sync the next part would pay for them.
+            # CUDA kernels run asynchronously. Without a sync their time would be counted for the
+            # next part.
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
@@ -44,7 +45,7 @@ class Clock:
         self.last = now
 
     def metrics(self) -> dict[str, float]:
-        """Return `step_time`, and `perf/…` with the times, rates and peak memory of the parts."""
+        """Return `step_time`, and the times, token rates and peak memory as `perf/…`."""
         peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
         rates = {
             f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]
@@ -59,10 +60,11 @@ class Clock:
 
 
 class Work:
-    """Number of FLOPs of a model's matrix products, for `perf/mfu`.
+    """Number of FLOPs of a model's matrix products, for the metric `perf/mfu`.
 
-    For each weight and row there are 2 FLOPs in the forward pass, 2 for the gradient of the input,
-    and 2 for the gradient of a trained weight. Attention scores and recomputation are not counted.
+    Each weight takes 2 FLOPs per row in the forward pass and 2 for the gradient of the input. A
+    trained weight takes 2 more for its gradient. Attention scores and recomputation are not
+    counted.
     """
 
     def __init__(self, lm: Any) -> None:
@@ -72,30 +74,36 @@ class Work:
         self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
         self.head = head.numel()
         self.trained_head = head.numel() * head.requires_grad
-        # A token of a mixture of experts uses a part of the weights, which is not known here.
+        # A mixture of experts applies only some weights to each token, so the count would be too
+        # high.
         is_dense = not any("experts" in name for name, _ in lm.named_parameters())
         self.peak = peak_flops(head.device) if is_dense else None
 
     def forward(self, tokens: int, rows: int) -> int:
-        """Return the FLOPs of a forward pass of trunk tokens and of rows of the head."""
+        """Return the FLOPs of a forward pass.
+
+        Args:
+            tokens: tokens that pass through the trunk.
+            rows: rows that pass through the LM head.
+        """
         return 2 * (self.trunk * tokens + self.head * rows)
 
     def update(self, tokens: int, rows: int) -> int:
-        """Return the FLOPs of a forward and backward pass."""
+        """Return the FLOPs of a forward and backward pass. The arguments are those of `forward`."""
         weights = self.trained_trunk * tokens + self.trained_head * rows
         return 2 * self.forward(tokens, rows) + 2 * weights
 
     def metrics(
         self, tokens: int, rows: int, *, forwards: int, updates: float, seconds: float
     ) -> dict[str, float]:
-        """Return `perf/mfu`, the fraction of the GPU's bf16 peak, or {} if the peak is not known.
+        """Return `perf/mfu`, the fraction of the GPU's bf16 peak, or {} if the peak is unknown.
 
         Args:
-            tokens: Trunk tokens of a pass.
-            rows: Rows of the head in a pass.
-            forwards: Number of forward passes without a backward pass.
-            updates: Number of forward and backward passes.
-            seconds: Time of all passes.
+            tokens: tokens that pass through the trunk in one pass.
+            rows: rows that pass through the LM head in one pass.
+            forwards: number of forward passes without a backward pass.
+            updates: number of forward passes with a backward pass.
+            seconds: time of all passes.
         """
         if self.peak is None:
             return {}
@@ -104,7 +112,7 @@ class Work:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s of a GPU, or None for a CPU, an unknown GPU and a MIG slice."""
+    """Return the bf16 peak FLOP/s of a GPU, or None for a CPU, an unknown GPU or a MIG slice."""
     if device.type != "cuda":
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())

@@ -12,10 +12,10 @@ from torch import Tensor
 from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.train.ranks import distributed
 
-# How the values of several micro-batches are reduced. A metric that is not listed is a mean over
-# tokens. "parts": the values are weighted by the step's normalisers already, so they are summed
-# inside an optimizer step and averaged over optimizer steps. "norm": the values are norms of pieces
-# of one vector, so their squares are summed.
+# Reduction of each metric over micro-batches. A metric that is not listed is a mean over tokens.
+# "parts" metrics are already divided by the step's normalizers, so they are summed within an
+# optimizer step and averaged over optimizer steps. "norm" metrics are norms of pieces of one
+# vector, so their squares are summed.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -33,10 +33,10 @@ REDUCTIONS = {
 
 @dataclass
 class LossMetrics:
-    """The metrics of micro-batches, reduced by REDUCTIONS at the end with one GPU sync."""
+    """Metrics of micro-batches. `result` reduces them by REDUCTIONS, with one GPU sync."""
 
     parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # metrics, tokens
-    # Log-probs of the active tokens by the trainer and by the sampler, (R,) each.
+    # Log-probs of the active tokens: pairs of the trainer's and the sampler's, each of shape (R,).
     logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     optimizer_steps: int = 1
 
@@ -46,7 +46,7 @@ class LossMetrics:
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:
-        """Return the metrics of the micro-batches of all ranks. Collective."""
+        """Return the metrics of the micro-batches of all ranks. Collective call."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)
@@ -77,7 +77,7 @@ class LossMetrics:
         if kind == "sum":
             return values.sum()
         if kind is not None:
-            # Leave out micro-batches without tokens, which report 0.
+            # Exclude micro-batches without tokens. They report 0, which could be a wrong minimum.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
             values = torch.stack(filled) if filled else values
             return values.min() if kind == "min" else values.max()
@@ -86,22 +86,22 @@ class LossMetrics:
 
 
 def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
-    """Return whether the loss has no KL term, entropy bonus or value loss."""
+    """Return True if the loss has no KL term, entropy bonus or value loss."""
     return not config.uses_reference and config.entropy_coef == 0 and not shared_critic
 
 
 def policy_gradient(
     output: LossOutput, advantages: Tensor, config: LossConfig, per_token: dict
 ) -> Tensor:
-    """Compute the L2 norm of the policy term's gradient with respect to the tokens' logps.
+    """Compute the L2 norm of the policy term's gradient with respect to the tokens' log-probs.
 
-    The gradient with respect to the parameters would take a second backward pass.
+    The gradient with respect to the parameters would need a second backward pass.
 
     Args:
-        output: The output of the loss.
-        advantages: One per completion, or one per token.
-        config: The configuration of the loss.
-        per_token: The other arguments of `grpo_loss`.
+        output: result of the loss.
+        advantages: advantages per completion or per token.
+        config: configuration of the loss.
+        per_token: the other arguments of `grpo_loss`.
 
     Returns:
         A 0-d tensor.
@@ -115,7 +115,7 @@ def policy_gradient(
 
 
 def _on_host(part: Mapping[str, Tensor]) -> Tensor:
-    """Copy 0-d tensors to the CPU as one tensor, with one GPU sync."""
+    """Stack 0-d tensors and copy them to the CPU with one GPU sync."""
     return torch.stack(list(part.values())).cpu()
 
 

@@ -13,8 +13,9 @@ from grpo_fast.rollout import Samples, Sampling
 
 log = logging.getLogger(__name__)
 
-# Mean difference of log-probs in nats per token above which a run warns. 16-bit kernels differ by a
-# tenth of it, and policies that are a few updates apart by ten times as much.
+# Mean difference of log-probs, in nats per token, above which a run warns. Rounding in 16-bit
+# kernels causes about a tenth of it. Policies that are a few updates apart differ about ten times
+# as much.
 MOST_DIFFERENCE = 0.05
 
 
@@ -23,14 +24,14 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Return `reward`, its spread within groups, and the metrics of each reward function.
 
-    `rewards/<fn>/failed` counts the samples without a reward, and `rewards/<fn>/failed/<why>` the
-    ones that failed for one reason.
+    `rewards/<fn>/failed` counts the samples without a reward. `rewards/<fn>/failed/<reason>` counts
+    them separately for each reason.
 
     Args:
-        rewards: Weighted sums of shape (N·G,).
-        scores: Scores of each reward function, of shape (N·G,).
-        lost: Number of samples without a reward, for each reward function by reason.
-        group_size: G, the number of samples in a group.
+        rewards: weighted sums of the rewards, shape (N·G,).
+        scores: rewards of each function, shape (N·G,).
+        lost: for each reward function, the number of samples without a reward by reason.
+        group_size: number of samples in a group (G).
     """
     groups = rewards.double().view(-1, group_size)
     spread = torch.stack([spread_of(group) for group in groups])
@@ -51,7 +52,11 @@ def reward_metrics(
 
 
 def completion_metrics(samples: Samples) -> dict[str, float]:
-    """Return `completions/…`: lengths in tokens with EOS, of all and of terminated completions."""
+    """Return the lengths of completions in tokens, including EOS, as `completions/…`.
+
+    The metrics cover all completions, and separately the completions that ended before the length
+    limit.
+    """
     lengths = samples.lengths
     ended = [n for n, cut in zip(lengths, samples.truncated.tolist(), strict=True) if not cut]
     metrics = {"completions/clipped_ratio": 1 - len(ended) / len(lengths)}
@@ -63,7 +68,10 @@ def completion_metrics(samples: Samples) -> dict[str, float]:
 
 
 def support_metrics(samples: Samples) -> dict[str, float]:
-    """Return `sampling/…` of the support, the ids from which a token was drawn: number and mass."""
+    """Return size and probability mass of the samplers' supports as `sampling/…`.
+
+    The support of a token is the set of ids from which the sampler drew it.
+    """
     if samples.support is None:
         return {}
     sizes = samples.support.offsets.diff()
@@ -79,15 +87,15 @@ def support_metrics(samples: Samples) -> dict[str, float]:
 
 
 def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Return `sampling/staleness/…`, the age of the sampling weights in steps.
+    """Return the age of the sampling weights in steps, as `sampling/staleness/…`.
 
     Args:
-        samples: The samples, with the version of the weights that sampled each one.
-        step: The number of the current step.
-        most: The largest age that is allowed. With 0 the result is {}.
+        samples: the samples, which store the version of the weights that sampled them.
+        step: number of the current step.
+        most: largest age that is allowed. If it is 0, the result is {}.
 
     Raises:
-        RuntimeError: Some weights are older than `most` steps.
+        RuntimeError: some weights are older than `most` steps.
     """
     ages = step - 1 - samples.weight_version
     oldest = int(ages.max())
@@ -103,7 +111,7 @@ def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
 
 
 def spread_of(values: Tensor) -> Tensor:
-    """Return the standard deviation (n − 1) of the values that are not NaN, as a 0-d tensor.
+    """Return the sample standard deviation (divisor n − 1), ignoring NaN, as a 0-d tensor.
 
     It is 0 for fewer than two values.
     """
@@ -118,18 +126,19 @@ def _mean(values: Tensor) -> float:
 
 
 class SamplerWatch:
-    """Comparison of the sampler's and the trainer's logps, which warns once in a run."""
+    """Compares the log-probs of sampler and trainer, and warns at most once per run."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.truncates = sampling.truncates
         self.has_warned = False
 
     def look(self, step: int, logps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Warn if trainer and sampler differ by more than MOST_DIFFERENCE.
+        """Warn if the log-probs of trainer and sampler differ by more than MOST_DIFFERENCE.
 
         Args:
-            step: The number of the step.
-            logps: Pairs of the trainer's and the sampler's logps, before any update of the step.
+            step: number of the step.
+            logps: pairs of the trainer's and the sampler's log-probs, computed before the step's
+                updates.
         """
         difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
         if self.has_warned or difference <= MOST_DIFFERENCE:
@@ -146,10 +155,10 @@ class SamplerWatch:
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return `sampling/…`, the differences and ratios between trainer and sampler.
+    """Return differences and ratios between trainer and sampler as `sampling/…`.
 
     Args:
-        logps: Pairs of the trainer's and the sampler's logps, as in `LossMetrics.logps`.
+        logps: pairs of the trainer's and the sampler's log-probs, as in `LossMetrics.logps`.
     """
     if not any(own.numel() for own, _ in logps):
         return {}

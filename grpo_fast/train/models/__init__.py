@@ -1,1 +1,1 @@
-"""Models of a run: policy and reference, their loading, and options that save memory."""
+"""Models of a run: policy and reference, with loading and options that save memory."""

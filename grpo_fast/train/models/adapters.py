@@ -1,4 +1,4 @@
-"""LoRA adapters: new ones, and adapters that peft has saved."""
+"""LoRA adapters, which are either new or were saved by peft."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def adapter_at(path: str) -> Any | None:
     """Return the peft configuration of the adapter in a folder or at a hub id.
 
     Returns:
-        The configuration, or None if the path has no adapter.
+        The configuration, or None if there is no adapter at the path.
 
     Raises:
-        ValueError: the adapter is not LoRA, or names no base model.
+        ValueError: the adapter is not a LoRA adapter, or names no base model.
     """
     folder = Path(path)
     is_adapter = (folder / FILE).is_file() if folder.is_dir() else _is_on_hub(path)
@@ -42,10 +42,10 @@ def adapter_at(path: str) -> Any | None:
 
 @functools.cache  # three parts of a start ask for the same model
 def _is_on_hub(path: str) -> bool:
-    """Return whether a hub id is an adapter's. False for anything that is no hub id."""
+    """Return True if a hub id names an adapter, and False if the path is not a hub id."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    hub.is_offline()  # if so, the hub's client looks into its cache only, without retries
+    hub.is_offline()  # sets the hub's client to its cache if offline
     try:
         return find_adapter_config_file(path) is not None
     except (OSError, ValueError):
@@ -53,31 +53,34 @@ def _is_on_hub(path: str) -> bool:
 
 
 def check_trainable(found: Any, path: str) -> None:
-    """Raise a ValueError if an adapter has parts that training would not restore."""
+    """Raise a ValueError if an adapter has parts that cannot be trained further.
+
+    These parts are DoRA, biases and saved modules.
+    """
     is_plain = not (found.use_dora or found.modules_to_save or found.bias != "none")
     came = f"use_dora, modules_to_save or bias in {path}; {FRESH}"
     require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
 
 
 def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty: bool) -> Any:
-    """Return a base model with a saved adapter.
+    """Add a saved adapter to a base model.
 
     Args:
         model: the base model.
         path: folder or hub id of the adapter.
-        found: the adapter's configuration.
-        lora: settings of a new adapter. If given, the saved adapter is merged into the weights.
-            None trains the saved adapter.
-        empty: the model has no weights yet. They will be copied from rank 0.
+        found: configuration of the adapter.
+        lora: settings of a new adapter. If they are given, the saved adapter is merged into the
+            weights. None keeps the saved adapter for training.
+        empty: the model has no weights yet, because they will be copied from rank 0.
 
     Raises:
-        UserWarning: the adapter lacks a weight.
+        UserWarning: a weight of the adapter is missing.
     """
     import peft
 
     if empty:
         return model if lora is not None else peft.get_peft_model(model, found)
-    # peft warns about missing weights and leaves them random, so turn the warning into an error.
+    # peft only warns about missing weights and leaves them random, so raise an error instead.
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
         adapted = peft.PeftModel.from_pretrained(model, path, is_trainable=lora is None)

@@ -1,7 +1,7 @@
 """Loading of a policy from a folder, the hub or a configuration.
 
-transformers fills missing weights with random numbers and prints a table. This module raises a
-ValueError instead, and turns errors of damaged files into a ValueError of one line.
+transformers initializes missing weights with random numbers and only prints a table. This module
+raises a ValueError instead. It also converts errors from damaged files to one-line ValueErrors.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
 def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
     """Return the policy that a configuration describes.
 
-    A path of a LoRA adapter loads the base model with the adapter, which is then trained. With
-    `config.lora` the saved adapter is merged and a new one is trained.
+    If `config.path` is a LoRA adapter, the base model is loaded and the adapter is trained. If
+    `config.lora` is also set, the saved adapter is merged and a new adapter is trained.
 
     Args:
-        config: the section `model`. Random weights depend on torch's seed.
-        tokenizer: the tokenizer; None loads the model's.
-        empty: build the model on the meta device. Sharding copies the weights from rank 0.
+        config: the section `model`. Random weights depend on torch's global seed.
+        tokenizer: the tokenizer. None loads the tokenizer of the model.
+        empty: build the model on the meta device. Sharding later copies the weights from rank 0.
 
     Raises:
         ValueError: the model does not exist, is incomplete, or is not supported.
@@ -58,16 +58,16 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
         else:
             model = _from_config(dict(config.config or {}), tokenizer)
             model.to(getattr(torch, config.dtype))
-        # 2. Apply the memory options before peft wraps the layers in modules of other names.
+        # 2. Apply the memory options before peft, because peft wraps the layers and renames them.
         model.to("meta" if empty else device)
         apply_options(model, config)
-        # 3. Add the saved adapter, a new one, or both.
+        # 3. Add the saved adapter. With `config.lora` add a new one.
         if saved is not None:
             with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
                 model = with_saved(model, str(config.path), saved, config.lora, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
-    # 4. Build the policy and compare it with the model on random tokens.
+    # 4. Build the policy. On random tokens compare its log-probs with those of the model.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, autocast=autocast, home=device)
@@ -80,10 +80,10 @@ def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = Fal
 
 
 def _check_vocabulary(policy: Policy) -> None:
-    """Raise a ValueError if the tokenizer has ids beyond the rows of the embedding.
+    """Raise a ValueError if the tokenizer has ids that exceed the rows of the embedding.
 
-    Special tokens are exempt, for example the image token of Gemma 3. Prompts with such a token are
-    refused later.
+    Special tokens are exempt, for example the image token of Gemma 3. Prompts that contain such a
+    token are rejected later.
     """
     tokenizer = policy.tokenizer
     rows = policy.lm.get_input_embeddings().weight.shape[0]
@@ -96,7 +96,7 @@ def _check_vocabulary(policy: Policy) -> None:
 
 
 def _load_model(config: ModelConfig, empty: bool) -> Any:
-    """Load a model with transformers, and check that all weights were found."""
+    """Load a model with transformers, and check that the files contained all weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = str(config.path)
@@ -111,7 +111,7 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # refused below with a better message
+            ignore_mismatched_sizes=True,  # `_check_keys` raises a better message
             output_loading_info=True,
             **keywords,
         )
@@ -122,7 +122,7 @@ def _load_model(config: ModelConfig, empty: bool) -> Any:
 def _check_keys(path: str, report: dict[str, Any]) -> None:
     """Raise a ValueError for weights that transformers reports as missing or of wrong shape.
 
-    Weights without a place in the model are logged.
+    Weights that the model does not use are only logged.
     """
     others = report["mismatched_keys"]
     missing = report["missing_keys"]
@@ -144,11 +144,11 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """Return the tokenizer of a model. An adapter without a tokenizer uses the base model's."""
+    """Return the tokenizer of a model. Without a tokenizer, an adapter uses its base model's."""
     from transformers import AutoTokenizer
 
     path = str(config.path)
-    # peft saves an adapter without a tokenizer unless the user saves one.
+    # peft does not save the tokenizer with an adapter, so its folder often contains none.
     saved = adapter_at(path)
     if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = saved.base_model_name_or_path
@@ -159,7 +159,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
-    """Return a tokenizer built from the questions, or None if the model has a tokenizer."""
+    """Build a tokenizer from the questions. Return None if the model has its own tokenizer."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
     if model.tokenizer is None:
@@ -170,7 +170,7 @@ def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
 
 
 def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
-    """Return a model with random weights."""
+    """Return a model with random weights from the fields of a transformers config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     complete = {
@@ -182,12 +182,13 @@ def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
     }
     try:
         check_fields(fields)
-        # A config accepts any keyword, so compare with the attributes of a default config.
+        # A transformers config accepts any keyword. To find misspelled fields, compare with the
+        # attributes of a default config.
         plain = AutoConfig.for_model(fields["model_type"])
         unknown = [name for name in fields if not hasattr(plain, name)]
         if not unknown:
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**complete))
-    except Exception as error:  # each architecture raises different classes
+    except Exception as error:  # exception classes differ between architectures
         kind = fields["model_type"]
         raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
     raise ValueError(f"model.config: {fields['model_type']} has no field {', '.join(unknown)}")
@@ -208,13 +209,14 @@ def _device(name: str) -> torch.device:
 
 @contextmanager
 def _reading(path: str, expected: str) -> Iterator[None]:
-    """Silence transformers while it reads a model, and turn its errors into a ValueError."""
+    """Silence transformers while it reads a model, and convert its errors to a ValueError."""
     check_files(path)
     try:
         with in_silence():
             yield
     except Exception as error:  # readers and architectures raise many classes
-        # The readers' own messages name neither the damaged file nor the missing folder.
+        # The original messages name neither the damaged file nor the missing folder, so find out
+        # here.
         why = reason(error)
         damaged = _damaged_weights(path)
         if damaged:
@@ -228,7 +230,7 @@ def _reading(path: str, expected: str) -> Iterator[None]:
 
 
 def _damaged_weights(path: str) -> str | None:
-    """Return the first weight file of a folder that cannot be opened, with the reason."""
+    """Return the first weight file of a folder that cannot be opened and the reason, or None."""
     from safetensors import safe_open
 
     for file in sorted(Path(path).glob("*.safetensors")):
@@ -241,6 +243,6 @@ def _damaged_weights(path: str) -> str | None:
 
 
 def _listed(names: Any) -> str:
-    """Return the first three of some names."""
+    """Format the first three of some names."""
     first = sorted(names)[:3]
     return ", ".join(first) + (", …" if len(names) > len(first) else "")

@@ -28,12 +28,12 @@ def apply_options(model: Any, config: ModelConfig) -> None:
 
 
 def enable_checkpointing(model: Any, offload: bool = False) -> None:
-    """Recompute every layer in the backward pass.
+    """Recompute every layer in the backward pass instead of storing its activations.
 
     Args:
         model: a model of transformers.
-        offload: keep the inputs of the layers in host memory. transformers has this option, too,
-            but requires pinned memory, which needs a GPU.
+        offload: store the inputs of the layers in host memory. The option of transformers for this
+            requires pinned memory and therefore a GPU, so it is not used.
     """
     newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     (newer or model.gradient_checkpointing_enable)(RECOMPUTE)
@@ -42,7 +42,7 @@ def enable_checkpointing(model: Any, offload: bool = False) -> None:
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Let every dense MLP compute at most `rows` rows at a time; errors name `model.tiled_mlp`."""
+    """Make every dense MLP compute at most `rows` rows at a time. Errors name `model.tiled_mlp`."""
     with named_in("model"):
         memory.tile_mlps(model, rows)
 
@@ -52,10 +52,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
     Args:
         model: the model.
-        patterns: name patterns with `*` and `?` as in a shell.
+        patterns: patterns of parameter names, with the shell wildcards `*` and `?`.
 
     Raises:
-        ValueError: a pattern matches no parameter, or no parameter is left to train.
+        ValueError: a pattern matches no parameter, or no trainable parameter remains.
     """
     for pattern in patterns:
         matches = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)]

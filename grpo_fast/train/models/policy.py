@@ -1,4 +1,4 @@
-"""The policy, a causal language model of transformers with its tokenizer."""
+"""The policy: a causal language model of transformers and its tokenizer."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Result = TypeVar("Result")
 
 
 class Policy(SampledModel):
-    """A causal language model for training on packed rows.
+    """Causal language model that is trained on packed rows.
 
     Args:
         model: a causal language model of transformers, or a peft model around one.
-        tokenizer: the tokenizer.
-        autocast: dtype of the trunk's computation over fp32 weights, or None.
-        home: device for a model that has no weights yet.
+        tokenizer: tokenizer of the model.
+        autocast: dtype in which the trunk computes while its weights are fp32, or None.
+        home: device to report while the model is on the meta device.
 
     Raises:
-        ValueError: packed attention or the fused head do not support the model.
+        ValueError: packed attention or the fused head does not support the model.
     """
 
     def __init__(
@@ -53,18 +53,19 @@ class Policy(SampledModel):
         self.home = home
         self.kind = type(self.lm)  # stored, because FSDP2 replaces the class when it shards
         check_supported(self.lm)
-        # The reason why completions cannot share their prompt, or None.
+        # Reason why completions cannot share the computation of their prompt, or None if they can.
         self.unshared = shared_prompt_supported(self.lm)
         disable_dropout(self.lm)
         fast_layers(self.lm.base_model)
         self.lm.set_attn_implementation(register())
-        # True unless the policy began with a trained adapter.
+        # True if the policy started from its base model, False if it started from a trained
+        # adapter.
         self.starts_at_base = True
         self.is_sharded = self._is_apart = self._is_inside = False
 
     @property
     def is_empty(self) -> bool:
-        """True if the model has no weights yet."""
+        """True if the model is on the meta device and has no weights yet."""
         return head_of(self.lm).weight.is_meta
 
     @property
@@ -72,10 +73,11 @@ class Policy(SampledModel):
         return self.home if self.is_empty else self.head.weight.device
 
     def inside(self, work: Callable[[], Result]) -> Result:
-        """Call `work` inside the model's forward pass, in which FSDP2 gathers the head's weights.
+        """Call `work` inside the model's forward pass, where FSDP2 gathers the head's weights.
 
-        All tensors with a graph that lead to the model must be in the result of `work`, because
-        FSDP2 attaches its backward hooks to the result.
+        Args:
+            work: function without arguments. Its result must contain all tensors whose graph leads
+                to the model, because FSDP2 attaches its backward hooks to the result.
         """
         if not self.is_sharded or self._is_inside:
             return work()
@@ -84,7 +86,8 @@ class Policy(SampledModel):
             return self.lm.inside(work)
         finally:
             self._is_inside = False
-            # A backward pass would release the gathered weights. Without gradients none follows.
+            # Normally the backward pass releases the gathered weights. Without gradients there is
+            # no backward pass, so release them here.
             if not torch.is_grad_enabled():
                 self.lm.reshard()
 
@@ -108,9 +111,9 @@ class Policy(SampledModel):
 
         Args:
             packed: the packed row.
-            temperature: temperature of the log-probabilities.
-            hidden: result of `hidden(packed)`; None computes the hidden states.
-            support: token ids that the sampler kept, as in `linear_logps`.
+            temperature: temperature by which the logits are divided.
+            hidden: result of `hidden(packed)`. None computes the hidden states.
+            support: token ids that the sampler kept, in the format of `linear_logps`.
         """
 
         def logps() -> Tensor:
@@ -124,15 +127,15 @@ class Policy(SampledModel):
         return self.inside(logps)
 
     def shard(self, mesh: Any) -> None:
-        """Shard the model over a device mesh."""
+        """Shard the weights of the model over a device mesh with FSDP2."""
         sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint by name.
+        """Return the weights that a checkpoint stores, by name.
 
-        Tied weights appear once. If the base model can be loaded from its path again, only the
-        adapter's weights are returned. A sharded model returns this rank's shards.
+        Tied weights appear once. If the base model can be loaded again from its path, only the
+        weights of the adapter are returned. A sharded model returns the shards of this rank.
         """
         is_adapter = self.model is not self.lm and bool(self.lm.name_or_path)
         unique = dict[int, tuple[str, Tensor]]()
@@ -144,21 +147,21 @@ class Policy(SampledModel):
     def agreed(self) -> AbstractContextManager[None]:
         """Return a context that raises an error of one rank on all ranks.
 
-        It has an effect where all ranks make the same passes: with sharded weights, outside of
-        rollouts.
+        The context has no effect unless the weights are sharded, and no effect inside `apart`,
+        where ranks run different numbers of passes.
         """
         in_step = self.is_sharded and not self._is_apart
         return distributed.together() if in_step else nullcontext()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather all weights of a sharded model, so that ranks can make different passes."""
+        """Gather all weights of a sharded model, so that ranks can run different forward passes."""
         with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
             yield
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Allow ranks to make different numbers of forward passes, as rollouts do."""
+        """Allow ranks to run different numbers of forward passes, as rollouts do."""
         self._is_apart = True
         try:
             yield
@@ -171,14 +174,14 @@ class Policy(SampledModel):
         return self.model.disable_adapter()
 
     def frozen_copy(self) -> Policy:
-        """Return a copy without gradients, which shares no tensors, for use as the reference."""
-        # A shallow copy keeps tokenizer and settings; only the weights are copied.
+        """Return a frozen copy of the policy for use as the reference. It shares no weights."""
+        # Copy only the weights. The tokenizer and the settings are shared with the original.
         twin = copy.copy(self)
         twin.model = twin.lm = copy.deepcopy(self.lm).requires_grad_(False).eval()
         return twin
 
     def trainable_copy(self) -> Policy:
-        """Return a copy that trains the same parameters except the LM head, for a critic."""
+        """Return a copy for a critic. It trains the same parameters, except an untied LM head."""
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)
         twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()
@@ -195,8 +198,8 @@ class Policy(SampledModel):
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def save(self, directory: str | Path) -> None:
-        """Save model and tokenizer in the format of transformers, with an adapter merged."""
-        # Merge a copy, because merging changes the weights of the model in place.
+        """Save the model and the tokenizer in the format of transformers. An adapter is merged."""
+        # Merge the adapter into a copy, because merging changes the model's weights in place.
         model = self.lm
         if self.model is not self.lm:
             model = copy.deepcopy(self.model).merge_and_unload()
@@ -207,9 +210,10 @@ class Policy(SampledModel):
 
 @contextmanager
 def in_silence() -> Iterator[None]:
-    """Switch off transformers' progress bars and warnings.
+    """Disable the progress bars and warnings of transformers.
 
-    The bars would interrupt the run's progress bar, and missing weights raise an error anyway.
+    The bars would interrupt the run's progress bar. The warnings are not needed, because missing
+    weights raise an error.
     """
     from transformers.utils import logging
 

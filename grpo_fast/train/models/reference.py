@@ -1,4 +1,4 @@
-"""The reference model of the KL divergence, and the divergence's weight β."""
+"""The reference model of the KL divergence, and the weight β of the divergence."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ MOST_RELATIVE_ERROR = 0.2  # limit of the relative error of the KL in one step
 
 
 class Reference:
-    """The reference model: a frozen or synced copy, the policy without its adapter, or none.
+    """The reference model, which is a frozen or synced copy, or the policy without its adapter.
+
+    With `kind: none` there is no reference.
 
     Args:
         policy: the policy at the start of training, after a warm start.
         config: the section `reference`.
-        another: a different model from `load_another`, or None.
+        another: a different model loaded by `load_another`, or None.
     """
 
     def __init__(
@@ -33,7 +35,8 @@ class Reference:
         self.policy = policy
         self.config = config
         self.copy = another
-        # Switching the adapter off gives the start of the run only if the adapter began at zero.
+        # Disabling the adapter restores the initial policy only if the adapter was new. If training
+        # continues a saved adapter, a copy is needed.
         by_adapter = policy.model is not policy.lm and policy.starts_at_base
         if another is None and config.kind != "none" and not by_adapter:
             self.copy = policy.frozen_copy()
@@ -44,7 +47,7 @@ class Reference:
 
     @torch.no_grad()
     def hidden(self, packed: PackedTree) -> Tensor:
-        """Return the hidden states that predict the completion tokens, shape (R, H)."""
+        """Return the reference's hidden states that predict the completion tokens, shape (R, H)."""
         with self._switched():
             return (self.copy or self.policy).hidden(packed).index_select(0, packed.predicting)
 
@@ -52,23 +55,27 @@ class Reference:
     def logps(
         self, packed: PackedTree, temperature: float, support: Support | None = None
     ) -> Tensor:
-        """Return the log-probabilities of the completion tokens, fp32 of shape (R,).
+        """Return the reference's log-probabilities of the completion tokens, fp32 of shape (R,).
 
-        The packed row is that of the policy's training, so that both models round alike.
+        Args:
+            packed: the packed row that the policy trains on. The same row makes both models round
+                alike.
+            temperature: temperature by which the logits are divided.
+            support: token ids that the sampler kept, or None.
         """
         with self._switched():
             return (self.copy or self.policy).logps(packed, temperature, support=support)
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Move a synced reference towards the policy if an update is due."""
+        """Move a synced reference towards the policy if an update is due after this step."""
         if self.config.kind != "synced" or self.copy is None or step % self.config.sync_every:
             return
         copies = self.copy.model.parameters()
         for copy, current in zip(copies, self.policy.model.parameters(), strict=True):
             copy.lerp_(current.to(copy.dtype), self.config.mixing)
 
-    # Without a copy the reference is the policy with its adapter switched off.
+    # If there is no copy, the reference is the policy with its adapter disabled.
     def _switched(self) -> AbstractContextManager[None]:
         return nullcontext() if self.copy is not None else self.policy.without_adapter()
 
@@ -78,14 +85,14 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
 
     Args:
         config: the section `reference`.
-        model: the section `model`, whose dtype and device are used.
+        model: the section `model`. The reference uses the same dtypes and device.
         policy: the policy.
 
     Returns:
-        The model at `config.path`, or None without a path.
+        The model at `config.path`, or None if no path is set.
 
     Raises:
-        ValueError: vocabulary, rows of the head or length limit do not fit the policy.
+        ValueError: vocabulary, head size or length limit of the model does not fit the policy.
     """
     if config.path is None:
         return None
@@ -97,7 +104,8 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
         other = load_policy(own, empty=policy.is_empty)
     except ValueError as error:
         raise ValueError(str(error).replace("model.path", "reference.path")) from error
-    # Both models must assign the same ids, have equally many logits, and accept equally long rows.
+    # Both models must have the same token ids and the same number of logits. The reference must
+    # accept rows as long as the policy's.
     _check_vocabulary(policy.tokenizer, other.tokenizer)
     rows = policy.head.weight.shape[0]
     came = other.head.weight.shape[0]
@@ -119,7 +127,7 @@ def _check_vocabulary(tokenizer: Any, other: Any) -> None:
 
 
 class KLWeight:
-    """The weight β of the KL divergence: constant, or adapted to a target (arXiv 1909.08593).
+    """The weight β of the KL divergence, constant or adapted to a target KL (arXiv 1909.08593).
 
     Args:
         beta: initial weight.
@@ -131,7 +139,7 @@ class KLWeight:
         self.config = config
 
     def after_step(self, kl: float, completions: int) -> None:
-        """Set β ← β · (1 + completions / horizon · clip(kl / target - 1, ±0.2)).
+        """Update β to β · (1 + min(completions / horizon, 1) · clip(kl / target - 1, ±0.2)).
 
         Args:
             kl: mean KL of the step. NaN leaves β unchanged.
@@ -140,5 +148,6 @@ class KLWeight:
         if self.config.target is None or math.isnan(kl):
             return
         error = min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)
-        # Without the limit of 1, a large step could set β to 0, from which it never recovers.
+        # Without the limit of 1, a step with many completions could set β to 0, where it would
+        # remain.
         self.value *= 1 + error * min(completions / self.config.horizon, 1.0)

@@ -1,4 +1,4 @@
-"""Test of packed rows and the fused head, which runs when a policy is loaded."""
+"""Self-check of packed rows and the fused head, which runs when a policy is loaded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from grpo_fast.train.models.policy import Policy
 def self_check(policy: Policy) -> float:
     """Compare log-probabilities of packed rows with the model's logits on random tokens.
 
-    The test finds heads with an unknown transform of the logits, attention that ignores the packed
-    layout, experts chosen at random in training, and position limits that packed rows would exceed.
-    A second round uses random fp32 weights, in which small errors are visible.
+    The check finds models that packed training does not support: heads that transform the logits in
+    an unknown way, attention that ignores the packed layout, random choice of experts in training
+    mode, and position limits that packed rows would exceed. A second round uses random fp32
+    weights, with which small errors are visible.
 
     Returns:
         The largest difference with the model's weights, in nats.
@@ -37,7 +38,7 @@ def self_check(policy: Policy) -> float:
     training = policy.lm.training
     try:
         difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
-    except (AttributeError, TypeError) as error:  # the model reads the mask, which is absent here
+    except (AttributeError, TypeError) as error:  # the model needs a mask, and gets none
         raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
     finally:
         policy.lm.train(training)
@@ -54,24 +55,31 @@ def self_check(policy: Policy) -> float:
 
 
 def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
-    """Return the largest difference in nats. See `trial.worst_gap` for `starts`."""
+    """Return the largest difference, in nats, for one choice of first positions.
+
+    Args:
+        policy: the policy.
+        starts: first position of each group, as in `trial.worst_gap`. Empty means that all
+            positions begin at 0.
+    """
     groups = trial.draw_groups(max(len(starts), 1), policy.head.weight.shape[0])
     is_shared = policy.unshared is None
     lm = policy.lm
-    # 1. Positions that begin at 0, with completions of different lengths.
+    # 1. Check positions that begin at 0, with completions of different lengths.
     if not starts:
         ((prompt, (first, second)),) = groups
         ragged = [first, second[:3]]
         pack = pack_groups([(prompt, ragged)], shared=is_shared, device=policy.device)
         with small_windows(lm):
             return _gap(policy, pack, [[prompt + ids] for ids in ragged], [()] * 2)
-    # 2. Positions that begin at `starts`.
+    # 2. Check positions that begin at `starts`.
     pack = pack_groups(groups, shared=is_shared, device=policy.device)
     layout = copy.copy(pack.layout)
     vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
     rows = [prompt + ids for prompt, pair in groups for ids in pair]
     places = [start for start in starts for _ in "ab"]
-    # The first group is a separate batch, because a model may read the largest position of a batch.
+    # Run the first group as a separate batch, because a model may use the largest position of its
+    # batch.
     batches = [rows[:2], rows[2:]][: len(starts)]
     with small_windows(lm, positions=False):
         pack = dataclasses.replace(pack, layout=layout)
@@ -81,8 +89,18 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
 def _gap(
     policy: Policy, pack: PackedTree, rows: list[list[list[int]]], starts: Sequence[Sequence[int]]
 ) -> float:
-    """Compare a packed row with the model's log-probabilities of padded batches, in nats."""
-    policy.lm.train()  # experts that are chosen at random in training show a difference
+    """Return the largest difference between the log-probs of a packed row and of padded batches.
+
+    Args:
+        policy: the policy.
+        pack: the packed row.
+        rows: batches of token ids, which the model computes with padding.
+        starts: first position of each row of each batch.
+
+    Returns:
+        The difference in nats.
+    """
+    policy.lm.train()  # reveals a random choice of experts
     ours = policy.logps(pack)
     with policy.generation():
         pairs = zip(rows, starts, strict=False)

@@ -1,21 +1,25 @@
-"""The memory of a training step, predicted from the shape of the model.
+"""Prediction of a training step's memory from the shape of the model.
 
-The peak of a step has three parts: fixed memory (weights, gradients, optimizer states, a reference
-copy); the activations of T trunk tokens; and the larger of the head's workspace and one layer's
-backward pass. A decoder layer has width h, MLP width I, q = heads·head_dim and
-kv = kv_heads·head_dim. With activations of e bytes, autograd keeps per token
+The peak of a step has three parts:
 
-    two RMSNorms    e = 4: 24h (input, normalised, output)
-                    e = 2: 16h (fp32 copy, normalised, output)
-    attention       e·(2q + 2kv): q, k, v, output; every kernel keeps k and v with their own heads
+- fixed memory for weights, gradients, optimizer states and a reference copy
+- the activations of T trunk tokens
+- the larger of the head's workspace and the backward pass of one layer
+
+A decoder layer has width h, MLP width I, q = heads·head_dim and kv = kv_heads·head_dim. If an
+activation has e bytes, autograd stores the following bytes per token and layer::
+
+    two RMSNorms    e = 4: 24h (input, normalized, output)
+                    e = 2: 16h (fp32 copy, normalized, output)
+    attention       e·(2q + 2kv): q, k, v and output. Kernels store k and v without repeating heads.
     MLP             4·e·I: gate, silu(gate), up and their product
 
-and its backward pass needs e·(2I + 3h) in addition. A step with gradient checkpointing keeps e·h
-for each layer, and one layer at a time: 27h + 12I at 16 bits with q = h and a small kv. With a
-tiled MLP nothing of size I remains, and the backward pass needs 18h at 16 bits (39h for the layer
-with its activations) and 16h at 32 bits. Trees of recorded samples need the memory in
-`_tree_backward`. Tests compare these numbers with what autograd keeps and with the peak of the
-allocator.
+The backward pass of a layer needs e·(2I + 3h) in addition. With gradient checkpointing a step
+stores e·h for each layer, and all activations of one layer at a time. At 16 bits these are 27h +
+12I if q = h and kv is small. With a tiled MLP no tensor of size I remains. The backward pass then
+needs 18h at 16 bits (39h including the layer's activations) and 16h at 32 bits. `_tree_backward`
+computes the memory for trees of recorded samples. Tests compare these numbers with the tensors that
+autograd stores and with the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -35,16 +39,16 @@ from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConf
 
 log = logging.getLogger(__name__)
 
-SMALL = 1_000_000  # parameters of a model whose memory needs no warning
-USABLE_GPU = 0.9  # of a GPU's memory; fragmentation, rollouts and the CUDA context need the rest
-USABLE_CPU = 0.5  # of the host's memory; rollouts and other processes need the rest
+SMALL = 1_000_000  # parameters below which an unknown architecture gives no warning
+USABLE_GPU = 0.9  # share of a GPU; fragmentation, rollouts and the CUDA context need the rest
+USABLE_CPU = 0.5  # share of the host's memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder model."""
+    """Sizes of a decoder model."""
 
     layers: int
     hidden: int
@@ -57,14 +61,14 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any, parameters: int) -> Shape:
-        """Return the shape of a transformers config.
+        """Return the shape that a transformers config describes.
 
         Args:
-            config: The config of the text model.
-            parameters: The number of parameters.
+            config: the config of the text model.
+            parameters: number of parameters of the model.
 
         Raises:
-            ValueError: The config lacks a field.
+            ValueError: the config lacks a field.
         """
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if not isinstance(getattr(config, name, None), int):
@@ -82,7 +86,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of a step by parts, in bytes."""
+    """Memory of a training step in bytes, divided into its parts."""
 
     weights: int
     gradients: int
@@ -92,32 +96,33 @@ class Memory:
     logits_row: int  # bytes of that workspace for one completion token
     head_gradient: int  # a new gradient of the head, before it is added to `.grad`
     head_sum: int  # the fp32 sum of that gradient over chunks
-    one_chunk_rows: int  # the most completion tokens for which the head needs no fp32 sum
-    kept_per_token: float  # by all layers together, until the backward pass
-    working_per_token: float  # by the layer that is in its backward pass
-    working: int  # by that layer, independent of T (a tile of the MLP)
+    one_chunk_rows: int  # most completion tokens without an fp32 sum
+    kept_per_token: float  # stored by all layers until the backward pass
+    working_per_token: float  # needed by the layer in its backward pass
+    working: int  # needed for one MLP tile, independent of T
 
     @property
     def fixed(self) -> int:
-        """Bytes that do not depend on the micro-batch."""
+        """Number of bytes that do not depend on the micro-batch."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
     def per_token(self) -> float:
-        """Bytes of a trunk token at the peak of the backward pass."""
+        """Number of bytes per trunk token at the peak of the backward pass."""
         return self.kept_per_token + self.working_per_token
 
     @property
     def head(self) -> int:
-        """The most bytes that the head needs in addition to the trunk's activations."""
+        """Largest number of bytes that the head needs in addition to the trunk's activations."""
         return self.logits + self.head_gradient + self.head_sum
 
     def peak(self, tokens: int, rows: int | None = None) -> int:
-        """Return the bytes at the peak of a micro-batch.
+        """Return the number of bytes at the peak of a micro-batch.
 
         Args:
-            tokens: Trunk tokens.
-            rows: Completion tokens; None means so many that the head's workspace is full.
+            tokens: number of trunk tokens.
+            rows: number of completion tokens. None assumes enough tokens to fill the head's
+                workspace.
         """
         head = self.head
         if rows is not None and rows <= self.one_chunk_rows:
@@ -128,7 +133,7 @@ class Memory:
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
-        """Return the most trunk tokens of a micro-batch that fit into `limit` bytes."""
+        """Return the largest number of trunk tokens for which `peak` is at most `limit` bytes."""
         room = limit - self.fixed
         with_head = (room - self.head) / self.kept_per_token if self.kept_per_token else math.inf
         return max(0, int(min(with_head, (room - self.working) / self.per_token)))
@@ -144,16 +149,16 @@ def predict(
     gpu: int | None = None,
     trees: bool = False,
 ) -> Memory:
-    """Predict the memory of a step.
+    """Predict the memory of a training step.
 
     Args:
-        shape: The sizes of the model.
-        model: The section `model` of the configuration.
-        optim: The section `optim` of the configuration.
-        device: "cpu" or "cuda". On the CPU an offloaded checkpoint takes the same memory.
-        reference: A copy of the weights is kept for the KL term.
-        gpu: Memory of the GPU in bytes; None means this machine's GPU.
-        trees: Samples may share more than a prompt.
+        shape: sizes of the model.
+        model: the section `model` of the configuration.
+        optim: the section `optim` of the configuration.
+        device: "cpu" or "cuda". On the CPU, offloading checkpoints saves no memory.
+        reference: True if a copy of the weights is stored for the KL term.
+        gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
+        trees: True if samples may share more than a prompt, as recorded traces do.
     """
     weight = DTYPE_BYTES[model.dtype]
     trained = trainable_parameters(shape, model)
@@ -167,7 +172,7 @@ def predict(
     logits = workspace_bytes(torch.device(device), memory=gpu)
     row, one_chunk_rows = 4 * shape.vocab, 0
     if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
-        row = 2 * shape.vocab  # exponentials
+        row = 2 * shape.vocab  # 16-bit exponentials
         one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
     return Memory(
         weights=shape.parameters * (weight + copies),
@@ -186,7 +191,7 @@ def predict(
 
 
 def host_memory() -> int:
-    """Return the bytes of this machine's memory, or of its container's limit."""
+    """Return the size of this machine's memory in bytes, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
@@ -194,9 +199,9 @@ def host_memory() -> int:
 
 
 def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
-    """Return the number of trained parameters, with LoRA on all linear layers.
+    """Return the number of trained parameters. LoRA is assumed on all linear layers.
 
-    Of the patterns in `frozen`, only embeddings and the head are counted.
+    Patterns in `frozen` are only considered for the embedding and the head.
     """
     h, i, q, kv = shape.hidden, shape.mlp, shape.query, shape.kv
     if model.lora is not None:
@@ -210,12 +215,17 @@ def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
 def _per_token(
     shape: Shape, model: ModelConfig, e: int, on_cpu: bool, trees: bool
 ) -> tuple[float, float, int]:
-    """Return the bytes per token that all layers keep, that one layer uses, and of an MLP tile."""
+    """Return the memory per token and of one MLP tile, in bytes.
+
+    Returns:
+        The bytes per token that all layers store, the bytes per token that the layer in its
+        backward pass needs, and the bytes of one MLP tile.
+    """
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
-    # Tiles are views of the norm's output, and the backward pass recomputes them one by one.
+    # The tiles are views of the norm's output, and the backward pass recomputes one tile at a time.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
     if trees:  # attention follows the MLP in backward, when the MLP's activations are free
@@ -230,20 +240,20 @@ def _per_token(
 def _tree_backward(shape: Shape, e: int) -> int:
     """Return the bytes per token of attention's backward pass in a tree of three or more levels.
 
-    They are the gradients of the residual and of the output, the fp32 sums of dq, dk and dv, and
-    dq, dk and dv of one call. Keys that a sliding window has copied are not counted.
+    The backward pass holds the gradients of the residual and of the output, the fp32 sums of dq, dk
+    and dv, and dq, dk and dv of one call. Copies of keys by a sliding window are not counted.
     """
     return e * (shape.hidden + shape.query) + (shape.query + 2 * shape.kv) * (4 + e)
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
-    """Predict the memory of a run. A critic model is assumed to have the policy's shape.
+    """Predict the memory of a run. A separate critic model is assumed to have the policy's shape.
 
     Args:
-        shape: The sizes of the policy.
-        config: The configuration of the run.
+        shape: sizes of the policy.
+        config: configuration of the run.
         device: "cpu" or "cuda".
-        gpu: Memory of the GPU in bytes; None means this machine's GPU.
+        gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
     reference = config.reference.kind != "none"
     trees = config.data.task == "traces"
@@ -257,9 +267,10 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
 
 
 def predict_model(lm: Any, config: RunConfig) -> Memory | None:
-    """Predict the memory of a run of a loaded transformers model.
+    """Predict the memory of a run with a loaded transformers model.
 
-    Return None if the architecture is not known.
+    Returns:
+        The prediction, or None if the architecture is not supported.
     """
     parameters = sum(p.numel() for p in lm.parameters())
     try:

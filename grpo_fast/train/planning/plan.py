@@ -1,4 +1,4 @@
-"""The plan of a training step: what fits into a device's memory, without loading any weights."""
+"""The plan of a training step, which says what fits into memory without loading any weights."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from grpo_fast.train.planning.memory_model import (
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 GPUS: dict[str, float] = _KNOWN["gpus"]
 KNOWN_MODELS: dict[str, dict[str, Any]] = _KNOWN["models"]
-TOO_MUCH = 1e18  # of any setting of a plan: a float cannot count it
+TOO_MUCH = 1e18  # upper limit of the settings of a plan
 
 CHECKPOINTING = ("model.gradient_checkpointing=true",)
 TILED = (*CHECKPOINTING, "model.tiled_mlp=2048")
 OFFLOADED = (*TILED, "model.checkpoint_offload=true")
 EIGHT_BIT = "optim.states=8bit"
 LORA = "model.lora={r: 16}"
-OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table, with their settings
+OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table by label, with their settings
     "as configured": (),
     "checkpointing": CHECKPOINTING,
     "+ tiled MLP": TILED,
@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table, with their setting
 
 
 def _by_name(value: Any) -> Any:
-    """Return the GB of a GPU's name. A number, also one with its unit, stays a number."""
+    """Convert the name of a GPU to its memory in GB. A number such as 80 or 80GB is kept."""
     if not isinstance(value, str):
         return value
     name = re.sub(r"nvidia|amd|geforce|tesla|[\s_-]", "", value.casefold())
@@ -64,7 +64,7 @@ def _by_name(value: Any) -> Any:
 
 
 class PlanSettings(Section):
-    """The settings of `grpo-fast plan` itself. Every other `key=value` is one of the run."""
+    """Settings of the command `grpo-fast plan`. All other words are settings of the run."""
 
     gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=TOO_MUCH)
     """Memory in GB, or a name such as H100; null means this machine's GPU, else its memory."""
@@ -77,7 +77,7 @@ class PlanSettings(Section):
 
 
 class Group(NamedTuple):
-    """A prompt with its completions."""
+    """Sizes of a group, which is a prompt with its completions."""
 
     prompt: int  # tokens
     completion: int  # tokens of each completion
@@ -85,44 +85,44 @@ class Group(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The trunk tokens of the group, whose completions share the prompt."""
+        """Number of trunk tokens of the group, whose completions share the prompt."""
         one, two = (trunk_tokens(self.prompt, [self.completion] * n, shared=True) for n in (1, 2))
         return one + (self.size - 1) * (two - one)
 
 
 class Plan(NamedTuple):
-    """The predicted memory of a model under each set of options."""
+    """Predicted memory of a model under each set of options."""
 
     name: str
     shape: Shape
     device: str  # "cuda" or "cpu"
     gb: float  # memory of the device, in 10⁹ bytes
-    memory: dict[str, Memory]  # by options, the unchanged configuration first
+    memory: dict[str, Memory]  # by set of options; the unchanged configuration is first
     group: Group
     dtypes: str
 
     @property
     def share(self) -> float:
-        """The fraction of the memory that the plan may use."""
+        """Fraction of the device's memory that the plan may use."""
         return USABLE_GPU if self.device == "cuda" else USABLE_CPU
 
     @property
     def usable(self) -> float:
-        """The bytes that the plan may use."""
+        """Number of bytes that the plan may use."""
         return self.share * self.gb * 1e9
 
     def groups(self, options: str) -> int:
-        """Return how many groups fit into one micro-batch."""
+        """Return the number of groups that fit into one micro-batch."""
         return self.memory[options].tokens(self.usable) // self.group.tokens
 
     @property
     def ranked(self) -> list[str]:
-        """The sets of options, first those with which a group fits."""
+        """Names of the sets of options. Sets with which at least one group fits come first."""
         return sorted(self.memory, key=lambda options: self.groups(options) == 0)
 
     @property
     def verdict(self) -> str:
-        """One sentence with what fits, and by which settings."""
+        """Sentence that says what fits into memory, and with which settings."""
         best = self.ranked[0]
         group = self.group
         what = (
@@ -142,12 +142,12 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """Predict a model's memory under every set of options.
 
     Args:
-        model: A recipe, a name in KNOWN_MODELS, a hub id, a model's folder, or its config.json.
+        model: a recipe, a name in KNOWN_MODELS, a hub id, a model's folder, or its config.json.
         settings: gpu=GB or gpu=NAME, prompt=…, completion=…, group=…, and `key=value` of a run's
             configuration.
 
     Raises:
-        ValueError: The model is none of these, or a key is unknown.
+        ValueError: `model` is none of these, or a key is unknown.
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
@@ -168,7 +168,7 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
 
 
 def render(plan: Plan) -> list[Any]:
-    """Return rich's table of a plan, and its verdict."""
+    """Return a rich table of a plan, followed by its verdict."""
     from rich.table import Table
 
     group = plan.group
@@ -205,14 +205,14 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
 
 
 def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> tuple[Any, int]:
-    """Return the transformers config, and the number of parameters of a model without storage."""
+    """Return the transformers config and the number of parameters, without allocating weights."""
     from transformers import AutoModelForCausalLM
 
     try:
         config = _transformers_config(model, data)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # every architecture raises different errors
+    except Exception as error:  # exception classes differ between architectures
         if model.config is not None:
             kind = model.config["model_type"]
             raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
@@ -235,12 +235,12 @@ def _transformers_config(model: ModelConfig, data: DataConfig) -> Any:
     check_fields(fields)
     size = model.vocab_size
     if model.tokenizer == "symbols":
-        size = len(task_symbols(data)) + 2  # pad and end
+        size = len(task_symbols(data)) + 2  # the tokens PAD and EOS
     return AutoConfig.for_model(**{"vocab_size": size, **fields})
 
 
 def _memory_here() -> float:
-    """Return the GB of this machine's GPU, or of its main memory if it has no GPU."""
+    """Return the memory of this machine's GPU in GB, or its main memory if it has no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory / 1e9
     return host_memory() / 1e9

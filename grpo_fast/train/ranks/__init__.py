@@ -1,1 +1,1 @@
-"""Several processes: who samples what, shards of weights, collectives."""
+"""Runs with several processes: shares of the sampling, sharded weights, and collectives."""

@@ -1,7 +1,7 @@
-"""The processes (ranks) of a run: their number, what they exchange, and how they end together.
+"""The processes (ranks) of a run: their number, collectives, and shared errors.
 
-Without torch's default process group every function works for a single rank. Objects between ranks
-are pickled by torch, which is safe because all ranks belong to one launch.
+Without torch's default process group every function works for a single rank. torch pickles the
+objects that ranks exchange. This is safe, because all ranks belong to one launch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from grpo_fast.errors import (
 Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
-REPORT_S = 5.0  # seconds in which a rank that is alive reports itself after an error
-# If one rank raises one of these errors, all ranks raise it. Other errors become a RankError.
+REPORT_S = 5.0  # seconds in which a live rank must report after an error
+# If one rank raises an error of these classes, all ranks raise the same class. Errors of other
+# classes become a RankError on the other ranks.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
     for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
@@ -42,21 +43,21 @@ _is_alone = False
 _store: list[dist.Store] = []  # of the launcher; ranks report in it that they are alive
 
 
-# ----------------------------------------------------------------------------- number and rank
+# ----------------------------------------------------------------------------- Number of ranks
 def size() -> int:
-    """Return the number of ranks, 1 without a process group."""
+    """Return the number of ranks. It is 1 if there is no process group."""
     is_met = dist.is_available() and dist.is_initialized() and not _is_alone
     return dist.get_world_size() if is_met else 1
 
 
 def rank() -> int:
-    """Return the number of this rank, from 0."""
+    """Return the number of this rank, counted from 0."""
     return dist.get_rank() if size() > 1 else 0
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this rank work as a single process: `size()` is 1 inside, and nothing is collective."""
+    """Make this rank work as a single process. Inside, `size()` is 1 and no call is collective."""
     global _is_alone
     _is_alone = True
     try:
@@ -66,21 +67,21 @@ def alone() -> Iterator[None]:
 
 
 def launched_rank() -> int:
-    """Return the rank that the launcher gave to this process, also without a process group."""
+    """Return the rank that the launcher assigned, which is known even without a process group."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0."""
+    """Return True on rank 0."""
     return rank() == 0
 
 
 @contextmanager
 def naming_dead_ranks() -> Iterator[None]:
-    """Turn the error of a collective into a RankError that names the ranks that do not answer.
+    """Convert the error of a collective to a RankError that names the ranks that do not respond.
 
-    Enter this context after the signal handlers are set: when a rank dies, torchrun sends SIGTERM
-    to the others.
+    Enter this context after installing the signal handlers, because torchrun sends SIGTERM to all
+    other ranks when a rank dies.
     """
     try:
         yield
@@ -95,7 +96,7 @@ def naming_dead_ranks() -> Iterator[None]:
 
 
 def _missing() -> list[int]:
-    """Return the ranks that do not report themselves in the store within REPORT_S seconds."""
+    """Return the ranks that do not report in the launcher's store within REPORT_S seconds."""
     if not _store:
         return []
     others = set(range(size())) - {rank()}
@@ -105,23 +106,23 @@ def _missing() -> list[int]:
         while others and time.monotonic() < until:
             others -= {r for r in others if _store[0].check([f"here/{r}"])}
             time.sleep(0.05)
-    except RuntimeError:  # the store is gone with torchrun, or, without it, with rank 0
+    except RuntimeError:  # the store ended with torchrun or with rank 0
         return [] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else [0]
     return sorted(others)
 
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Join the launcher's process group, and leave it at the end. An existing group is used.
+    """Join the launcher's process group, and leave it at the end. An existing group is reused.
 
     Args:
-        kind: `distributed` of the configuration.
-        replicas: `distributed_replicas` of the configuration.
-        timeout_s: Seconds that a rank waits for the others.
+        kind: value of the setting `distributed`.
+        replicas: value of the setting `distributed_replicas`.
+        timeout_s: seconds that a rank waits for the others.
 
     Raises:
-        ValueError: Several ranks without a `kind`, a `kind` without a launcher, or replicas that
-            do not divide the ranks.
+        ValueError: there are several ranks and no `kind`, or a `kind` and no launcher, or
+            `replicas` does not divide the number of ranks.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     exists = dist.is_available() and dist.is_initialized()
@@ -157,7 +158,7 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
 
 @contextmanager
 def _quiet(number: int) -> Iterator[None]:
-    """Let ranks other than 0 log errors only."""
+    """Restrict logging to errors on all ranks except rank 0."""
     logger = logging.getLogger("grpo_fast")
     before = logger.level
     logger.setLevel(before if number == 0 else logging.ERROR)
@@ -167,9 +168,9 @@ def _quiet(number: int) -> Iterator[None]:
         logger.setLevel(before)
 
 
-# ------------------------------------------------------------------------------- collectives
+# ------------------------------------------------------------------------------- Collectives
 def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks. Collective."""
+    """Return the values of all ranks, in the order of the ranks. Collective call."""
     if size() == 1:
         return [value]
     values: list[Any] = [None] * size()
@@ -178,7 +179,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_main(make: Callable[[], Result]) -> Result:
-    """Call `make` on rank 0, and return its value or raise its error on all ranks. Collective."""
+    """Call `make` on rank 0. Return its value or raise its error on all ranks. Collective call."""
     if size() == 1:
         return make()
     with together():
@@ -188,7 +189,7 @@ def from_main(make: Callable[[], Result]) -> Result:
 
 
 def sum_(values: Tensor) -> Tensor:
-    """Sum a tensor over the ranks in place, and return it. Collective."""
+    """Sum a tensor over the ranks in place, and return it. Collective call."""
     if size() > 1:
         dist.all_reduce(values)
     return values
@@ -196,14 +197,15 @@ def sum_(values: Tensor) -> Tensor:
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Raise an error of one rank on all ranks, with a message that names the rank. Collective.
+    """Raise an error of one rank on all ranks, with a message that names the rank. Collective call.
 
-    If several ranks fail, a signal takes precedence, then the error of the lowest rank. Nothing
-    inside may be collective: the other ranks would wait for a rank that has failed.
+    If several ranks fail, a signal takes precedence, and otherwise the error of the lowest rank.
+    Code inside the context must not call collectives, because the other ranks would wait for a
+    failed rank.
 
     Args:
-        in_step: True if the work inside is collective after all, as in sharded models. Errors are
-            then not exchanged: a failing rank ends, and the other ranks time out.
+        in_step: True if the code inside calls collectives, as sharded models do. Errors are then
+            not exchanged. A failing rank ends, and the other ranks time out.
     """
     if size() == 1 or in_step:
         yield
@@ -228,19 +230,19 @@ def together(*, in_step: bool = False) -> Iterator[None]:
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
-    """Return whether all ranks raise this error, so that collectives still work."""
+    """Return True if all ranks raise this error, so that collectives can still be called."""
     return size() == 1 or hasattr(error, "is_on_all_ranks")
 
 
 def _described(error: BaseException) -> tuple[str, str]:
-    """Return the class and the text of an error, from which `_twin` builds the error again."""
+    """Return the name of an error's class and its text, from which `_twin` rebuilds the error."""
     kinds = (kind.__name__ for kind in type(error).__mro__)
     kind = next((name for name in kinds if name in SHARED), type(error).__name__)
     return kind, str(error.number if isinstance(error, Stopped) else error)
 
 
 def _twin(number: int, kind: str, text: str) -> BaseException:
-    """Return the error of rank `number`, for the other ranks."""
+    """Return a copy of the error of rank `number`, for raising it on the other ranks."""
     if kind == Stopped.__name__:
         return Stopped(int(text))
     if kind in SHARED:
@@ -248,10 +250,10 @@ def _twin(number: int, kind: str, text: str) -> BaseException:
     return RankError(f"rank {number}: {kind}: {text}")
 
 
-# ---------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------- Weights
 @torch.no_grad()
 def align(modules: Iterable[nn.Module]) -> None:
-    """Copy the weights and buffers of rank 0 to all ranks. Collective."""
+    """Copy the weights and buffers of rank 0 to all ranks. Collective call."""
     if size() == 1:
         return
     for module in modules:
@@ -260,10 +262,10 @@ def align(modules: Iterable[nn.Module]) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients over the ranks. Collective.
+    """Sum the gradients over the ranks. Collective call.
 
-    FSDP2 has summed the gradients of sharded parameters. Gradients are never averaged, because the
-    losses are divided by the counts of the whole step.
+    Gradients of sharded parameters are skipped, because FSDP2 has already summed them. Gradients
+    are never averaged, because the losses are already divided by the counts of the whole step.
     """
     if size() == 1:
         return
@@ -274,16 +276,16 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one, or any other tensor unchanged. Collective."""
+    """Return the full tensor of a sharded one, or any other tensor unchanged. Collective call."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def fill_(tensor: Any, full: Tensor) -> None:
-    """Copy a full tensor into `tensor`, or this rank's part of it into a sharded one."""
+    """Copy a full tensor into `tensor`. If `tensor` is sharded, copy this rank's shard only."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        # Every rank has the full tensor, so nothing is sent.
+        # Every rank already has the full tensor, so `src_data_rank=None` avoids communication.
         full = distribute_tensor(
             full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
         )

@@ -1,4 +1,4 @@
-"""Sampling on several ranks: each one samples its share of the prompts, and rank 0 scores."""
+"""Sampling on several ranks. Each rank samples its share of the prompts, and rank 0 scores them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def generate(
     policy: Any, prompts: Sequence[Any], options: Sampling, *, engine: Engine | None = None,
     **others: Any,
 ) -> Samples:  # fmt: skip
-    """Call `rollout.generate` for a share of the prompts on each rank. Collective.
+    """Call `rollout.generate` for a share of the prompts on each rank. Collective call.
 
     Args:
-        policy: The policy to sample from.
-        prompts: All prompts of the step.
-        options: How to sample.
-        engine: The engine that samples; None means transformers.
-        **others: Arguments of `rollout.generate`.
+        policy: the policy from which to sample.
+        prompts: all prompts of the step.
+        options: the sampling options.
+        engine: the engine that samples. None uses transformers.
+        **others: further arguments of `rollout.generate`.
 
     Returns:
         The samples of all prompts, on every rank. They do not depend on the number of ranks.
@@ -39,7 +39,11 @@ def generate(
 def generate_share(
     policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Samples | None:
-    """Sample this rank's share of the prompts. Return None without prompts. Not collective."""
+    """Sample this rank's share of the prompts. This call is not collective.
+
+    Returns:
+        The samples, or None if the share contains no prompts.
+    """
     count = len(prompts)
     ranks = distributed.size()
     rank = distributed.rank()
@@ -51,7 +55,7 @@ def generate_share(
 
 
 def join_ranks(own: Samples | None) -> Samples:
-    """Join the samples of all ranks into one table, in the order of the prompts. Collective."""
+    """Join the samples of all ranks in the order of the prompts. Collective call."""
     return Samples.cat(distributed.gather(own))
 
 
@@ -62,9 +66,9 @@ def score(
     ids: Sequence[list[int]] | None = None,
     prompt_texts: Sequence[str] | None = None,
 ) -> RewardResult:
-    """Call `rewards.score` on rank 0, and return its result on all ranks. Collective.
+    """Call `rewards.score` on rank 0, and return its result on all ranks. Collective call.
 
-    A reward function receives the same batch as in a single process.
+    A reward function therefore receives the same batch as in a single process.
     """
     return distributed.from_main(
         lambda: rewards.score(reward_set, examples, texts, ids, prompt_texts)

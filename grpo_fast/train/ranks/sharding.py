@@ -1,7 +1,7 @@
-"""Models whose weights are sharded over the ranks (FSDP2).
+"""Sharding of model weights over the ranks with FSDP2.
 
-FSDP2 gathers the weights of a decoder layer when the layer is computed. Embeddings, last norm and
-head belong to the root module. They are gathered inside of `model.inside(work)`.
+FSDP2 gathers the weights of a decoder layer when the layer is computed. Embedding, final norm and
+head belong to the root module, whose weights are gathered inside `model.inside(work)`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from grpo_fast.train.ranks import distributed
 
 
 def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
-    """Shard models, and give all ranks the random state of rank 0. Collective.
+    """Shard models, and give all ranks the random state of rank 0. Collective call.
 
     Args:
-        models: The models, None for one that a run does not have.
-        device: The device of the shards.
-        replicas: The number of copies of each shard; None means one.
+        models: the models. None entries are skipped.
+        device: device of the shards.
+        replicas: number of copies of each shard. None means one copy.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,32 +39,34 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
 
 
 def shard(model: Any, mesh: Any, device: torch.device) -> None:
-    """Give each rank its shard of rank 0's weights. Collective.
+    """Give each rank its shard of rank 0's weights. Collective call.
 
     Rank 0 sends one tensor at a time.
 
     Args:
-        model: The model, which may be on the meta device on other ranks than 0.
-        mesh: The device mesh of the ranks.
-        device: The device of the shards.
+        model: the model. On ranks other than 0 it may be on the meta device.
+        mesh: device mesh of the ranks.
+        device: device of the shards.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Hidden states are a view of a batch of one. The warning is about writes, and there are none.
+    # Hidden states are a view of a batch of one. FSDP2 warns about in-place writes to views, but
+    # the trainer does not write to hidden states.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     _take_dtypes(model)
-    # Read the weights before `fully_shard` replaces the parameters by shards.
+    # Read the weights before `fully_shard` replaces the parameters by their shards.
     full = model.state_dict() if distributed.is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):
         sharded: Any = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no products with a factor
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply by a factor
     # FSDP2 prefetches in the reverse order of all forward passes since the last backward. Rollout
-    # forwards differ in number between ranks, so prefetching them would deadlock: give an order.
+    # forwards differ in number between ranks, so prefetching them would deadlock. Set the order
+    # explicitly.
     for module, following in zip((*layers, model), (model, *layers), strict=True):
         module.set_modules_to_backward_prefetch([following])
     if is_empty:
@@ -82,7 +84,10 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
 
 
 def _take_dtypes(model: nn.Module) -> None:
-    """Give the parameters of an empty model the dtypes of rank 0, which read them from files."""
+    """Cast the parameters of a model on the meta device to the dtypes of rank 0's parameters.
+
+    Only rank 0 read the files in which the dtypes are stored.
+    """
     own = {name: (p.dtype, p.shape) for name, p in model.named_parameters()}
     mains = distributed.from_main(lambda: own)
     with distributed.together():
@@ -99,7 +104,8 @@ def _take_dtypes(model: nn.Module) -> None:
 def _take_buffers(model: nn.Module, device: torch.device) -> None:
     """Copy the buffers of rank 0, and tensors in plain attributes of modules, to all ranks.
 
-    Most of them (rotary frequencies, masks) are in no file, and an empty model has garbage there.
+    Most of these tensors, such as rotary frequencies and masks, are in no file. In a model that was
+    created on the meta device they are uninitialized.
     """
     owners: dict[str, tuple[dict[str, Any], str]] = {}
     for path, module in model.named_modules():
@@ -111,16 +117,16 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         return {key: owner[name].cpu() for key, (owner, name) in owners.items()}
 
     for key, tensor in distributed.from_main(tensors).items():
-        if key in owners:  # a forward pass on rank 0 may have added some
+        if key in owners:  # a forward pass on rank 0 may have added buffers
             owner, name = owners[key]
             owner[name] = tensor.to(device)
 
 
 @contextmanager
 def unsharded(model: Any) -> Iterator[None]:
-    """Gather all weights on every rank, and shard them again at the end. Collective.
+    """Gather all weights on every rank, and shard them again at the end. Collective call.
 
-    Forward passes inside need no other rank.
+    Forward passes inside the context do not communicate with other ranks.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -134,5 +140,6 @@ def unsharded(model: Any) -> Iterator[None]:
         model.set_reshard_after_forward(True)
         for part in parts:
             part.reshard()
-        # The head is used again in backward, so the root module stays gathered after forward.
+        # Restore the root module's setting: it stays gathered after forward, because the backward
+        # pass uses the head again.
         model.set_reshard_after_forward(False, recurse=False)

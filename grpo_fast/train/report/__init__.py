@@ -1,1 +1,1 @@
-"""Files of a run for people: logs, tables, curves and the page of completions."""
+"""Output of a run for its user: logs, tables, curves and the page of completions."""

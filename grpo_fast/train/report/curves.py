@@ -1,4 +1,4 @@
-"""The picture of one or several runs: a panel for each metric that has something to show."""
+"""Curves of one or several runs, with one panel for each metric that was logged and changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from grpo_fast.errors import require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Rows = list[dict[str, float | None]]  # of a metrics.jsonl
-Series = list[tuple[float, float]]  # steps and values
+Rows = list[dict[str, float | None]]  # rows of a metrics.jsonl
+Series = list[tuple[float, float]]  # pairs of step and value
 
 
-# Title of a panel → metrics with their labels. The first metric is solid, the second dashed.
+# Panels by title. Each panel maps its metrics to labels. The first metric is drawn solid, the
+# second dashed.
 PANELS: dict[str, dict[str, str]] = {
     "Reward": {"reward": "train", "eval_reward": "held out"},
     "Accuracy on held-out prompts": {
@@ -36,22 +37,22 @@ PANELS: dict[str, dict[str, str]] = {
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip
 ALWAYS = ("Reward", "Accuracy on held-out prompts")  # drawn even if they never change
-STYLE = Path(__file__).with_name("pictures.mplstyle")  # its colours are C0 to C7; C8 is C0 again
+STYLE = Path(__file__).with_name("pictures.mplstyle")  # colors C0 to C7
 INK = "#3b4252"
 GRID = "#e3e6eb"
 COLORS = 8
-LARGEST = 1e300  # of a value on an axis: matplotlib's differences and margins stay finite
-SMOOTHED = 2000  # points of a smoothed series, at about: more than a picture has columns
+LARGEST = 1e300  # larger values would overflow matplotlib's margins
+SMOOTHED = 2000  # points of a smoothed series; more than a picture has columns
 
 
 def read_metrics(run: str | Path) -> Rows:
-    """Read the lines of a metrics.jsonl, without a last line that is cut off.
+    """Read the rows of a metrics.jsonl. An incomplete last line is ignored.
 
     Args:
-        run: The folder of a run, or the file.
+        run: folder of a run, or path of the file.
 
     Raises:
-        ValueError: The file does not exist, or a line is no JSON object.
+        ValueError: the file does not exist, or a line is not a JSON object.
     """
     path = Path(run)
     path = path / "metrics.jsonl" if os.path.isdir(path) else path
@@ -76,10 +77,13 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """Return step and value of a metric, for the rows of steps that have a number for it."""
+    """Return pairs of step and value of a metric, from the rows that contain a number for it.
+
+    Rows of single updates are ignored, because each step also has its own row.
+    """
     points = []
     for index, row in enumerate(rows):
-        if "update" in row:  # one update of a step, which has a row as well
+        if "update" in row:  # the step has its own row
             continue
         value = row.get(metric)
         step = row.get("step", index)
@@ -90,12 +94,15 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Return the mean over a centred window of a twentieth of the run, at up to SMOOTHED points."""
+    """Smooth a series with a centered moving average over a twentieth of the run.
+
+    The result has at most about SMOOTHED points.
+    """
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
     for index in range(0, len(points), 1 + len(points) // SMOOTHED):
-        # Shrink the window at the ends on both sides: a window on one side would shift a slope.
+        # Shrink the window symmetrically at both ends. A one-sided window would shift a slope.
         reach = min(half, index, len(points) - 1 - index)
         window = values[index - reach : index + reach + 1]
         smoothed.append((points[index][0], math.fsum(window) / len(window)))
@@ -106,15 +113,15 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     """Draw the curves of runs into one picture.
 
     Args:
-        runs: Folders of runs, or their metrics.jsonl.
-        out: The file of the picture. None means curves.png, in the folder of a single run, else
-            in the current folder.
+        runs: folders of runs, or paths of their metrics.jsonl.
+        out: path of the picture. None writes curves.png into the folder of a single run, or into
+            the current folder if there are several runs.
 
     Returns:
         The path of the picture.
 
     Raises:
-        ValueError: The runs have no metrics to draw, or `out` is no name of a picture.
+        ValueError: the runs have no metrics to draw, or `out` is not the name of a picture.
     """
     from matplotlib.lines import Line2D
 
@@ -143,7 +150,11 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
 
 
 def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
-    """Return whether a panel has a line that changes or is short, or is one of ALWAYS."""
+    """Return True if a panel is drawn.
+
+    A panel is drawn if one of its lines changes, if all lines have fewer than three points, or if
+    it is in ALWAYS. A panel without any points is never drawn.
+    """
     lines = [series(rows, metric) for rows in logged for metric in PANELS[title]]
     changes = any(len({value for _, value in points}) > 1 for points in lines)
     is_short = max(map(len, lines)) < 3
@@ -151,9 +162,14 @@ def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
 
 
 def picture_path(out: str | Path) -> Path:
-    """Return the path of a picture. Raises ValueError for one that matplotlib would change."""
+    """Return the path of a picture.
+
+    Raises:
+        ValueError: the path is a folder, has no suffix, or has the suffix .pgf.
+    """
     path = Path(out)
-    # Without a suffix matplotlib would write to another name than this one; .pgf needs LaTeX.
+    # Without a suffix matplotlib would append one and write to a different path. Format .pgf needs
+    # LaTeX.
     fits = not path.is_dir() and path.suffix not in ("", ".pgf")
     require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path
@@ -163,18 +179,18 @@ def picture_path(out: str | Path) -> Path:
 def picture(
     path: Path, size: tuple[float, float], grid: tuple[int, int], **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure in the common style and its axes, then write it.
+    """Yield a figure in the common style and its axes, then write the figure to a file.
 
-    Equal figures give equal bytes.
+    Identical figures produce identical bytes.
 
     Args:
-        path: The file of the picture.
-        size: Width and height in inches.
-        grid: Lines and columns of the axes.
-        **options: Of `Figure.subplots`.
+        path: path of the picture.
+        size: width and height in inches.
+        grid: numbers of rows and columns of the axes.
+        **options: further arguments of `Figure.subplots`.
     """
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # no pyplot: no display
+    from matplotlib.figure import Figure  # pyplot would need a display
 
     with rc_context(fname=STYLE):
         figure = Figure(figsize=size)
@@ -184,7 +200,7 @@ def picture(
 
 
 def _labels(runs: Sequence[str | Path]) -> list[str]:
-    """Return the names of the runs' folders, numbered if two are the same."""
+    """Return the folder names of the runs. If two are equal, return numbered paths instead."""
     paths = [Path(run).resolve() for run in runs]
     names = [escape_control(p.parent.name if p.name == "metrics.jsonl" else p.name) for p in paths]
     if len(set(names)) < len(names):
@@ -193,7 +209,7 @@ def _labels(runs: Sequence[str | Path]) -> list[str]:
 
 
 def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
-    """Draw one panel. A colour stands for a run if there are several, else for a metric."""
+    """Draw one panel. Each run has a color, or each metric if there is only one run."""
     from matplotlib.lines import Line2D
 
     keys = []
@@ -216,7 +232,7 @@ def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
 def _line(
     axes: Axes, points: Series, errors: dict[float, float], metric: str, **style: Any
 ) -> None:
-    """Draw an evaluation as points with error bars, and any other metric raw and smoothed."""
+    """Draw evaluation metrics as points with error bars, and other metrics raw and smoothed."""
     steps, values = zip(*points, strict=True)
     if metric.startswith("eval_"):
         bars = [max(0.0, errors.get(step, 0.0)) for step in steps]

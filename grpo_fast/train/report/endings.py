@@ -1,4 +1,4 @@
-"""Words of a command, and the end of a command by an error: one line and an exit status."""
+"""Arguments of commands, and the conversion of errors to one line and an exit status."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typer.core import TyperCommand
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 Words = list[str] | None  # the arguments `key=value` of a command
-LONGEST_MESSAGE = 4000  # characters: a message may quote a file
+LONGEST_MESSAGE = 4000  # characters; a message may quote a file
 
 
 def _or_the_parents(ctx: typer.Context, value: bool) -> bool:
-    """Return the option of the command, or the one before it: `grpo-fast --debug train`."""
+    """Return True if `--debug` is given after the command, or before it."""
     return value or bool(ctx.parent and ctx.parent.params.get("debug"))
 
 
@@ -28,12 +28,12 @@ Debug = Annotated[
 
 
 def key_values(example: str) -> Any:
-    """Return typer's argument for words `key=value`, with an example of them as its help."""
+    """Return the typer argument for words `key=value`. Its help text is an example."""
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
 
 
 class Worded(TyperCommand):
-    """A command with words `key=value`, which it suggests for an unknown option `--key value`."""
+    """Command with words `key=value`, which it suggests for an unknown option `--key value`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -52,15 +52,15 @@ class Worded(TyperCommand):
 
 @contextlib.contextmanager
 def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Turn an error inside into one line on stderr and an exit status.
+    """Convert an error inside this context to one line on stderr and an exit status.
 
-    A ValueError ends with USAGE_ERROR, because the user can correct its cause. An unexpected error
-    is named with its type.
+    A ValueError ends with USAGE_ERROR, because the user can correct its cause. The line of an
+    unexpected error includes the class of the error.
 
     Args:
-        debug: Print the traceback, too.
-        *failures: Expected errors, which end with the status `code`.
-        code: The exit status of `failures`.
+        debug: also print the traceback.
+        *failures: classes of expected errors, which end with the status `code`.
+        code: exit status of `failures`.
     """
     try:
         yield
@@ -79,13 +79,13 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
 def refuse(
     error: BaseException, debug: bool | None = None, code: int = USAGE_ERROR, start: str = ""
 ) -> NoReturn:
-    """Print an error and its notes in one line without control characters, and exit.
+    """Print an error and its notes as one line without control characters, and exit.
 
     Args:
-        error: The error.
-        debug: Print the traceback, too. None means that the command has no option --debug.
-        code: The exit status.
-        start: Text before the message.
+        error: the error.
+        debug: also print the traceback. None means that the command has no option --debug.
+        code: the exit status.
+        start: text before the message.
     """
     from grpo_fast.data import escape_control
 

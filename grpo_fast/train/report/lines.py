@@ -1,4 +1,4 @@
-"""Lines for the person watching a run. Each states one fact of its start or its end."""
+"""Status lines for the user at the start and the end of a run. Each line states one fact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ COMPARED = {  # metrics of an evaluation, with their labels
 
 
 def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return `reward 0.31 ± 0.02 → 0.95 ± 0.01 · strict …`, or "" without both evaluations."""
+    """Return the change of the evaluation metrics, or "" if an evaluation is missing.
+
+    The format is `reward 0.310 ± 0.020 → 0.950 ± 0.010 · strict …`.
+    """
     parts: list[str] = []
     for key, label in COMPARED.items():
         if key in before and key in after:
@@ -36,7 +39,7 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 def memory_line(summary: Mapping[str, Any]) -> str:
     """Return a line with the predicted and the measured memory of a training step.
 
-    Without a GPU it has the growth of the process instead of the measured memory.
+    Without a GPU the line reports the memory growth of the process as the measurement.
     """
     predicted = summary["predicted_memory"]
     peak = summary["peak_memory"]
@@ -51,12 +54,14 @@ def memory_line(summary: Mapping[str, Any]) -> str:
 def opening_lines(
     rollout: RolloutConfig, kernels: Mapping[str, Any], fallback: str | None
 ) -> list[str]:
-    """Return lines with the kernels and the sampler, and why they are slower ones if they are.
+    """Return lines that name the kernels and the sampler, with the reason if a slower one is used.
 
     Args:
-        rollout: The section `rollout` of the configuration.
-        kernels: `backend`, and the reason `backend_fallback` or None.
-        fallback: Why the engine samples by transformers' `generate`, or None if it does not.
+        rollout: the section `rollout` of the configuration.
+        kernels: dict with `backend` and with `backend_fallback`, the reason for a slower backend or
+            None.
+        fallback: reason why the engine samples with transformers' `generate`, or None if it does
+            not.
     """
     why = kernels["backend_fallback"]
     lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
@@ -72,11 +77,12 @@ def opening_lines(
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
-    """Return the result files of a run that exist, and commands that look at them.
+    """Return lines that list the result files of a run and the commands to inspect them.
 
     Args:
-        folder: The folder of the run.
-        has_code: The settings name custom code, which an evaluation must be allowed to run.
+        folder: folder of the run.
+        has_code: True if the settings name custom code, which `grpo-fast eval` runs only with
+            --allow-code.
     """
     names = ("completions.html", "curves.png", "model")
     present = [name for name in names if (folder / name).exists()]
@@ -88,13 +94,13 @@ def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
 
 
 def shown_number(value: float, form: str = "{:.4g}") -> str:
-    """Return the formatted number. What rounding leaves of 0 (−0, 1e-22, 1e-8) is shown as 0."""
+    """Format a number. Numbers below NEAR_ZERO, such as 1e-22 or −0.0, are shown as 0."""
     text = form.format(0.0 if abs(value) < NEAR_ZERO else value)
     return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
 def with_error(metrics: Mapping[str, float], key: str) -> str:
-    """Return a metric ± its standard error if it is known, accuracies in per cent."""
+    """Format a metric with its standard error if the error is known. Accuracies are in per cent."""
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
     text = shown_number(scale * metrics[key], f"{{:{form}}}") + unit
     error = metrics.get(key + "_se", math.nan)  # NaN for a single question

@@ -1,7 +1,7 @@
-"""The page completions.html: what a run wrote and what it was worth, in one file without scripts.
+"""The page completions.html, which shows completions with rewards in one file without scripts.
 
-The texts of models and data are escaped, and a Content-Security-Policy allows the page its own
-style sheet and nothing more: no script, no picture, no address.
+The texts of models and data are escaped. The Content-Security-Policy of the page allows only its
+inline style sheet, and blocks scripts, images and network requests.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from jinja2 import Environment, FileSystemLoader
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
 
-LONGEST_TEXT = 4000  # characters of a prompt or an answer; of a longer one both ends are shown
-LONGEST_TOKENS = 1200  # tokens of a completion; of a longer one both ends are shown
+LONGEST_TEXT = 4000  # characters of a prompt or answer; longer texts show both ends
+LONGEST_TOKENS = 1200  # tokens of a completion; longer completions show both ends
 LOGP_STEP = 0.5  # nats for each shade of surprise
 LOGP_LEVELS = 8
-ADVANTAGE_LEVELS = 4  # shades up to the step's largest advantage, in both directions
-LEAST_STEPS = 4  # steps that have room: one step takes at most a fourth of the page
+ADVANTAGE_LEVELS = 4  # shades for each sign, up to the step's largest advantage
+LEAST_STEPS = 4  # number of steps that always fit; limits the size of one step
 
 Row = Mapping[str, Any]  # see `grpo_fast.train.report.samples.rows_of`
 
 
 class Part(NamedTuple):
-    """One step of the page."""
+    """Section of the page that shows one step."""
 
-    place: int  # among all steps that were added
+    place: int  # index among all steps that were added
     step: int
     html: str
 
 
 class CompletionsPage:
-    """The page of a run, of a bounded size.
+    """The completions page of a run, whose size is limited.
 
-    When the steps no longer fit, every second one stays, then every fourth, and so on; the latest
-    one always stays.
+    When the steps no longer fit, only every second step stays, then every fourth, and so on. The
+    latest step always stays.
 
     Args:
-        path: The file of the page.
-        title: The name of the run.
-        most: The largest size of the file in bytes.
+        path: path of the page.
+        title: name of the run.
+        most: largest size of the file in bytes.
     """
 
     def __init__(self, path: str | Path, title: str, most: int = 8 << 20) -> None:
@@ -59,8 +59,9 @@ class CompletionsPage:
         self.every = 1
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
-        """Add the rows of a step, and write the page."""
-        # The latest step of the previous call stays only if its place is a multiple of `every`.
+        """Add the rows of a step to the page and write the file."""
+        # The previous call kept its step because it was the latest. Now it stays only if its index
+        # is a multiple of `every`.
         self.parts = [part for part in self.parts if part.place % self.every == 0]
         self.parts.append(Part(self.added, step, step_html(step, rows, self.most // LEAST_STEPS)))
         self.added += 1
@@ -73,14 +74,14 @@ class CompletionsPage:
         os.replace(unfinished, self.path)
 
     def html(self) -> str:
-        """Return the page with the steps that it holds."""
+        """Return the HTML of the page with the steps that are still in it."""
         left_out = self.added - len(self.parts)
         template = TEMPLATES.get_template("page.html")
         return template.render(digest=DIGEST, title=self.title, left_out=left_out, parts=self.parts)
 
 
 def step_html(step: int, rows: Sequence[Row], most: int) -> str:
-    """Return the HTML of a step, without the last completions if they exceed `most` bytes."""
+    """Return the HTML of a step. Omit the last completions if it would exceed `most` bytes."""
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
@@ -106,17 +107,24 @@ def _worth(row: Row) -> float:
 
 
 def has_fixed_length(row: Row) -> bool:
-    """Return whether completion and answer have a symbol per token, so that none is cut off."""
+    """Return True if completion and gold answer have one symbol per token and equal lengths.
+
+    Such a completion fills its length limit exactly, so the page does not call it cut off.
+    """
     symbols = len((row["answer"] or "").split())
     return symbols == len(row["completion"].split()) == len(row["tokens"])
 
 
 def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
-    """Yield the class, the numbers and the text of each token, and `hidden` for the middle.
+    """Yield the data of each shown token for the template.
+
+    Each dict has the keys `shade` (CSS classes), `title` (log-prob and advantage) and `text`. If
+    the completion is long, the middle is replaced by one dict with the key `hidden`, the number of
+    omitted tokens.
 
     Args:
-        row: A completion.
-        largest: The largest absolute advantage of the step.
+        row: row of a completion.
+        largest: largest absolute advantage of the step.
     """
     half = LONGEST_TOKENS // 2
     hidden = len(row["tokens"]) - LONGEST_TOKENS
@@ -125,7 +133,7 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
         if hidden > 0 and place == half:
             yield {"hidden": hidden}
         is_hidden = half <= place < half + hidden
-        if text and not is_hidden:  # no text: the beginning of a character
+        if text and not is_hidden:  # empty: an incomplete character
             numbers = shown_number(logp, "{:.3f}"), shown_number(advantage, "{:+.3g}")
             yield {
                 "shade": _shade(logp, advantage, largest), "text": text,
@@ -134,7 +142,11 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
 
 
 def _shade(logp: float, advantage: float, largest: float) -> str:
-    """Return the classes of a token: p1 to p8 by surprise, u1 to u4 or d1 to d4 by advantage."""
+    """Return the CSS classes of a token.
+
+    The classes p1 to p8 stand for surprise (negative log-prob), u1 to u4 for positive and d1 to d4
+    for negative advantages.
+    """
     classes = []
     surprise = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))
     if surprise:
@@ -146,7 +158,7 @@ def _shade(logp: float, advantage: float, largest: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a text without control characters, of a long one both ends."""
+    """Escape the control characters of a text. Replace the middle of a long text by a note."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         hidden = len(text) - LONGEST_TEXT

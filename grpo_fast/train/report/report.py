@@ -1,7 +1,7 @@
-"""The files and the progress of a run, written by rank 0.
+"""The files and the progress display of a run, both written by rank 0.
 
-Files are metrics.jsonl (with TRL's names), prompts.jsonl, completions/step_000010.parquet …,
-completions.html, curves.png and summary.json.
+The files are metrics.jsonl (with the metric names of TRL), prompts.jsonl,
+completions/step_000010.parquet and so on, completions.html, curves.png and summary.json.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import start_trackers
 
-CLIPPED = "clip_ratio/region_mean"  # exactly 0 with one update per batch, and then not shown
-SECONDS = 10.0  # at least, between two lines of the progress
-SHOWN = (  # in a line of the progress: metric, label, format
+CLIPPED = "clip_ratio/region_mean"  # hidden if 0, as with one update per batch
+SECONDS = 10.0  # minimum time between two progress lines
+SHOWN = (  # metric, label and format of each value in a progress line
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl", "{:.4f}"),
     (CLIPPED, "clipped", "{:.2f}"),
@@ -44,7 +44,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def by_rank_0(method: Method) -> Method:
-    """Let a method do its work on rank 0 alone. It returns None on the other ranks."""
+    """Decorate a method so that it runs on rank 0 only. It returns None on the other ranks."""
 
     @functools.wraps(method)
     def guarded(self: RunReport, *arguments: Any) -> Any:
@@ -54,15 +54,15 @@ def by_rank_0(method: Method) -> Method:
 
 
 class RunReport(AbstractContextManager[Any]):
-    """Writer of a run's files and of its progress. Nothing is written before `begin`.
+    """Writer of a run's files and its progress display. It writes nothing before `begin`.
 
     Args:
-        folder: The folder of the run.
-        config: The section `log` of the configuration.
-        steps: The number of steps of the run.
-        lengths: Bytes of metrics.jsonl and prompts.jsonl that stay.
-        step: The number of finished steps.
-        stream: Receives the progress; None means stdout.
+        folder: folder of the run.
+        config: the section `log` of the configuration.
+        steps: number of steps of the run.
+        lengths: number of bytes of metrics.jsonl and prompts.jsonl to keep.
+        step: number of finished steps.
+        stream: stream for the progress display. None uses stdout.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def begin(self) -> None:
-        """Truncate the logs to the step of the loaded checkpoint, and start the progress.
+        """Truncate the logs to the step of the loaded checkpoint, and start the progress display.
 
-        Call this after loading: a start that fails then leaves the logs as they were.
+        Call this after loading, so that a failed start leaves the logs unchanged.
         """
         folder = self.folder
         config = self.config
-        # 1. The files.
+        # 1. Open the files.
         with written(folder):
             self._metrics = JsonLines(folder / "metrics.jsonl", self._lengths[0])
             self._prompts = JsonLines(folder / "prompts.jsonl", self._lengths[1])
@@ -102,7 +102,8 @@ class RunReport(AbstractContextManager[Any]):
         if config.trackers:
             settings = read_yaml_file(folder / "config.yaml", "config.yaml")
         self._trackers = start_trackers(config.trackers, folder, settings)
-        # 2. The page shows the finished steps. Tables of later steps will be written again.
+        # 2. Add the finished steps to the page. Delete tables of later steps, which will be written
+        # again.
         for path in sorted((folder / "completions").glob("step_*.parquet")):
             step = int(re.sub(r"\D", "", path.stem))
             if step <= self._step:
@@ -117,10 +118,10 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append a line of numbers or 0-d tensors to metrics.jsonl, and show the progress."""
+        """Append a row of numbers or 0-d tensors to metrics.jsonl, and show the progress."""
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
-        if "update" not in values:  # the row of a step, not of one of its updates
+        if "update" not in values:  # rows of updates are not shown
             numbers = {name: value for name, value in values.items() if math.isfinite(value)}
             for tracker in self._trackers:
                 tracker.log(dict(numbers), step=int(step))
@@ -128,11 +129,11 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append a line per prompt to prompts.jsonl."""
+        """Append a line for each prompt to prompts.jsonl."""
         self._prompts.append(rows)
 
     def lengths(self) -> tuple[int, int]:
-        """Return the bytes of metrics.jsonl and prompts.jsonl."""
+        """Return the lengths of metrics.jsonl and prompts.jsonl in bytes."""
         if not self._has_begun:
             return self._lengths
         return self._metrics.length, self._prompts.length
@@ -147,7 +148,8 @@ class RunReport(AbstractContextManager[Any]):
     def note(self, *lines: str) -> None:
         """Print lines, with control characters escaped.
 
-        Nothing is printed from now on if the reader of the stream is gone (`| head`) or it is full.
+        If the reader of the stream has closed it (for example `| head`) or the disk is full, all
+        further output is discarded.
         """
         text = "\n".join(map(escape_control, lines))
         try:
@@ -155,7 +157,8 @@ class RunReport(AbstractContextManager[Any]):
         except (OSError, ValueError):
             lost = self._stream
             self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            # Text in the stream's buffer would raise once more when the process ends.
+            # Redirect the stream as well. Text in its buffer would otherwise raise an error again
+            # at exit.
             with suppress(OSError, ValueError, AttributeError):
                 os.dup2(self._stream.fileno(), lost.fileno())
 
@@ -170,7 +173,11 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def finish(self, summary: Mapping[str, Any]) -> str:
-        """Write summary.json and curves.png. Show and return the line of the evaluations."""
+        """Write summary.json and curves.png, and print the change of the evaluation metrics.
+
+        Returns:
+            The printed line, or "" if the run had no evaluations.
+        """
         self.close()
         part = self.folder / "summary.json.tmp"
         with written(part):
@@ -186,16 +193,17 @@ class RunReport(AbstractContextManager[Any]):
         return line
 
     def close(self) -> None:
-        """Close the files and the trackers. A second call does nothing."""
+        """Close the files and the trackers. A second call has no effect."""
         if self._has_begun:
             self._metrics.close()
             self._prompts.close()
-            # accelerate's end_training would also destroy the process group of the ranks.
+            # Call `finish` of each tracker. accelerate's `end_training` would also destroy the
+            # process group of the ranks.
             while self._trackers:
                 self._trackers.pop().finish()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the metrics of a step and the remaining time, and those of an evaluation."""
+        """Print the metrics of an evaluation, and the metrics of a step with the remaining time."""
         if not self.config.progress:
             return
         place = f"step {step}/{self.total_steps}"

@@ -1,4 +1,4 @@
-"""The completions of a step as rows, and as a parquet file."""
+"""The completions of a step as dicts and as parquet files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from grpo_fast.rollout import Samples
 
 def rows_of(
     samples: Samples,
-    advantages: Sequence[Tensor],  # of the tokens of each completion
-    examples: Sequence[Example],  # of each completion
+    advantages: Sequence[Tensor],  # of each completion's tokens, shape (tokens,)
+    examples: Sequence[Example],  # the example of each completion
     sent: Sequence[str],  # the prompt of each completion as the model received it
     tokenizer: Any,
     scorer: Callable[[Example], Scorer],
     *,
     group_size: int,
 ) -> list[dict[str, Any]]:
-    """Return a row for each sample.
+    """Return a dict for each sample, with its texts and numbers.
 
-    A row has prompt, completion and answers as texts, the numbers of the sample, and by token
-    `tokens`, `logps` (of the sampler) and `advantages`.
+    `tokens`, `logps` (of the sampler) and `advantages` are lists with one entry per token.
     """
     assert samples.rewards is not None
     logps = samples.logps.cpu().split(samples.lengths)
@@ -58,7 +57,10 @@ def rows_of(
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. A character of several tokens is at the last one."""
+    """Return the text that each token adds.
+
+    If a character consists of several tokens, the last of these tokens has the text.
+    """
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=False)
@@ -68,13 +70,13 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         return [tokenizer.decode([i]) for i in ids]
     whole = tokenizer.decode(ids)
     streamed = "".join(texts)
-    if texts and whole.startswith(streamed):  # a last character may lack bytes
+    if texts and whole.startswith(streamed):  # the last character may be incomplete
         texts[-1] += whole[len(streamed) :]
     return texts
 
 
 def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path) -> None:
-    """Write the rows as a table with a column `step`. The file is complete or absent."""
+    """Write the rows as a parquet table with a column `step`. The file is replaced atomically."""
     import pyarrow
     from pyarrow import parquet
 
@@ -85,14 +87,14 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path
 
 
 def read_parquet(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a table, without the column `step`."""
+    """Return the rows of a parquet table, without the column `step`."""
     from pyarrow import parquet
 
     return parquet.read_table(path).drop_columns("step").to_pylist()
 
 
 def _storable(value: Any) -> Any:
-    r"""Write half a character as \ud800, since UTF-8 has no bytes for it."""
+    r"""Replace lone surrogates by escapes such as \ud800, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return [_storable(item) for item in value] if isinstance(value, list) else value

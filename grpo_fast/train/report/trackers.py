@@ -1,4 +1,4 @@
-"""Experiment trackers such as TensorBoard and Weights & Biases, by way of accelerate."""
+"""Experiment trackers such as TensorBoard and Weights & Biases, used through accelerate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from grpo_fast.errors import choice, require
 
 PROJECT = "grpo_fast"  # the name under which a service lists the runs
-FOLDER = "trackers"  # in the run's folder, for what a tracker writes to files
+FOLDER = "trackers"  # subfolder of the run for the files of trackers
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ValueError for a tracker that accelerate does not know or that is not installed."""
+    """Raise a ValueError for a tracker that accelerate does not support or that is missing."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -29,19 +29,23 @@ def check_trackers(names: Sequence[str]) -> None:
 def start_trackers(
     names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
 ) -> list[Any]:
-    """Return accelerate's started trackers of a run.
+    """Start the experiment trackers of a run.
 
     Args:
-        names: The names in `log.trackers`.
-        folder: The folder of the run.
-        settings: The configuration of the run.
+        names: value of the setting `log.trackers`.
+        folder: folder of the run.
+        settings: configuration of the run.
+
+    Returns:
+        The trackers of accelerate.
     """
     if not names:
         return []
     from accelerate import Accelerator
     from accelerate.utils import clear_environment
 
-    # With the launcher's variables accelerate would wait for ranks that have no trackers.
+    # With the launcher's environment variables, accelerate would wait for ranks that start no
+    # trackers.
     with clear_environment():
         accelerator = Accelerator(
             cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
@@ -53,7 +57,7 @@ def start_trackers(
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the settings by dotted keys, as the numbers and texts that trackers take."""
+    """Flatten settings to dotted keys. Values become numbers or texts, which trackers accept."""
     flattened: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):

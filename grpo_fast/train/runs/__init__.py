@@ -1,1 +1,1 @@
-"""The folder of a run: its lock, its checkpoints, its start, and its end by a signal."""
+"""The folder of a run with its lock and checkpoints, and the start and end of a run."""

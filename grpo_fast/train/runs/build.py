@@ -1,4 +1,7 @@
-"""The parts of a run that exist before its first step: inputs, models, trainer and collector."""
+"""The parts of a run that must exist before its first step.
+
+They are the inputs, the models, the trainer and the collector.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ Evaluation = Callable[[Engine], dict[str, float]]
 
 
 class Loaded(NamedTuple):
-    """Inputs and models that a run has loaded."""
+    """The inputs and models of a run after loading."""
 
     rewards: RewardSet
     questions: Splits  # without few-shot examples, for a warm start
@@ -43,24 +46,23 @@ class Loaded(NamedTuple):
     policy: Policy
     another: Policy | None  # the reference, if it is a different model
     evaluate: Evaluation
-    asking: list[str]  # lines that say how questions are asked and rewards are called
+    asking: list[str]  # log lines about the form of questions and the calls of rewards
 
 
 def load(start: Start) -> Loaded:
-    """Load rewards, data and models, and refuse what can be refused before any work. Collective.
+    """Load rewards, data and models, and check them before any work. Collective call.
 
     Raises:
-        ValueError: Something cannot be used, differs between ranks, or has changed since the run
-            began.
+        ValueError: an input is invalid, differs between ranks, or has changed since the run began.
     """
     config = start.config
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
-    # 1. Inputs, before the models: they take less time to load.
+    # 1. Load the inputs before the models, because they load faster and errors then appear earlier.
     rewards, questions, settings = _load_inputs(start)
-    # 2. Models.
+    # 2. Load the models.
     policy, another = _load_models(config, questions)
-    # 3. Questions as the model receives them.
+    # 3. Prepare the questions in the form in which the model receives them.
     questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
@@ -75,16 +77,20 @@ def load(start: Start) -> Loaded:
 
 
 def _be_deterministic(seed: int) -> None:
-    """Seed torch, and make its operations deterministic."""
+    """Seed torch, and request deterministic operations on a GPU."""
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # torch would fill each empty buffer, which costs one more pass over memory.
+        # By default torch would then also fill every uninitialized buffer, which costs a pass over
+        # memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
-    """Return rewards, data, and the settings with fingerprints of the files that they name."""
+    """Return rewards, data, and the settings with fingerprints of the files that they name.
+
+    Collective call.
+    """
     config = start.config
     with distributed.together():
         rewards = build_rewards(config.rewards, max_failures=config.max_reward_failures)
@@ -99,7 +105,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """Return the policy, and the reference if it is a different model."""
+    """Load the policy, and the reference if it is a different model. Collective call."""
     is_empty = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights later
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -114,17 +120,17 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
 def build(
     start: Start, loaded: Loaded, engine: Engine, report: RunReport, stopping: Stopping
 ) -> Saver:
-    """Build trainer, collector and saver, and load the checkpoint of the start. Collective.
+    """Build trainer, collector and saver, and load the checkpoint if there is one. Collective call.
 
     Args:
-        start: The place where the run starts.
-        loaded: The inputs and models.
-        engine: Samples the completions.
-        report: Writes the logs.
-        stopping: Answers signals.
+        start: the place where the run starts.
+        loaded: the inputs and models.
+        engine: samples the completions.
+        report: writes the logs.
+        stopping: handles signals.
 
     Returns:
-        The saver, which has the trainer and the collector.
+        The saver, which holds the trainer and the collector.
     """
     config = start.config
     policy = loaded.policy
@@ -133,7 +139,8 @@ def build(
             policy, loaded.questions.train, config.warm_start, seed=config.seed,
             is_sharded=config.is_sharded, log=report.log,
         )  # fmt: skip
-    # After the warm start, because a frozen reference is a copy of the policy at this point.
+    # Build the reference after the warm start, because a frozen reference copies the policy at this
+    # point.
     reference = Reference(policy, config.reference, loaded.another)
     trainer = Trainer(config, policy, reference, load_critic(config.critic, config.model, policy))
     queue = PromptQueue(loaded.splits.train)

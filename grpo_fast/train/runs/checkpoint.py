@@ -1,7 +1,7 @@
-"""Checkpoints on the disk: safetensors and JSON, with the sha256 of each file in a manifest.
+"""Checkpoints on disk: safetensors and JSON files, with a manifest of their SHA-256 hashes.
 
-A checkpoint is written into a folder with a temporary name. A rename is the last step, so that a
-process that is killed at any moment leaves a complete checkpoint or none.
+A checkpoint is written into a folder with a temporary name, which is renamed at the end. A process
+that is killed at any moment therefore leaves either a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -34,38 +34,47 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 FORMAT: Literal[6] = 6
-FILE_BYTES = 1 << 28  # of a file of tensors: the writer holds two copies of a file in memory
+FILE_BYTES = 1 << 28  # size of a tensor file; the writer holds two copies in memory
 NAME = re.compile(r"step_(\d{6,12})")
 
 
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
-    """The sha256 of each file of a checkpoint."""
+    """Manifest of a checkpoint, with the SHA-256 of each file."""
 
     format: Literal[6] = FORMAT
-    value: float | None  # of the metric `checkpoint.best`
+    value: float | None  # value of the metric `checkpoint.best`
     files: dict[str, str]
 
 
 class FormatError(ValueError):
-    """The checkpoint was written by another version of this package. It is not damaged."""
+    """Error for a checkpoint of another version of this package. Such a checkpoint is intact."""
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name. Raises ValueError for any other name."""
+    """Return the step number in the name of a checkpoint.
+
+    Raises:
+        ValueError: the name is not of the form step_000010.
+    """
     match = NAME.fullmatch(checkpoint.name)
     require(match, "checkpoint", "a name such as step_000010", repr(checkpoint.name))
     return int(match[1])  # type: ignore[index]
 
 
 def checkpoints_in(run: str | Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, damaged ones included, the newest first."""
+    """Return the checkpoints in the folder of a run, newest first, including damaged ones."""
     root = Path(run) / FOLDER
     found = [path for path in root.iterdir() if NAME.fullmatch(path.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest(run: str | Path, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the newest complete checkpoint of a run. `say` receives a line per damaged one."""
+    """Return the newest complete checkpoint of a run, or None.
+
+    Args:
+        run: folder of the run.
+        say: function that receives a line about each damaged checkpoint that is skipped.
+    """
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
@@ -75,7 +84,11 @@ def newest(run: str | Path, say: Callable[[str], None] = lambda _: None) -> Path
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read the manifest of a checkpoint. Raises FormatError for one of another version."""
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        FormatError: another version of the package wrote the checkpoint.
+    """
     fields = from_json(read_regular(checkpoint / MANIFEST))
     found = fields.get("format") if isinstance(fields, dict) else None
     if isinstance(found, int) and found != FORMAT:
@@ -88,7 +101,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, or None if they are complete."""
+    """Return the first problem with the files of a checkpoint, or None if they are complete."""
     try:
         for name, digest in read_manifest(checkpoint).files.items():
             if sha256_of(checkpoint / name) != digest:
@@ -106,20 +119,20 @@ def write_checkpoint(
     run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None],
     value: float | None = None,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of a step, unless a complete one exists. Collective.
+    """Write the checkpoint of a step, unless a complete one exists. Collective call.
 
     Args:
-        run: The folder of the run.
-        step: The number of finished steps.
-        tensors: The tensors by name, of sharded ones this rank's shards.
-        fill: Writes the other files into the folder that it receives. Called on rank 0.
-        value: Value of the metric by which `prune` finds the best checkpoint.
+        run: folder of the run.
+        step: number of finished steps.
+        tensors: the tensors by name. For a sharded tensor, this rank's shard.
+        fill: function that writes the other files into a folder. It is called on rank 0 only.
+        value: value of the metric by which `prune` selects the best checkpoint.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        WriteError: The disk is full or read-only. The older checkpoints stay.
+        WriteError: the disk is full or read-only. Older checkpoints are kept.
     """
     final = Path(run) / FOLDER / f"step_{step:06d}"
     part = final.with_name(final.name + UNFINISHED)
@@ -138,7 +151,7 @@ def write_checkpoint(
 
 
 def _begin(part: Path, fill: Callable[[Path], None]) -> None:
-    with written(part):  # here, so that all ranks raise a WriteError
+    with written(part):  # all ranks must raise a WriteError
         part.parent.mkdir(exist_ok=True)
         for unfinished in part.parent.glob(f"*{UNFINISHED}"):
             shutil.rmtree(unfinished)
@@ -147,17 +160,17 @@ def _begin(part: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _finish(part: Path, final: Path, value: float | None) -> None:
-    """Write the manifest, flush everything to the disk, and give the folder its final name."""
+    """Write the manifest, flush all files to the disk, and rename the folder to its final name."""
     with written(final):
         files = sorted(path for path in part.rglob("*") if path.is_file())
         sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
         manifest = Manifest(value=value, files=sums)
         (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        # Files and names must be on the disk before the rename, or a power cut leaves a checkpoint
-        # whose name is final and whose files are empty.
+        # Flush files and directory entries before the rename. Otherwise a power cut could leave a
+        # checkpoint with its final name and empty files.
         for path in (*part.rglob("*"), part):
             sync(path)
-        set_aside(final)  # os.replace does not replace a folder that has files
+        set_aside(final)  # os.replace cannot replace a nonempty folder
         os.replace(part, final)
         sync(final.parent)
         sync(final.parent.parent)
@@ -170,7 +183,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def prune(run: str | Path, keep: int) -> None:
-    """Remove all checkpoints of a run except the `keep` newest and the best one."""
+    """Remove all checkpoints of a run except the `keep` newest ones and the best one."""
     values: dict[Path, float] = {}
     for path in checkpoints_in(run):
         with suppress(OSError, ValueError):
@@ -185,10 +198,10 @@ def prune(run: str | Path, keep: int) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write full tensors into files of about FILE_BYTES. Collective.
+    """Write full tensors into files of about FILE_BYTES each. Collective call.
 
-    All ranks gather one sharded tensor after another, and rank 0 writes them: no rank holds more
-    than one file's tensors.
+    All ranks gather the sharded tensors one by one, and rank 0 writes them. Memory holds the full
+    tensors of at most one file at a time.
     """
     parts: list[list[str]] = [[]]
     size = 0
@@ -210,7 +223,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_in(folder: Path) -> dict[str, Path]:
-    """Return the file of each stored tensor, by the name of the tensor."""
+    """Return a dict from the name of each stored tensor to its file."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -219,7 +232,7 @@ def stored_in(folder: Path) -> dict[str, Path]:
 
 
 def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Return the stored tensors whose names begin with a prefix, by the rest of their names."""
+    """Read the stored tensors whose names begin with a prefix. Their new names omit the prefix."""
     part = {}
     for name, path in stored.items():
         if name.startswith(prefix):
@@ -233,11 +246,11 @@ def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None
     """Fill tensors with the stored tensors of the same names.
 
     Args:
-        stored: The file of each stored tensor, by name.
-        into: The tensors to fill, by name. Of a sharded tensor, this rank's shard is filled.
+        stored: file of each stored tensor, by name.
+        into: the tensors to fill, by name. For a sharded tensor, this rank's shard is filled.
 
     Raises:
-        ValueError: A name is missing on one side, or a dtype or a shape differs.
+        ValueError: a name exists on one side only, or a dtype or a shape differs.
     """
     for name in sorted(stored.keys() | into.keys()):
         expected = "no such tensor"

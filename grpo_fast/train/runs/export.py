@@ -1,4 +1,4 @@
-"""Unsharded models from a checkpoint (`grpo-fast export`) and from a run."""
+"""Export of unsharded models, from a checkpoint (`grpo-fast export`) or at the end of a run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 
 def export(source: str | Path, out: str | Path) -> Path:
-    """Write the policy of a checkpoint as a folder that transformers loads, with LoRA merged.
+    """Write the policy of a checkpoint as a folder that transformers can load. LoRA is merged.
 
     Args:
-        source: A checkpoint, or a run, whose newest complete checkpoint is taken.
-        out: A new or empty folder.
+        source: a checkpoint, or a run, whose newest complete checkpoint is used.
+        out: a new or empty folder.
 
     Returns:
         The folder `out`.
 
     Raises:
-        ValueError: The checkpoint is damaged, of another version, or has weights that are not
-            finite; or the folder `out` is occupied.
+        ValueError: the checkpoint is damaged, of another version, or has non-finite weights. Also
+            raised if the folder `out` is occupied.
     """
     # 1. Find a complete checkpoint.
     path = Path(source)
@@ -46,12 +46,13 @@ def export(source: str | Path, out: str | Path) -> Path:
     require(problem is None, "export", expected, f"{path}: {problem}")
     with locked(out) as target:
         check_folder(target)
-        # 2. Build the model and fill in its weights.
+        # 2. Build the model and load its weights.
         with refused("export", checkpoint):
             settings = read_state(checkpoint).settings
             settings.pop(FILES)
             config = RunConfig.model_validate(settings).model
-            # The folder of a run is data: it must run no code, nor fetch kernels from the hub.
+            # The checkpoint may come from an untrusted source. Loading must not run its code or
+            # download kernels from the hub.
             plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
             tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / files.TOKENIZER)))
             policy = load_policy(config.model_copy(update=plain), tokenizer)
@@ -59,7 +60,7 @@ def export(source: str | Path, out: str | Path) -> Path:
             stored = files.stored_in(checkpoint / files.WEIGHTS)
             stored = {name: file for name, file in stored.items() if name.startswith("policy.")}
             files.read_tensors(stored, weights)
-        # 3. Refuse broken weights, and write the others.
+        # 3. Reject non-finite weights, then write the model.
         broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
         came = f"NaN or infinity in {', '.join(broken[:3])} of {checkpoint}"
         require(not broken, "export", "finite weights (take an earlier checkpoint)", came)
@@ -69,9 +70,10 @@ def export(source: str | Path, out: str | Path) -> Path:
 
 @torch.no_grad()
 def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
-    """Save the trained models as `model` and `critic` in a run's folder. Collective.
+    """Save the trained models as `model` and `critic` in the folder of a run. Collective call.
 
-    Rank 0 loads a sharded model once more and copies the gathered weights into it.
+    If the model is sharded, rank 0 loads an unsharded model and copies the gathered weights into
+    it.
     """
     trained: dict[str, Any] = {"model": policy}
     if critic is not None:

@@ -1,4 +1,4 @@
-"""Checks that a resumed run, and every rank of a run, has the settings and files of its start."""
+"""Checks that settings and files are the same on all ranks, and the same when a run resumes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from grpo_fast.train.ranks import distributed
 
 log = logging.getLogger(__name__)
 
-FILES = "files"  # the key of the fingerprints next to the settings
-# Keys that may differ between a run and its resumed half.
+FILES = "files"  # key of the fingerprints in the stored settings
+# Settings that may change when a run resumes.
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
@@ -29,8 +29,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Return a hash of each file that a configuration names but does not contain.
 
-    The keys are `rewards.NAME` for custom functions and reward models, `reference`, and for a
-    policy that starts from an adapter `adapter` and `base`.
+    The keys are `rewards.NAME` for custom functions and reward models, and `reference`. A policy
+    that starts from an adapter adds the keys `adapter` and `base`.
     """
     prints = {}
     for spec in config.rewards:
@@ -40,7 +40,7 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
             prints[f"rewards.{label}"] = _of_path(source)
     reference = config.reference
     model = config.model
-    # A model that no checkpoint holds is loaded again on resume.
+    # Checkpoints do not contain these models, so they are loaded again when a run resumes.
     base = None if model.path is None else adapter_at(model.path)
     if base is not None:
         prints["adapter"] = _of_path(str(model.path))
@@ -53,7 +53,10 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def check_ranks(settings: dict[str, Any]) -> None:
-    """Raise a ValueError that names the rank and the keys if a rank differs from rank 0."""
+    """Raise a ValueError if the settings of a rank differ from those of rank 0. Collective call.
+
+    The message names the ranks and the settings that differ.
+    """
     first, *others = distributed.gather(settings)
     lines = [
         f"rank {rank}: {line}"
@@ -66,15 +69,14 @@ def check_ranks(settings: dict[str, Any]) -> None:
 
 
 def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
-    """Raise a ValueError that lists what has changed since a run began.
+    """Raise a ValueError that lists the settings and files that changed since a run began.
 
-    The keys of FREE may change. The number of steps may grow if the learning rate does not depend
-    on it.
+    Settings in FREE may change. The number of steps may increase if the learning rate is constant.
 
     Args:
-        was: The settings of the run when it began, with its fingerprints.
-        now: The settings of the run that resumes, with its fingerprints.
-        allowed: Kinds of files that may change, as `resume_allow` lists them.
+        was: settings of the run when it began, including its fingerprints.
+        now: settings of the run that resumes, including its fingerprints.
+        allowed: kinds of files that may change, as listed in `resume_allow`.
     """
     changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
     is_constant = now["optim"]["schedule"] == "constant"
@@ -92,7 +94,7 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key, and `key: old → new`, of every setting that differs."""
+    """Yield the dotted key of every setting that differs, with the text `key: old → new`."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from differences(was.get(key), now.get(key), f"{above}{key}.")
@@ -101,7 +103,7 @@ def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]
 
 
 def _source(name: str) -> str | None:
-    """Return the file of a custom reward function, or None for a function of this package."""
+    """Return the source file of a custom reward function, or None for a built-in function."""
     module, _, _ = name.rpartition(":")
     if not module or module.endswith(".py"):
         return os.path.expanduser(module) or None
@@ -110,7 +112,7 @@ def _source(name: str) -> str | None:
 
 
 def _of_path(path: str) -> str:
-    """Return a hash of a file or of a model's folder, or the commit of a hub id."""
+    """Return a hash of a file or of a model's folder. For a hub id, return the commit."""
     place = Path(path)
     if place.is_file():
         return f"sha256 {sha256_of(place)[:16]}"
@@ -120,8 +122,8 @@ def _of_path(path: str) -> str:
         return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
     from transformers.utils import cached_file
 
-    hub.is_offline()  # or the hub's client would try six times, and print each
+    hub.is_offline()  # avoids six retries of the hub's client when offline
     config = None
-    with contextlib.suppress(OSError):  # loading the model refuses it by the name of its setting
+    with contextlib.suppress(OSError):  # loading the model raises a better error
         config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
     return "unknown" if config is None else f"commit {Path(config).parent.name}"

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, whether it is free, and its lock."""
+"""The folder of a run: checks of its name and contents, and its lock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from filelock import FileLock, Timeout
 from grpo_fast.errors import require
 
 LOCK = ".lock"
-IGNORED = {LOCK, "config.yaml.tmp"}  # files of a run that ended at its start
+IGNORED = {LOCK, "config.yaml.tmp"}  # files left by a run that failed at its start
 
 
 def run_folder(root: str | Path, name: str) -> Path:
-    """Return the folder `name` in `root`. Raises ValueError for a name that leaves `root`."""
+    """Return the path of the folder `name` in `root`.
+
+    Raises:
+        ValueError: the name is not a plain folder name, or leads outside `root`.
+    """
     place = Path(root) / name
     is_plain = name.isprintable() and not {*"/\\:"} & {*name}
     fits = is_plain and name.strip() and place.resolve().parent == Path(root).resolve()
@@ -26,14 +30,18 @@ def run_folder(root: str | Path, name: str) -> Path:
 
 
 def free_folder(folder: str | Path) -> Path:
-    """Return the first of `folder`, `folder`-2, `folder`-3 … that holds no run."""
+    """Return the first of `folder`, `folder`-2, `folder`-3 and so on that contains no run."""
     base = Path(folder)
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([base], numbered) if not is_occupied(path))
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return whether the folder holds files. Raises ValueError if it cannot be read."""
+    """Return True if the folder contains files of a run.
+
+    Raises:
+        ValueError: the folder cannot be read.
+    """
     try:
         return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
     except (OSError, ValueError) as error:
@@ -41,7 +49,7 @@ def is_occupied(folder: str | Path) -> bool:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise a ValueError for an existing folder that is occupied or not writable."""
+    """Raise a ValueError if the existing folder is occupied or not writable."""
     if is_occupied(folder):
         listed = ", ".join(sorted({*os.listdir(folder)} - IGNORED)[:3])
         raise ValueError(
@@ -54,10 +62,10 @@ def check_folder(folder: str | Path) -> None:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[Path]:
-    """Create the folder if it is missing, and keep all other processes out of it.
+    """Create the folder if it does not exist, and lock it against other processes.
 
     Raises:
-        ValueError: Another process has the folder, or it cannot be created.
+        ValueError: another process holds the lock, or the folder cannot be created.
     """
     path = Path(folder)
     is_new = not os.path.lexists(path)
@@ -72,11 +80,12 @@ def locked(folder: str | Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Remove the file before the lock is released: afterwards another process may hold it.
+        # Remove the lock file before releasing the lock. After the release another process may
+        # already have locked the file.
         with suppress(OSError):
             (path / LOCK).unlink()
             if is_new:
-                path.rmdir()  # fails, as it should, unless the run has ended before its first file
+                path.rmdir()  # fails if the folder has files, which must stay
         lock.release()
 
 

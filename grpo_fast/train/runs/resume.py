@@ -1,7 +1,7 @@
-"""The start of a run: at the beginning, or at the newest complete checkpoint of its folder.
+"""The start of a run, either from the beginning or from the newest complete checkpoint.
 
-The order matters: lock the folder, find the start, load it, and only then change the folder. A
-start that fails leaves the folder as it was.
+A start locks the folder, finds the checkpoint, loads it, and only then changes the folder. A start
+that fails therefore leaves the folder unchanged.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
 LOGS = ("metrics.jsonl", "prompts.jsonl")
-DRAWN = ("random.", "ahead.")  # names of tensors that are no weights
+DRAWN = ("random.", "ahead.")  # prefixes of tensors that are not weights
 
 
 @dataclass
 class Start:
-    """The place where a run starts: a checkpoint, or the beginning without one."""
+    """The point at which a run starts: a checkpoint, or the beginning if `checkpoint` is None."""
 
     config: RunConfig
     checkpoint: Path | None = None
-    state: State | None = None  # of the checkpoint
+    state: State | None = None  # state in the checkpoint
 
     @property
     def logged(self) -> tuple[tuple[int, int], int]:
-        """The bytes of the logs that stay, and the number of steps in them."""
+        """Numbers of bytes of the logs to keep, and the number of steps that they contain."""
         if self.state is None:
             return (0, 0), 0
         return self.state.lengths, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
-        """Let the run and its report write into the folder. Collective: rank 0 does the work."""
+        """Prepare the folder and let the report write into it. Collective call."""
         folder = Path(self.config.output_dir)
         with distributed.together():
             if not distributed.is_main():
                 return
             for path in checkpoints_in(folder):
                 if self.checkpoint and step_of(path) > step_of(self.checkpoint):
-                    set_aside(path)  # a newer checkpoint that was not taken is damaged
+                    set_aside(path)  # newer checkpoints are damaged
             with written(folder):
                 save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
             report.begin()
@@ -71,11 +71,11 @@ class Start:
 
 @contextmanager
 def run_start(config: RunConfig) -> Iterator[Start]:
-    """Lock the folder of a run and find its start. Collective: rank 0 does the work.
+    """Lock the folder of a run and find the point at which to start. Collective call.
 
     Raises:
-        ValueError: This run cannot use the folder, its checkpoints are all damaged, or the newest
-            one is of another configuration or version.
+        ValueError: the folder is in use or occupied, all of its checkpoints are damaged, or the
+            newest one has another configuration or version.
     """
     with ExitStack() as until_the_end:
         with distributed.together():
@@ -104,7 +104,11 @@ def _find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def _check_begins(folder: Path, config: RunConfig) -> None:
-    """Raise unless the folder holds an unfinished run of these settings without a checkpoint."""
+    """Check that the folder contains an unfinished run with the same settings and no checkpoint.
+
+    Raises:
+        ValueError: the folder contains anything else.
+    """
     damaged = checkpoints_in(folder)
     if damaged:
         came = f"{len(damaged)} damaged ones ({damaged[0].name}, …); move them away to begin again"
@@ -131,16 +135,16 @@ def _check_fits(state: State, config: RunConfig, checkpoint: Path) -> None:
 
 
 def resume(start: Start, saver: Saver) -> None:
-    """Load the checkpoint of `start`, if it has one, then truncate the logs. Collective.
+    """Load the checkpoint of `start`, if it has one, then truncate the logs. Collective call.
 
     Raises:
-        ValueError: The checkpoint does not fit the configuration.
+        ValueError: the checkpoint does not fit the configuration.
     """
     if start.checkpoint is None or start.state is None:
         return
     trainer = saver.trainer
     collector = saver.collector
-    # 1. Load everything before the folder changes.
+    # 1. Load everything first, so that an error leaves the folder unchanged.
     with distributed.together(), refused("resume", start.checkpoint):
         stored = stored_in(start.checkpoint / WEIGHTS)
         random = read_part(stored, "random.")
@@ -155,7 +159,7 @@ def resume(start: Start, saver: Saver) -> None:
         collector.take_ahead(ahead)
     # 2. Truncate the logs to the checkpoint.
     start.enter_folder(saver.report)
-    # 3. Restore random numbers last: building and loading have drawn some.
+    # 3. Restore the random state last, because building and loading have drawn random numbers.
     saver.state = dataclasses.replace(start.state, settings=saver.state.settings)
     restore_random(random)
     saver.mark()

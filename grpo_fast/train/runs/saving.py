@@ -1,4 +1,4 @@
-"""Saving a run: at the end of a step that is due, and when an error or a signal ends the run."""
+"""Saving of a run after steps that are due, and when an error or a signal ends the run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from grpo_fast.train.update.trainer import Trainer
 
 
 class Saver:
-    """Marks the ends of steps, and writes checkpoints of the latest mark.
+    """Records the state at the end of each step, and writes checkpoints of the latest record.
 
-    A mark refers to the weights and does not copy them. Its checkpoint can be written until the
-    first optimizer step of the following step. After that a checkpoint would mix two steps.
+    `mark` records references to the weights and does not copy them. A checkpoint can therefore be
+    written only until the next step's first optimizer step. After that the checkpoint would mix two
+    steps.
 
     Args:
-        config: The configuration of the run.
-        collector: Has the place in the training set, and samples that were drawn ahead.
-        trainer: Has weights, moments and counters.
-        report: Has the logs, whose lengths a checkpoint holds.
-        settings: The configuration, and fingerprints of the files that it names.
-        stopping: Learns from the saver when a signal may end the run.
+        config: configuration of the run.
+        collector: provides the place in the training set and samples that were drawn ahead.
+        trainer: provides weights, moments and counters.
+        report: provides the logs, whose lengths are stored in a checkpoint.
+        settings: the configuration, and fingerprints of the files that it names.
+        stopping: signal handler, which the saver tells when a signal may end the run.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Saver:
         self.collector = collector
         self.trainer = trainer
         self.report = report
-        self.can_save = config.optim.states == "full"  # no file holds 8-bit or offloaded moments
+        self.can_save = config.optim.states == "full"  # others are not saved
         self.saved_at = time.monotonic()
         self.state = State(
             step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
@@ -58,7 +59,7 @@ class Saver:
         stopping.may_stop = lambda: not self.has_moved()
 
     def mark(self, **changes: Any) -> None:
-        """Remember the current state of the run, with some of its fields changed."""
+        """Record the current state of the run, with the fields in `changes` replaced."""
         trainer = self.trainer
         collector = self.collector
         tensors = trainer.weights()
@@ -69,28 +70,29 @@ class Saver:
             trainer=trainer.state_dict(), **changes,
         )  # fmt: skip
         draws = draws_now(collector.sampled)
-        # The versions come last: after an interrupt between these assignments they do not fit, and
-        # nothing is saved.
+        # Assign the versions last. If an interrupt comes between these assignments, the versions do
+        # not fit the tensors, and no inconsistent state is saved.
         self.state = state
         self.draws = draws
         self.tensors = tensors
         self.versions = {id(tensor): tensor._version for tensor in tensors.values()}
 
     def has_moved(self) -> bool:
-        """Return whether a weight or a moment has changed since the latest mark.
+        """Return True if a weight or a moment has changed since the last call of `mark`.
 
-        torch's fused AdamW does not count versions of the weights that it changes. Before it
-        changes any, it adds 1 to its step counters, which are tensors among the moments.
+        torch's fused AdamW does not increment the versions of the weights that it changes. It
+        increments its step counters before it changes any weight, and these are tensors among the
+        moments.
         """
         tensors = list(self.tensors.values())
         for optimizer in self.trainer.optimizers.values() if self.can_save else ():
             for moments in optimizer.adam.state.values():
                 tensors += moments.values()
-        # Moments that were created after the mark, and that no update has used, have version 0.
+        # Moments that were created after `mark`, but not yet used by an update, have version 0.
         return any(tensor._version != self.versions.get(id(tensor), 0) for tensor in tensors)
 
     def is_due(self) -> bool:
-        """Return whether a checkpoint is due, by steps or by rank 0's clock. Collective."""
+        """Return True if a checkpoint is due, by steps or by rank 0's clock. Collective call."""
         plan = self.config.checkpoint
         by_step = plan.every and self.state.step % plan.every == 0
         seconds = 60 * plan.every_minutes
@@ -98,13 +100,13 @@ class Saver:
         return self.can_save and bool(by_step or is_late)
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest marked step, and remove older ones. Collective."""
+        """Write a checkpoint of the latest recorded state, and remove old ones. Collective call."""
         state = self.state
         plan = self.config.checkpoint
         run = self.report.folder
 
         def fill(folder: Path) -> None:
-            self.report.sync()  # or a power cut could leave logs shorter than the checkpoint says
+            self.report.sync()  # a power cut must not lose lines that the checkpoint counts
             self.trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             write_state(state, folder)
 
@@ -117,7 +119,7 @@ class Saver:
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save the latest marked step if an error or a signal ends the run inside.
+        """Save the latest recorded state if an error or a signal ends the run inside the context.
 
         The error gets a note that names the checkpoint from which the run can be resumed.
         """
@@ -130,7 +132,7 @@ class Saver:
         except NonFiniteLogits as error:
             advice = "a lower optim.lr or a wider model.dtype may help"
             error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # The current weights are broken, and must not replace a good checkpoint.
+            # Do not save: the current weights are broken and must not replace a good checkpoint.
             error.add_note(self._newest())
             raise
         except BaseException as error:
@@ -138,18 +140,18 @@ class Saver:
             raise
 
     def _save_at_the_end(self, error: BaseException) -> str:
-        """Save the latest marked step if possible. Return a sentence with the checkpoint."""
+        """Save the latest recorded state, if possible, and return a sentence about the result."""
         if not self.can_save:
             states = self.config.optim.states
             return f"not saved: a checkpoint needs optim.states=full, and this run has {states}"
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
         is_shared = distributed.is_on_all_ranks(error)
-        if not is_shared and self.config.is_sharded:  # the other ranks wait elsewhere
+        if not is_shared and self.config.is_sharded:  # the other ranks would not take part
             return f"one rank alone cannot save sharded weights; {self._newest()}"
         if not is_shared and not distributed.is_main():
             return "only rank 0 can save the run"
-        self.trainer.forget_gradients()  # their memory is free for the save
+        self.trainer.forget_gradients()  # frees memory for saving
         try:
             with nullcontext() if is_shared else distributed.alone():
                 path = self.save()

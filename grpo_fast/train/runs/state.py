@@ -1,9 +1,8 @@
 """The state of a run at the end of a step, and its files in a checkpoint.
 
-weights/     safetensors: the policy, with LoRA the adapter alone; moments; a critic; a reference
-             that cannot be built again; random numbers; with `rollout.ahead` the next samples
-state.json   `State`
-tokenizer/   for `grpo-fast export`
+weights/ contains safetensors files with the policy (only the adapter for LoRA), the moments, a
+critic, a reference that cannot be built again, the random state, and the samples drawn ahead.
+state.json contains `State`. tokenizer/ is needed by `grpo-fast export`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STATE = "state.json"
 
 @dataclass
 class Rows:
-    """The rows that the latest step has to log."""
+    """The log rows of a finished step that were not yet written."""
 
     metrics: dict[str, float]
     updates: list[dict[str, float]]
@@ -43,14 +42,14 @@ class Rows:
 
 @dataclass
 class State:
-    """A run at the end of a step, without its tensors."""
+    """The state of a run at the end of a step, except its tensors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: Count  # finished steps
     before: dict[str, float] | None  # metrics of the first evaluation
     after: dict[str, float] | None  # metrics of the latest evaluation
-    metrics: dict[str, float]  # of the latest step
+    metrics: dict[str, float]  # metrics of the latest step
     unlogged: Rows | None  # rows of a step that was finished and not yet logged
     lengths: tuple[Count, Count]  # bytes of metrics.jsonl and prompts.jsonl
     collector: CollectorState
@@ -59,7 +58,7 @@ class State:
 
 
 def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
-    """Return the state of torch's random numbers and the samples drawn ahead, as named tensors."""
+    """Return torch's random state and the samples drawn ahead, as named tensors."""
     draws = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         draws["random.cuda"] = torch.cuda.get_rng_state()
@@ -70,14 +69,14 @@ def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
 
 
 def restore_random(states: Mapping[str, Tensor]) -> None:
-    """Set torch's random numbers, from states by device."""
+    """Restore torch's random state from tensors with the names of the devices."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
 def ahead_of(columns: dict[str, Tensor]) -> Ahead | None:
-    """Return the samples drawn ahead from their stored columns, or None without columns."""
+    """Rebuild the samples drawn ahead from their stored columns. Return None if there are none."""
     if not columns:
         return None
     return Ahead(seconds=float(columns.pop("seconds")), samples=Samples.of_tensors(columns))
@@ -89,7 +88,11 @@ def write_state(state: State, folder: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> State:
-    """Read the state of a checkpoint. Raises ValueError with the field at fault."""
+    """Read the state of a checkpoint.
+
+    Raises:
+        ValueError: a field is invalid. The message names the field.
+    """
     try:
         state = TypeAdapter(State).validate_json(read_regular(checkpoint / STATE))
     except ValidationError as error:
@@ -103,7 +106,10 @@ def read_state(checkpoint: Path) -> State:
 
 @contextmanager
 def refused(argument: str, checkpoint: Path) -> Iterator[None]:
-    """Raise a ValueError that names the argument and the checkpoint for any error inside."""
+    """Convert any error inside to a ValueError that names the argument and the checkpoint.
+
+    Errors of collectives and lack of memory are not converted.
+    """
     try:
         yield
     except Exception as error:  # safetensors and torch raise many classes

@@ -1,4 +1,7 @@
-"""SIGTERM, SIGINT and SIGHUP: the first one ends a run where it can be saved, a second at once."""
+"""Handler of SIGTERM, SIGINT and SIGHUP.
+
+The first signal ends a run at a point where it can be saved. A second signal ends it immediately.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopping:
-    """A flag that a signal sets, and that `raise_if_asked` turns into `Stopped`.
+    """Flag that a signal sets. The run then ends by raising `Stopped`.
 
-    The next forward pass of the policy or the end of the step raises `Stopped`, unless the run
-    must finish its step first: then `may_stop()` is False.
+    `Stopped` is raised at the next forward pass of the policy or at the end of the step. If
+    `may_stop()` is False, the run first finishes its step.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the first signal
+        self.number: int | None = None  # number of the first signal
         self.may_stop: Callable[[], bool] = lambda: True
 
     def raise_if_asked(self, *_: Any) -> None:
-        """Raise `Stopped` if a signal has come and the run may stop."""
+        """Raise `Stopped` if a signal was received and the run may stop now."""
         if self.number is not None and self.may_stop():
             raise Stopped(self.number)
 
@@ -33,18 +36,18 @@ class Stopping:
     def listening(
         self, model: Any, agreed: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Iterator[None]:
-        """Handle signals inside. Outside of Python's main thread nothing is handled.
+        """Handle signals inside this context. Outside of Python's main thread it has no effect.
 
         Args:
-            model: A module whose forward passes raise `Stopped` after a signal.
-            agreed: Returns the context in which a forward pass raises, for example one in which
-                all ranks raise together.
+            model: module whose forward passes raise `Stopped` after a signal.
+            agreed: function that returns the context in which a forward pass raises. For example, a
+                context in which all ranks raise together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        # nohup ignores SIGHUP, so that a run goes on when its terminal is gone.
+        # nohup ignores SIGHUP so that a run continues when its terminal closes. Keep it ignored.
         handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
 
         def ask(*_: Any) -> None:
@@ -53,7 +56,7 @@ class Stopping:
 
         def remember(number: int, _: Any) -> None:
             self.number = number
-            for each in handled:  # the next signal ends the process, also in a call that hangs
+            for each in handled:  # the next signal ends the process immediately
                 signal.signal(each, signal.SIG_DFL)
 
         hook = model.register_forward_pre_hook(ask)

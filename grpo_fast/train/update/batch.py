@@ -16,14 +16,14 @@ from grpo_fast.rollout import Samples
 from grpo_fast.train.ranks.distributed import sum_
 from grpo_fast.train.update.micro_batch import MicroBatch
 
-# Columns of Samples that `precompute` fills once per step and that every update reads.
+# Columns of Samples that `precompute` fills once per step. All updates of the step use them.
 FIXED = (
     "old_logps", "ref_logps", "ref_hidden", "teacher", "values", "returns", "token_advantages",
 )  # fmt: skip
 
 
 class Totals(NamedTuple):
-    """Counts over all ranks that normalise the losses of an optimizer step."""
+    """Counts over all ranks that normalize the losses of an optimizer step."""
 
     items: int  # tokens with a loss
     completions: int
@@ -38,24 +38,23 @@ class Totals(NamedTuple):
 
 
 class StepBatch:
-    """The samples of one step in micro-batches of limited size.
+    """The samples of one step, packed into micro-batches of limited size.
 
-    The micro-batches of one optimizer step are in `minibatches[k]`, and `totals[k]` has their
-    counts over all ranks. A sample above the token budget gets a micro-batch alone.
-
-    With several ranks each rank has a share of every minibatch. A share consists of complete groups
-    and has about as many tokens as the other shares. Idle micro-batches are added until all ranks
-    have the same number.
+    `minibatches[k]` contains the micro-batches of optimizer step k on this rank. `totals[k]`
+    contains their counts over all ranks. A sample that exceeds the token budget gets a micro-batch
+    alone. With several ranks each rank gets a share of every minibatch. A share consists of
+    complete groups and has about as many tokens as the other shares. Idle micro-batches are added
+    until all ranks have the same number.
 
     Args:
         samples: samples with advantages. The samples of a group are adjacent.
         group_size: samples per group (G).
-        minibatches: optimizer steps per pass. The number divides the number of samples.
-        budget: trunk tokens of a micro-batch.
+        minibatches: optimizer steps per pass, a divisor of the number of samples.
+        budget: maximum number of trunk tokens of a micro-batch.
         device: device of the packed tensors.
         shared: store the prompt of a group once in a micro-batch.
         trees: the samples are recorded rollouts. Equal prefixes of any samples are stored once.
-        mask_truncated: leave samples without an EOS out of the loss.
+        mask_truncated: exclude samples without an EOS from the loss.
         rank: number of this rank.
         ranks: number of ranks.
     """
@@ -74,7 +73,7 @@ class StepBatch:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.given = samples.on(device)  # without the columns of `precompute`
+        self.given = samples.on(device)  # samples without the columns of `precompute`
         self.samples = dataclasses.replace(self.given)
         self.group_size = group_size
         self.rank = rank
@@ -86,7 +85,7 @@ class StepBatch:
         self.budget = budget
         self.mask_truncated = mask_truncated
         self.advantages = samples.advantages
-        # The advantage is NaN if no reward function could judge the sample.
+        # A NaN advantage means that no reward function could judge the sample.
         self.counts = ~(samples.truncated & mask_truncated | self.advantages.isnan())
         self.has_fixed = False
         self.parts: list[list[int]] = []
@@ -100,40 +99,45 @@ class StepBatch:
 
     @property
     def trunk_tokens(self) -> int:
-        """Tokens that one pass sends through the transformer's trunk, on all ranks."""
+        """Number of tokens that one pass sends through the trunk, on all ranks together."""
         return sum(each.trunk_tokens for each in self.totals)
 
     @property
     def largest(self) -> int:
-        """Trunk tokens of this rank's largest micro-batch."""
+        """Number of trunk tokens in this rank's largest micro-batch."""
         return max(batch.trunk_tokens for batch in self.micro_batches)
 
     @property
     def completion_mask(self) -> Tensor:
-        """Mask of the completion tokens with a loss, bool of shape (R,) on the host."""
+        """Mask that is True for completion tokens with a loss, bool of shape (R,) on the CPU."""
         lengths = torch.tensor(self.samples.lengths)
         return self.counts.repeat_interleave(lengths)
 
     def deal(self, order: Sequence[int]) -> None:
         """Distribute the samples over the minibatches in the given order, and pack them."""
         parts = [order[first : first + self.size] for first in range(0, len(order), self.size)]
-        # Sort each part, so that the samples of a prompt are adjacent and can share it.
+        # Sort each part so that samples with the same prompt are adjacent and can share the prompt.
         self.parts = [sorted(part) for part in parts]
         self.pack(self.budget, keep_fixed=True)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
-        """Distribute the samples, or complete groups, in a random order given by the seed."""
+        """Redistribute the samples in a random order, and pack them.
+
+        Args:
+            seed: seed of the order.
+            by_group: keep the samples of each group together.
+        """
         size = self.group_size if by_group else 1
         blocks = [range(at, at + size) for at in range(0, len(self.samples), size)]
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
     def pack(self, budget: int, keep_fixed: bool = False) -> None:
-        """Distribute the samples over micro-batches. Collective call.
+        """Distribute the samples over micro-batches and pack them. Collective call.
 
         Args:
-            budget: trunk tokens of a micro-batch.
-            keep_fixed: keep the columns of `precompute`. Otherwise they are dropped.
+            budget: maximum number of trunk tokens of a micro-batch.
+            keep_fixed: keep the columns of `precompute`. If False, they are dropped.
         """
         self.budget = budget
         if keep_fixed:
@@ -150,8 +154,9 @@ class StepBatch:
         """Send the named columns of all ranks' samples to every rank. Collective call."""
         if self.ranks == 1:
             return
-        # Each rank adds its values to zeros of the other ranks, which keeps every bit. The empty
-        # tensor serves a rank whose micro-batches are all idle.
+        # Each rank adds its values to zeros from the other ranks, so the sum keeps every bit. The
+        # empty tensor is needed if all micro-batches of a rank are idle, because `cat` needs an
+        # input.
         own = torch.zeros(0, dtype=torch.int64, device=self.device)
         own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
@@ -172,13 +177,13 @@ class StepBatch:
         return self.advantages.repeat_interleave(torch.tensor(lengths)).split(lengths)
 
     def packed(self, groups: Sequence[Sequence[int]]) -> MicroBatch:
-        """Return a micro-batch of these samples, given as indices by group."""
+        """Return a micro-batch of the samples with the given indices, which are listed by group."""
         options: Any = {"shared": self.shared, "trees": self.trees}
         return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
-        """Return this rank's micro-batches of a minibatch, and the totals of all ranks."""
-        # 1. Give complete groups to the ranks, and plan the micro-batches of each rank.
+        """Return this rank's micro-batches of a minibatch, and the totals over all ranks."""
+        # 1. Assign complete groups to the ranks, and plan the micro-batches of each rank.
         group_of = self.samples.group.tolist()
         groups = [list(members) for _, members in groupby(part, key=group_of.__getitem__)]
         plans = []
@@ -188,14 +193,14 @@ class StepBatch:
             trunk += sum(self._cost(members) for chosen in plan for members in chosen)
             plans.append(plan)
         # 2. Pack this rank's micro-batches. FSDP gathers weights in every pass, so all ranks must
-        #    make equally many: add idle micro-batches.
+        # run the same number of passes. Add idle micro-batches where passes are missing.
         micro_batches = [self.packed(chosen) for chosen in plans[self.rank]]
         missing = max(map(len, plans)) - len(micro_batches)
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count tokens. For prompt_mean the loss divides by len(part) / G prompts, but shuffled
-        #    completions may belong to more prompts: scale the divisors accordingly.
+        # 3. Count tokens. For prompt_mean the loss divides by len(part) / G prompts. Shuffled
+        # completions may belong to more prompts, so scale the divisors accordingly.
         tokens = [n if counts else 0 for n, counts in
                   zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
         scale = len(groups) * self.group_size / len(part)
@@ -207,7 +212,7 @@ class StepBatch:
         return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Return the micro-batches of some groups, each as lists of sample indices by group."""
+        """Return micro-batches as lists of groups, where each group is a list of sample indices."""
         if self.trees:
             every = [i for group in groups for i in group]
             rows = plan_trees([self.samples.sample(i) for i in every], budget)
@@ -219,7 +224,7 @@ class StepBatch:
         return self.samples.prompt_lengths[group[0]], [self.samples.lengths[i] for i in group]
 
     def _cost(self, group: Sequence[int]) -> int:
-        """Return the trunk tokens of a group."""
+        """Return the number of trunk tokens of a group."""
         if self.trees:
             return tree_tokens([self.samples.sample(i) for i in group])
         return trunk_tokens(*self._lengths(group), shared=self.shared)
@@ -235,8 +240,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
     Returns:
         For each rank the sorted indices of its items.
     """
-    # Every rank computes this assignment and must get the same one. `sorted` is stable and `min`
-    # returns the first minimum, so ties are broken in the same way.
+    # Every rank must compute the same assignment. It does, because `sorted` is stable and `min`
+    # returns the first minimum.
     assigned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for item in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -1,4 +1,4 @@
-"""Token budget of micro-batches, predicted from memory and halved when memory runs out."""
+"""Token budget of micro-batches, predicted from the free memory and halved when memory runs out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# Parts of messages by which allocators report that memory ran out, besides OutOfMemoryError.
+# Parts of error messages that also mean "out of memory", although the error is not an
+# OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass
 class BudgetState:
-    """State of the budget in a checkpoint."""
+    """State of the token budget in a checkpoint."""
 
     tokens: Positive
     largest: Count
@@ -33,13 +34,14 @@ class BudgetState:
 
 
 class TokenBudget:
-    """Number of trunk tokens that a micro-batch may have.
+    """Maximum number of trunk tokens in a micro-batch.
 
     Args:
         device: device of the training.
-        memory: predicted memory of a step; None if the model is unknown, which sets no limit.
-        fixed: initial budget (`tokens_per_microbatch`); None uses the prediction.
-        in_step: the ranks hold shards, so that a single rank cannot repeat a pass.
+        memory: predicted memory of a step. None means an unknown model, for which there is no
+            limit.
+        fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
+        in_step: the weights are sharded, so that a single rank cannot repeat a pass.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class TokenBudget:
         self.device = device
         self.memory = memory
         self.in_step = in_step
-        # Most trunk and completion tokens of a micro-batch so far.
+        # Largest numbers of trunk and completion tokens in a micro-batch so far.
         self.largest = self.most_rows = 0
         self.tokens = fixed or min(distributed.gather(self._default()))
 
@@ -66,16 +68,16 @@ class TokenBudget:
         return max(tokens, 1)
 
     def note(self, batch: StepBatch) -> None:
-        """Record the size of the largest micro-batch."""
+        """Record the size of the largest micro-batch of a batch."""
         rows = [len(micro.rows) for micro in batch.micro_batches]
         self.largest = max(self.largest, batch.largest)
         self.most_rows = max(self.most_rows, *rows)
 
     def refuse(self, error: Exception) -> str:
-        """Return the message of an out-of-memory error. Raise every other error again.
+        """Return the message of an out-of-memory error, and re-raise every other error.
 
         Raises:
-            ValueError: memory ran out, and the ranks hold shards.
+            ValueError: memory ran out and the weights are sharded, so the pass cannot be repeated.
         """
         if not is_out_of_memory(error):
             raise error
@@ -94,11 +96,11 @@ class TokenBudget:
         failed pass.
 
         Args:
-            batch: the batch that did not fit.
+            batch: the batch that did not fit into memory.
             reason: message of the error.
 
         Raises:
-            ValueError: every micro-batch has a single completion already.
+            ValueError: every micro-batch already consists of a single completion.
         """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -123,7 +125,7 @@ class TokenBudget:
 
     @property
     def predicted_peak(self) -> int | None:
-        """Predicted memory of the largest micro-batch so far in bytes, or None."""
+        """Predicted memory of the largest micro-batch so far in bytes, or None if it is unknown."""
         return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
 
 
@@ -133,9 +135,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Return the bytes that a run may use.
+    """Return the number of bytes that a run may use.
 
-    The value does not depend on other processes, so that a repeated run packs the same batches.
+    The value does not depend on other processes, so that repeating a run packs the same batches.
     """
     if device.type == "cuda":
         return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory
@@ -143,5 +145,5 @@ def usable_memory(device: torch.device) -> float:
 
 
 def host_peak() -> int:
-    """Return the largest resident memory of this process so far in bytes."""
+    """Return the peak resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
-"""PPO's value function, its loss, and the advantages computed from its values.
+"""PPO's value function with its loss, and advantages that are computed from its values.
 
 The value V(s_t) of the state before token t is computed from the hidden state that predicts token
-t. The last hidden state of a prompt therefore serves the first tokens of all completions.
+t. The last hidden state of a prompt therefore serves the first tokens of all its completions.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class Critic:
-    """Value function: a linear head, initially zero, on the layers of a model.
+    """Value function, which is a linear head on the layers of a model. The head starts at zero.
 
     Args:
         policy: the policy.
         config: the section `critic`.
-        trunk: a separate model for the critic. None uses the policy's layers, which the value loss
-            then trains as well.
+        trunk: a separate model for the critic. None uses the policy's layers, which are then also
+            trained by the value loss.
     """
 
     def __init__(self, policy: Policy, config: CriticConfig, trunk: Policy | None = None) -> None:
@@ -58,7 +58,7 @@ class Critic:
         """Return an optimizer for the critic's parameters.
 
         Args:
-            config: the section `optim`. The learning rate is `critic.lr` if that is set.
+            config: the section `optim`. `critic.lr`, if set, replaces its learning rate.
             total_steps: optimizer steps of the run.
         """
         rate = self.config.lr or config.lr
@@ -70,7 +70,7 @@ class Critic:
         Args:
             packed: a packed row with T tokens, of which R are completion tokens.
             policys_hidden: the policy's hidden states of the row, shape (T, H). A shared critic
-                uses them instead of computing them again.
+                uses them if they are given, which saves a forward pass.
 
         Returns:
             fp32 tensor of shape (R,).
@@ -93,7 +93,8 @@ class Critic:
         Returns:
             Metrics of the two losses.
         """
-        # A separate model: free the policy's activations before the critic computes its own.
+        # With a separate model, run the policy's backward pass first. This frees its activations
+        # before the critic computes its own.
         if not self.is_shared:
             policy_loss.backward()
         old = batch.column("values")
@@ -114,10 +115,11 @@ class Critic:
         """Compute the value after the last token of each truncated sample.
 
         No micro-batch contains the state after the last token. Truncated samples are therefore
-        packed again with one more token.
+        packed again with one additional token.
 
         Returns:
-            Tensor of shape (samples,), 0 for samples that ended with EOS or belong to other ranks.
+            Tensor of shape (samples,). It is 0 for samples that ended with EOS or belong to other
+            ranks.
         """
         is_cut = batch.samples.truncated.tolist()
         following = torch.zeros(len(is_cut))
@@ -127,7 +129,7 @@ class Critic:
                 cut = []
             if cut:
                 following[cut] = self._last_values(batch, cut).cpu()
-            # Ranks that hold shards must make equally many forward passes.
+            # Ranks with sharded weights must run the same number of forward passes.
             elif self.trunk.is_sharded:
                 self._last_values(batch, micro.chosen[:1])
         return following
@@ -150,18 +152,19 @@ class Critic:
     ) -> None:
         """Write the advantage (GAE) and return of every token into the samples. Collective call.
 
-        Advantages are whitened over the tokens of the step that have a loss. Other tokens get 0.
+        With `critic.whiten`, advantages are whitened over the tokens of the step that have a loss.
+        Other tokens get the advantage 0.
 
         Args:
             batch: the samples of the step with their values.
-            beta: weight of the KL divergence in the rewards; None leaves it out.
+            beta: weight of the KL divergence in the rewards. None adds no KL divergence.
             estimator: estimator of the KL divergence.
-            following: result of `values_after_the_end` on this rank; None uses 0.
+            following: result of `values_after_the_end` on this rank. None uses 0.
         """
         config = self.config
         samples = batch.samples
         assert samples.values is not None
-        # 1. Pad to one row per sample, as `gae` expects.
+        # 1. Pad the flat columns to one row per sample, as `gae` expects.
         lengths = torch.tensor(samples.lengths)
         is_token = torch.arange(int(lengths.max())) < lengths[:, None]
 
@@ -173,7 +176,7 @@ class Critic:
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)
         rewards = by_sample(rewards_with_kl(batch, beta, estimator))
-        # 2. Compute advantages, and returns with a separate lambda.
+        # 2. Compute advantages, and returns with their own lambda if `lam_returns` is set.
         alpha = config.lam_alpha
         lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
         lam_returns = config.lam if config.lam_returns is None else config.lam_returns
@@ -183,26 +186,26 @@ class Critic:
         same = alpha is None and lam_returns == lam
         towards = advantages if same else gae(rewards, values, config.gamma, lam_returns, **ends)
         returns = towards + torch.where(counts, values, 0.0)
-        # 3. Whiten over the step, and return to flat columns.
+        # 3. Whiten over the step, and convert back to flat columns.
         if config.whiten and counts.any():
             advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
         samples.token_advantages = advantages[is_token].to(batch.device)
         samples.returns = returns[is_token].to(batch.device)
 
     def shard(self, mesh: Any) -> None:
-        """Shard head and separate model over a device mesh."""
+        """Shard the head, and the separate model if there is one, over a device mesh."""
         sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the head and of a separate model by name, for a checkpoint."""
+        """Return the weights of the head and of a separate model, by name, for a checkpoint."""
         head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
         trunk = {} if self.is_shared else self.trunk.weights()
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
-        """Save the head, and a separate model, in a folder that `critic.path` can name."""
+        """Save the head and the separate model, if any, in a folder that `critic.path` accepts."""
         from safetensors.torch import save_file
 
         folder = Path(directory)
@@ -224,14 +227,14 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
     Raises:
         ValueError: the model or the value head cannot be loaded.
     """
-    # 1. A head on the policy's layers, or on a copy of the policy.
+    # 1. Put the head on the policy's layers, or on a copy of the policy.
     if critic is None:
         return None
     if critic.kind == "shared":
         return Critic(policy, critic)
     if critic.path is None:
         return Critic(policy, critic, policy.trainable_copy())
-    # 2. A separate model.
+    # 2. Load a separate model.
     own = model.model_copy(update={"path": critic.path, "config": None})
     try:
         trunk = load_policy(own, policy.tokenizer, empty=policy.is_empty)
@@ -239,7 +242,8 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
     loaded = Critic(policy, critic, trunk)
-    # 3. A saved value head. A folder of a language model has none, and the head starts at zero.
+    # 3. Load a saved value head. The folder of a language model contains none, and the head stays
+    # at zero.
     file = Path(critic.path) / HEAD_FILE
     if file.is_file():
         from safetensors.torch import load_file
@@ -253,13 +257,13 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
 
 
 def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:
-    """Return the rewards of tokens, shape (R,), from which the KL divergence is subtracted.
+    """Return the rewards of tokens, shape (R,), minus the weighted KL divergence.
 
-    Without rewards per token the reward of a sample belongs to its last token.
+    If there are no rewards per token, the last token of a sample receives the sample's reward.
 
     Args:
         batch: the samples of the step.
-        beta: weight of the KL divergence; None subtracts nothing.
+        beta: weight of the KL divergence. None subtracts nothing.
         estimator: estimator of the KL divergence.
     """
     samples = batch.samples
@@ -274,7 +278,7 @@ def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Ten
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:
-    """Return metrics of the values from which the advantages of a step were computed."""
+    """Return metrics of the values that the step's advantages are based on."""
     samples = batch.samples
     assert samples.values is not None and samples.returns is not None
     counts = batch.completion_mask.to(samples.values.device)

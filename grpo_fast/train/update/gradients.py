@@ -45,13 +45,13 @@ def accumulate(
     Args:
         policy: the policy.
         minibatch: this rank's micro-batches of the optimizer step.
-        config: the loss.
-        correct_sampling: pass the sampler's logps to the loss.
-        validate: as in `linear_grpo_loss`.
+        config: configuration of the loss.
+        correct_sampling: pass the sampler's log-probs to the loss.
+        validate: argument `validate` of `linear_grpo_loss`.
         critic: value function whose loss is added, or None.
-        ref_head: LM head of the reference, for an exact divergence.
-        distill: the section `distill`; None computes the exact KL of `loss.kl_estimator`.
-        totals: counts over all ranks, by which the losses are normalised. None counts `minibatch`.
+        ref_head: LM head of the reference, which an exact divergence needs.
+        distill: the section `distill`. None computes the exact KL of `loss.kl_estimator`.
+        totals: counts over all ranks that normalize the losses. None counts `minibatch`.
 
     Returns:
         The metrics of the optimizer step on this rank.
@@ -81,22 +81,22 @@ def accumulate(
         }
         term = divergence_term(batch, ref_head, config, distill)
         heads_inputs = {**inputs, "support": batch.support, "divergence": term}
-        # 2. Compute hidden states and fused loss inside the model's forward pass, where FSDP2 has
-        #    gathered the weights of the head.
+        # 2. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
+        # has gathered the weights of the head.
         loss, hidden, output = policy.inside(
             partial(packed_loss, policy, batch.packed, advantages, alone, validate, heads_inputs)
         )
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Backward pass, through the critic as well.
+        # 3. Run the backward pass, through the critic as well.
         if critic is None:
             loss.backward()
         else:
             weights = token_weights(batch, config, total if by_prompt else items, completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
-        # 4. Record metrics. An idle micro-batch ends here: it had to make the passes above, in
-        #    which FSDP2 gathers weights from all ranks.
+        # 4. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
+        # same number of passes on all ranks.
         if batch.is_idle:
             continue
         if not is_alone or (distill is not None and term is not None):
@@ -120,10 +120,10 @@ def packed_loss(
 
     Args:
         policy: the policy.
-        packed: the packed row with T tokens.
-        advantages: shape (B,) or (R,).
-        config: the loss.
-        validate: as in `linear_grpo_loss`.
+        packed: the packed row with T tokens, of which R are completion tokens.
+        advantages: advantages per completion, shape (B,), or per token, shape (R,).
+        config: configuration of the loss.
+        validate: argument `validate` of `linear_grpo_loss`.
         inputs: further arguments of `linear_grpo_loss`.
 
     Returns:
@@ -139,7 +139,7 @@ def packed_loss(
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss configuration without an exact KL, which a DivergenceTerm computes."""
+    """Return the loss configuration without its exact KL, which is computed by a DivergenceTerm."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -148,10 +148,10 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the divergence from a teacher or the reference.
+    """Return the divergence term from a teacher or the reference.
 
     Returns:
-        The term for `linear_grpo_loss`, or None if the micro-batch has no columns for one.
+        The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
     """
     scores = batch.column("teacher")
     ref_hidden = batch.column("ref_hidden")
@@ -171,7 +171,10 @@ def divergence_term(
 
 
 def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return the mean KL to a reference over active tokens, for a loss that does not compute it."""
+    """Return the mean KL to a reference over active tokens, as a metric.
+
+    It is used if the loss does not compute the KL.
+    """
     kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
     return kl[mask].sum() / mask.sum().clamp(min=1)
 
@@ -179,13 +182,15 @@ def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) 
 def token_weights(
     batch: MicroBatch, config: LossConfig, items: Total | None, completions: int
 ) -> Tensor:  # (R,)
-    """Return the weight of each token in the policy's loss, 0 for tokens without a loss.
+    """Return the weight of each token in the policy's loss, fp32 of shape (R,).
+
+    Tokens without a loss have weight 0.
 
     Args:
         batch: the micro-batch with R completion tokens.
-        config: the loss, for its aggregation.
-        items: tokens of the optimizer step, or the divisor of each completion.
-        completions: completions of the optimizer step.
+        config: configuration of the loss, which sets the aggregation.
+        items: number of tokens of the optimizer step, or the divisor of each completion.
+        completions: number of completions of the optimizer step.
     """
     ends = batch.packed.cu_seqlens.long()
     counts = batch.completion_mask
@@ -196,5 +201,5 @@ def token_weights(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )  # fmt: skip
-    # Without output_size, repeat_interleave would wait for the GPU to count the result.
+    # Without output_size, repeat_interleave would wait for the GPU to learn the size of its result.
     return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts

@@ -1,4 +1,4 @@
-"""Micro-batch: some samples of a step in one packed row."""
+"""A micro-batch, which is a packed row of some samples of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.rollout.ranges import ranges, select_support
 
 @dataclass
 class MicroBatch:
-    """B samples in one packed row, with T trunk tokens and R completion tokens."""
+    """A packed row of B samples, with T trunk tokens and R completion tokens."""
 
     samples: Samples  # all samples of the step
     chosen: list[int]  # indices of the B samples
@@ -27,7 +27,7 @@ class MicroBatch:
     advantages: Tensor  # (B,) fp32, 0 for samples without a loss
     support: Support | None  # token ids that the sampler kept, for the R tokens
     prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
-    is_idle: bool = False  # has no loss, and exists to equalise the number of passes of all ranks
+    is_idle: bool = False  # without a loss; gives all ranks the same number of passes
 
     @classmethod
     def pack(
@@ -57,7 +57,7 @@ class MicroBatch:
         else:
             listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
             packed = pack_groups(listed, shared=shared, device=device)
-        # Rows of this micro-batch in the flat columns of the step.
+        # Select the rows of this micro-batch in the flat columns of the step.
         at = torch.tensor(chosen)
         rows = ranges(samples.rows, at)
         assert samples.advantages is not None
@@ -85,7 +85,7 @@ class MicroBatch:
         self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
-        """Return a copy in which no token has a loss."""
+        """Return a copy that runs the same passes but in which no token has a loss."""
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
 

@@ -1,4 +1,4 @@
-"""AdamW with a learning rate schedule, clipping and protection against non-finite gradients."""
+"""AdamW with a learning rate schedule and clipping, which skips non-finite gradients."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class OptimizerState:
 
 
 class Optimizer:
-    """AdamW with clipping and a schedule.
+    """AdamW with gradient clipping and a learning rate schedule.
 
     A step whose gradient is not finite is skipped. Three such steps in a row raise an error.
 
     Args:
         parameters: the parameters to train.
         config: the section `optim`.
-        total_steps: optimizer steps of the run, for the schedule.
+        total_steps: optimizer steps of the run, which determine the schedule.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class Optimizer:
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
-        """Apply the gradients, check the result and return the gradient's norm."""
+        """Apply the gradients, check for too many skipped steps, and return the gradient norm."""
         norm = self.apply()
         self.check()
         return norm
 
     def apply(self) -> float:
-        """Apply and clear the gradients, and return their norm before clipping.
+        """Apply and clear the gradients. Return their norm before clipping.
 
-        An infinite norm or NaN means that the step was skipped.
+        If the norm is infinite or NaN, the step is skipped.
         """
-        sum_gradients(self.parameters)  # first, because the norm must include all ranks
+        sum_gradients(self.parameters)  # the norm must include all ranks
         norm = float(
             full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         )
@@ -102,7 +102,7 @@ class Optimizer:
         vars(self).update(vars(state))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Return Adam's moments by name.
+        """Return Adam's moments with names that are built from the names of the parameters.
 
         Args:
             names: name of each parameter.
@@ -114,18 +114,18 @@ class Optimizer:
         }
 
     def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
-        """Create moments of zeros, into which a checkpoint is loaded.
+        """Create moments of zeros, into which a checkpoint can be loaded.
 
         Args:
-            stored: names of the tensors in the checkpoint. A parameter that never had a gradient
-                has no moments there.
+            stored: names of the tensors in the checkpoint. Parameters that never had a gradient
+                have no moments in the checkpoint.
             names: name of each parameter.
         """
         trained = {name.rpartition(".")[0] for name in stored}
         self.adam.state.clear()
         for parameter in self.parameters:
             if names[parameter] in trained:
-                # The fused AdamW needs the step on the parameter's device.
+                # The fused AdamW needs the step counter on the device of the parameter.
                 self.adam.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -138,15 +138,15 @@ class Optimizer:
     def _set_rate(self, rate: float) -> None:
         for group in self.adam.param_groups:
             old = group["lr"]
-            # torchao stores the rate in a tensor and refuses a number in its place.
+            # torchao stores the rate in a tensor and does not accept a number instead.
             group["lr"] = old.fill_(rate) if isinstance(old, torch.Tensor) else rate
 
 
 def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """Return AdamW from torch, or from torchao with moments in 8 bits or in host memory.
+    """Return AdamW from torch, or from torchao with 8-bit or offloaded moments.
 
     Raises:
-        ValueError: torchao is not installed, or the machine has no accelerator to offload from.
+        ValueError: torchao is not installed, or there is no accelerator from which to offload.
     """
     options = config.model_dump(include={"lr", "weight_decay"})
     if config.states == "full":
@@ -165,15 +165,15 @@ def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor of the learning rate at a step, counted from 0.
+    """Return the factor by which a step's learning rate is multiplied.
 
     Args:
-        kind: constant, linear or cosine. The last two fall to 0 at `total`.
-        step: number of the step.
+        kind: constant, linear or cosine. The last two decrease to 0 at `total`.
+        step: number of the step, counted from 0.
         warmup: steps of the linear warm-up.
         total: steps of the run.
     """
-    # step + 1, because a factor of 0 would waste the first step.
+    # Use step + 1, because a factor of 0 would waste the first step.
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:

@@ -1,4 +1,4 @@
-"""Computation of the columns that all updates on a batch read, such as old logps and values."""
+"""Computation of columns that all updates of a step share, such as old log-probs and values."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def precompute(
     distill: DistillConfig | None = None,
     server: TeacherServer | None = None,
 ) -> None:
-    """Compute the columns `FIXED` with the current weights, unless the batch has them.
+    """Compute the columns in `FIXED` with the current weights, unless the batch already has them.
 
     Args:
         batch: the samples of a step.
         policy: the policy.
-        loss: the loss, for its temperature and KL estimator.
-        keep_old: compute the policy's logps. A batch with a single update does not need them,
-            because the old logps equal the new ones and the ratio is exactly 1.
+        loss: configuration of the loss, which sets the temperature and the KL estimator.
+        keep_old: compute the policy's log-probs. They are not needed for a single update, because
+            the old log-probs equal the new ones and the ratio is exactly 1.
         reference: the reference model, or None.
         critic: the value function, or None.
-        reward_beta: weight of the KL divergence in the rewards; None leaves it out.
+        reward_beta: weight of the KL divergence in the rewards. None adds no KL divergence.
         distill: the section `distill`. With `form: advantage` the log ratio of teacher and policy
             is added to the advantages.
-        server: a teacher's server, which replaces the reference.
+        server: a teacher's server, which is used instead of the reference.
     """
     if batch.has_fixed:
         return
@@ -54,20 +54,20 @@ def precompute(
     keep_old = keep_old or by_advantage or reward_beta is not None
     with together(in_step=policy.is_sharded):
         for micro in batch.micro_batches:
-            # 1. Reference: hidden states for an exact divergence, otherwise logps.
+            # 1. Evaluate the reference: hidden states for an exact divergence, log-probs otherwise.
             if reference is not None and (by_loss or loss.kl_estimator in EXACT):
                 micro.write("ref_hidden", reference.hidden(micro.packed))
             elif reference is not None:
                 logps = reference.logps(micro.packed, temperature, micro.support)
                 micro.write("ref_logps", logps)
-            # 2. Policy. A shared critic uses the same hidden states.
+            # 2. Evaluate the policy. A shared critic uses the same hidden states.
             hidden = None
             if keep_old or (critic is not None and critic.is_shared):
                 hidden = policy.hidden(micro.packed)
             if keep_old:
                 logps = policy.logps(micro.packed, temperature, hidden, micro.support)
                 micro.write("old_logps", logps)
-            # 3. Teacher's server, and critic.
+            # 3. Request scores from the teacher's server, and evaluate the critic.
             if server is not None:
                 given = scores_of(server, micro)
                 if by_advantage:
@@ -78,7 +78,7 @@ def precompute(
                 micro.write("values", critic.values(micro.packed, hidden))
         if critic is not None and critic.config.bootstrap:
             following = critic.values_after_the_end(batch)
-    # 4. Advantages per token.
+    # 4. Compute advantages per token.
     if critic is not None:
         batch.exchange(FIXED)
         critic.estimate_advantages(batch, reward_beta, loss.kl_estimator, following)
@@ -92,8 +92,8 @@ def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
     """Request the teacher's scores of a micro-batch from its server.
 
     Returns:
-        Tensor of shape (R, K + 1, 2) with ids and logps. Index 0 is the sampled token, and the
-        others are the K likeliest tokens.
+        Tensor of shape (R, K + 1, 2) with ids and log-probs. Index 0 of the second dimension is the
+        sampled token. The other indices are the K likeliest tokens.
     """
     samples = micro.samples
     texts = [
@@ -104,10 +104,11 @@ def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
 
 
 def teacher_advantages(batch: StepBatch, coef: float) -> Tensor:
-    """Return the advantages of tokens under a teacher, shape (R,).
+    """Return the advantages of tokens when distilling from a teacher, shape (R,).
 
-    The advantage is coef · (log q - log p) plus the advantage of the sample, with the teacher's
-    probability q and the policy's p. A sample without a reward has the advantage 0.
+    The advantage is coef · (log q - log p) plus the advantage of the sample. q is the probability
+    under the teacher and p is the probability under the policy. For a sample without a reward the
+    second term is 0.
     """
     samples = batch.samples
     assert samples.ref_logps is not None and samples.old_logps is not None

@@ -1,4 +1,4 @@
-"""Record of one step: its packed batch and the updates made so far."""
+"""Record of one training step, with its packed batch and the updates made so far."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Update:
 
 
 def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
-    """Merge the losses of several updates.
+    """Merge the losses of several updates of one step.
 
     Args:
-        updates: the updates of a step.
-        per_pass: updates per pass. The log-probabilities are taken from the first pass only.
+        updates: the updates of the step.
+        per_pass: updates per pass. Log-probabilities are included from the first pass only.
     """
     seen = LossMetrics(optimizer_steps=len(updates))
     for index, each in enumerate(updates):
@@ -51,21 +51,21 @@ def update_rows(updates: Sequence[Update], first: int) -> list[dict[str, float]]
 
 @dataclass
 class Step:
-    """One step of a run. Checkpoints do not contain steps, because a run resumes between steps."""
+    """Data of one training step. A run resumes between steps, so checkpoints never contain it."""
 
     number: int
     clock: Clock
     batch: StepBatch
-    metrics: dict[str, float]  # of the samples
+    metrics: dict[str, float]  # metrics of the samples
     records: list[PromptRecord]
     updates: list[Update] = field(default_factory=list)
 
     def exceeds(self, limit: float | None, per_pass: int) -> bool:
-        """Return True if the KL to the sampling policy in the latest pass is above a limit.
+        """Return True if the mean KL to the sampling policy in the latest pass exceeds a limit.
 
         Args:
-            limit: the largest mean KL; None allows any.
-            per_pass: updates per pass.
+            limit: the limit. None never ends a step early.
+            per_pass: number of updates per pass.
         """
         latest = merge_losses(self.updates[-per_pass:], per_pass)
         return limit is not None and latest.mean("approx_kl") > limit

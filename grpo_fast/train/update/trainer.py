@@ -1,4 +1,4 @@
-"""Optimizer updates from the samples of a step, for GRPO and PPO."""
+"""The trainer, which updates the weights with the samples of a step, for GRPO and PPO."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
-# In these steps the loss checks all input values. Later it makes the checks without a GPU sync.
+# Steps in which the loss checks all inputs. Later it only makes checks without a GPU sync.
 FULLY_VALIDATED_STEPS = 2
 Trained = Literal["policy", "critic"]
 
 
 @dataclass
 class TrainerState:
-    """State of the trainer in a checkpoint, apart from weights and moments."""
+    """State of the trainer in a checkpoint, except weights and moments."""
 
     num_tokens: Count
     peak_memory: Count
@@ -52,10 +52,10 @@ class TrainerState:
 
 
 class Trainer:
-    """Training of a policy: updates, the reference model, an optional critic, and the weight β.
+    """Trains a policy, and manages the reference model, an optional critic, and the KL weight β.
 
     Args:
-        config: the configuration of the run.
+        config: configuration of the run.
         policy: the policy to train.
         reference: the reference model of the KL divergence.
         critic: PPO's value function, or None.
@@ -79,7 +79,8 @@ class Trainer:
         self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # upper limit
         total = config.steps * self.updates_per_step
-        # Shard first: sharding replaces the parameters, and the optimizers would keep the old ones.
+        # Shard before building the optimizers. Sharding replaces the parameters, and the optimizers
+        # would otherwise refer to the old ones.
         if config.is_sharded:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
@@ -119,7 +120,7 @@ class Trainer:
         return Step(number, clock, batch, metrics, records)
 
     def minibatches(self, step: Step) -> Iterator[int]:
-        """Yield the index of the minibatch of each optimizer step, over all passes."""
+        """Yield the minibatch index of each optimizer step, over all passes of a step."""
         config = self.config
         batch = step.batch
         self.policy.model.train()
@@ -134,15 +135,15 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """Make one optimizer step on a minibatch, with smaller micro-batches if memory runs out."""
+        """Run one optimizer step on a minibatch. Use smaller micro-batches if memory runs out."""
         batch = step.batch
         losses = None
         while losses is None:
             self.budget.note(batch)
             try:
-                # 1. Compute old and reference logps and values, in the first update of a step.
+                # 1. In the first update of a step, compute old and reference log-probs and values.
                 self.precompute(batch)
-                # 2. Compute the gradients: hidden states, fused loss, backward.
+                # 2. Compute the gradients from hidden states, fused loss and backward pass.
                 with distributed.together(in_step=self.policy.is_sharded):
                     own = accumulate(
                         self.policy, batch.minibatches[minibatch], self.loss_config,
@@ -158,10 +159,10 @@ class Trainer:
             if losses is None:
                 self.forget_gradients()
                 self.budget.lower(batch, failure)
-                # Keep the columns of `precompute` after the first update, because they depend on
-                # weights that no longer exist.
+                # After the first update, keep the columns of `precompute`. They depend on old
+                # weights and cannot be computed again.
                 batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
-        # 3. Clip the gradients and step. The schedules count the optimizer's steps.
+        # 3. Clip the gradients and step. Read the rate before `apply` advances the schedule.
         rate = self.optimizer.learning_rate
         norms = [optimizer.apply() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norms[0], rate))
@@ -169,7 +170,7 @@ class Trainer:
             optimizer.check()
 
     def precompute(self, batch: StepBatch) -> None:
-        """Fill the columns of a batch that stay constant over its updates."""
+        """Fill the columns of a batch that are the same for all its updates."""
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=self.reference if self.reads_reference else None, critic=self.critic,
@@ -180,7 +181,7 @@ class Trainer:
     def finish(self, step: Step) -> dict[str, float]:
         """Advance schedules, reference and β after a step's updates, and return its metrics.
 
-        If the KL limit ended a step early, the schedules advance by the full number of updates.
+        After an early stop by the KL limit, the schedules advance by the full number of updates.
         """
         batch = step.batch
         clock = step.clock
@@ -210,7 +211,7 @@ class Trainer:
                 seconds=clock.seconds["train"],
             ),
         }  # fmt: skip
-        # 3. Adapt the weight of the KL divergence to the KL of this step.
+        # 3. Adapt the weight of the KL divergence to this step's KL.
         self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
         self._use_beta()
         return metrics
@@ -221,7 +222,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint by name. The tensors are not copied.
+        """Return the weights that a checkpoint stores, by name. The tensors are not copied.
 
         A reference is included only if it cannot be loaded or built again.
         """
@@ -239,12 +240,12 @@ class Trainer:
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Return the optimizers' moments by name. The tensors are not copied.
+        """Return the moments of the optimizers by name. The tensors are not copied.
 
         Args:
-            weights: the weights of `weights()`.
-            stored: names of the tensors in a checkpoint. Moments with these names are created, so
-                that the checkpoint can be loaded into them.
+            weights: result of `weights()`.
+            stored: names of the tensors in a checkpoint. Moments with these names are created
+                first, so that the checkpoint can be loaded into them.
         """
         names = {weight: f"optimizer.{name}" for name, weight in weights.items()}
         moments: dict[str, Tensor] = {}
@@ -270,7 +271,7 @@ class Trainer:
             optimizer.load_state_dict(state.optimizers[who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Return totals of the run, given the peak memory in bytes before the run."""
+        """Return totals of the run. `memory_before` is the peak memory before it, in bytes."""
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,

@@ -30,11 +30,11 @@ def warm_start(
 
     Args:
         policy: the policy to train.
-        examples: examples, of which those with a solution are used.
+        examples: examples. Only those with a solution are used.
         config: the section `warm_start`.
         seed: seed of the order of the examples.
-        is_sharded: the run will shard the model. Then rank 0 trains before the model is sharded.
-        log: called as log(0, metrics) after every step.
+        is_sharded: the run will shard the model later. Rank 0 then trains alone.
+        log: function that is called as log(0, metrics) after every step.
 
     Raises:
         ValueError: no example has a solution.
@@ -45,19 +45,19 @@ def warm_start(
                 with distributed.alone():
                     warm_start(policy, examples, config, seed=seed, is_sharded=False, log=log)
         return
-    # 1. Select the examples and build an optimizer that is used for this training only.
+    # 1. Select the examples, and build a separate optimizer for the supervised training.
     usable = [e for e in examples if e.solution]
     require(usable, "warm_start", "examples with a solution", "none")
     optim = OptimConfig(lr=config.lr, schedule="cosine", warmup=WARMUP, weight_decay=0.01)
     optimizer = Optimizer(policy.trainable(), optim, config.steps)
-    # 2. Train.
+    # 2. Train on random batches of solutions.
     rng = random.Random(f"{seed}/warm start")
     policy.model.train()
     for step in range(1, config.steps + 1):
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
         with distributed.together():
             loss = -policy.logps(_packed(policy, chosen)).mean()
-            # All ranks compute the same gradient, and the optimizer sums over ranks.
+            # All ranks compute the same gradient, and the optimizer sums over the ranks.
             (loss / distributed.size()).backward()
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})

@@ -1,10 +1,11 @@
-"""Upper limits of this machine's CPU: multiply-adds in registers, and a copy of memory.
+"""Measured upper limits of this machine's CPU: fp32 multiply-add rate and memory bandwidth.
 
     python -m benchmarks.kernels.ceiling     writes benchmarks/results/ceiling-CPU.json
 
-The limits are the roof of the roofline in benchmarks/report/plots.py. The first is a loop of
-independent fp32 multiply-adds without memory access, on all cores at once, and the best of many
-short runs. No matrix product can be faster on the same machine.
+benchmarks/report/plots.py draws these limits as the roof of its roofline. The multiply-add rate is
+measured with a loop of independent fp32 multiply-adds in registers on all cores, and the best of
+many short runs counts. No matrix product on the same machine can exceed it. The bandwidth is
+measured with a copy that is larger than every cache.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ extern "C" double rate(int threads, long rounds) {  // flop/s
   return total;
 }
 """
-ROUNDS = 2_000_000  # a few milliseconds
+ROUNDS = 2_000_000  # iterations of the loop in one run, which takes a few milliseconds
 ATTEMPTS = 500
-COPIED = 1 << 29  # bytes
+COPIED = 1 << 29  # size of the copied tensor in bytes
 
 
 def multiply_add_rate(threads: int) -> float:
-    """Return the fp32 flop/s of all threads together, as the best of many short runs."""
+    """Return the total fp32 flop/s of all threads. The best of `ATTEMPTS` short runs counts."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "ceiling.cpp"
         library = Path(folder) / "ceiling.so"
@@ -87,7 +88,7 @@ def multiply_add_rate(threads: int) -> float:
 
 
 def copy_rate(threads: int) -> float:
-    """Return the bytes per second, read and written, of a copy that is larger than every cache."""
+    """Return the memory bandwidth of a copy in bytes/s. Bytes read and bytes written both count."""
     torch.set_num_threads(threads)
     source = torch.ones(COPIED // 4)
     target = torch.empty_like(source)
@@ -96,7 +97,7 @@ def copy_rate(threads: int) -> float:
 
 
 def file_of(hardware: dict[str, Any]) -> Path:
-    """Return the file for the limits of a machine with this hardware."""
+    """Return the path of the JSON file with the limits of this hardware."""
     return RESULTS / f"ceiling-{measure.cpu_class(hardware)}.json"
 
 

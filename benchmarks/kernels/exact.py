@@ -1,4 +1,4 @@
-"""Exact answers in plain torch, in fp64 or, if memory is short, in fp32."""
+"""Reference results in plain torch. They use fp64, or fp32 if fp64 does not fit into memory."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Relative L2 error of a gradient above which a result is wrong and is not timed. In fp32 rounding
-# is about 1e-6, so 1e-4 is a bug or a lower precision. In 16 bits, logits rounded to bf16 change
-# probabilities by about 1%. A user may accept this, so the result is timed and its error printed.
+# Largest allowed error of the loss and the gradients. A result with a larger error is wrong and is
+# not timed. In fp32, rounding causes errors of about 1e-6, so an error of 1e-4 is a bug or comes
+# from a lower precision. In bf16, rounding the logits changes the probabilities by about 1%. A user
+# may accept this, so the result is timed and its error is printed.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Largest absolute error of a logp in nats. Rounding a logit of size 16 to bf16 once changes it by
-# 0.06.
+# Largest allowed absolute error of a logp, in nats. For comparison, rounding a logit near 16 to
+# bf16 changes it by up to 0.06.
 LOGP_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 
 
 def logps_bar(hidden: int, device: str) -> float:
-    """Return the largest allowed error of a log-probability, in nats, for a hidden size.
+    """Return the largest allowed error of an fp32 log-probability in nats, for a hidden size.
 
-    A GPU's tensor cores truncate the accumulator once for every 16 products. The errors have the
-    same sign, so their sum grows with the hidden size.
+    The tensor cores of a GPU truncate the accumulator after every 16 products. These errors have
+    the same sign, so the total error grows with the hidden size.
     """
     return 1e-5 + (2e-8 * hidden if device == "cuda" else 0.0)
 
 
 class LogitRows(NamedTuple):
-    """Gradient of logits (R, V), computed block by block from targets, lse and slope (R,)."""
+    """Exact gradient with respect to logits, computed in blocks of rows to save memory.
+
+    Attributes:
+        logits: (R, V).
+        target_ids: (R,) ids of the target tokens.
+        lse: (R,) log-sum-exp of each row, in the dtype of the result.
+        slope: (R,) gradient of the loss with respect to each row's logp.
+    """
 
     logits: Tensor
     target_ids: Tensor
@@ -36,7 +44,7 @@ class LogitRows(NamedTuple):
     slope: Tensor
 
     def block(self, rows: slice) -> Tensor:
-        """Return the exact gradient of these rows, of shape (rows, V)."""
+        """Return the exact gradient of the given rows, of shape (rows, V)."""
         gradient = torch.exp(self.logits[rows].to(self.lse.dtype) - self.lse[rows, None]).neg_()
         gradient[torch.arange(len(gradient)), self.target_ids[rows]] += 1.0
         return gradient.mul_(self.slope[rows, None])
@@ -44,12 +52,12 @@ class LogitRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Exact values by name, for comparing a result with them.
+    """Exact values with which the result of a provider is compared.
 
     Attributes:
-        values: the exact values.
-        loss_scale: mean absolute loss of a token.
-        mask: (N,) 1 for tokens whose logps count.
+        values: the exact values, with the same keys as in a `Result`.
+        loss_scale: mean absolute loss of a token. The error of the loss is divided by it.
+        mask: (N,) 1 for the tokens whose logps are compared, 0 for all others.
     """
 
     values: dict[str, Tensor | LogitRows]
@@ -57,10 +65,10 @@ class Truth:
     mask: Tensor | None = None
 
     def errors(self, result: dict[str, Tensor]) -> dict[str, float]:
-        """Return the error of each value.
+        """Return the error of each value of a result. The error of a missing value is infinite.
 
-        The error of the loss is divided by `loss_scale`. The error of logps is the largest absolute
-        one, and the error of a gradient is the relative L2 error.
+        The error of the loss is the absolute error divided by `loss_scale`. The error of the logps
+        is the largest absolute error. The error of a gradient is the relative L2 error.
         """
         values = self.values.items()
         return {name: self._error(name, value, result.get(name)) for name, value in values}
@@ -78,13 +86,13 @@ class Truth:
 
 
 def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
-    """Return whether a result is accurate enough to be timed. NaN is not."""
+    """Return whether a result is accurate enough to be timed. A NaN error is not acceptable."""
     bars = {name: LOGP_TOLERANCE if name == "logps" else TOLERANCE for name in errors}
     return all(error <= bars[name][dtype] for name, error in errors.items())
 
 
 def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
-    """Return ‖value − exact‖ / ‖exact‖, or infinity for a wrong shape."""
+    """Return the relative L2 error ‖value − exact‖ / ‖exact‖, or infinity if the shapes differ."""
     like = exact.logits if isinstance(exact, LogitRows) else exact
     if value.shape != like.shape:
         return float("inf")
@@ -97,7 +105,7 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
 
 
 def row_block(device: torch.device) -> int:
-    """Return the number of rows whose exact logits are small compared with the head."""
+    """Return the block size in rows. The exact logits of a block need less memory than the head."""
     return 1024 if device.type == "cuda" else 128
 
 
@@ -107,7 +115,7 @@ def blocks(n: int, device: torch.device, size: int = 0) -> list[slice]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -119,8 +127,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def dtype_for(weight: Tensor) -> torch.dtype:
-    """Return fp64 if the head, its gradient and two blocks of logits fit into half of the free
-    memory.
+    """Return the dtype of the exact answer: fp64, or fp32 if memory is short.
+
+    In fp64, the head, its gradient and two blocks of logits must fit into half of the free memory.
     """
     v, h = weight.shape
     needed = 8 * (2 * v * h + 2 * row_block(weight.device) * v)
@@ -129,7 +138,7 @@ def dtype_for(weight: Tensor) -> torch.dtype:
 
 @torch.no_grad()
 def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw (N,) int64 tokens from the softmax of hidden · weightᵀ."""
+    """Sample one token id for each row from the softmax of hidden · weightᵀ. Return (N,) int64."""
     target_ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     for rows in blocks(len(hidden), hidden.device):
         probabilities = torch.softmax(hidden[rows].float() @ weight.float().T, -1)
@@ -139,7 +148,7 @@ def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the (N,) log-probabilities of the targets."""
+    """Return the exact log-probabilities of the targets, of shape (N,), in `dtype`."""
     head = weight.to(dtype)
     found = torch.empty(len(target_ids), dtype=dtype, device=hidden.device)
     for rows in blocks(len(target_ids), hidden.device):
@@ -150,7 +159,7 @@ def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype
 
 @torch.no_grad()
 def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return log Σ exp of every row, of shape (R,)."""
+    """Return the log-sum-exp of every row of logits (R, V), of shape (R,)."""
     rows_of = blocks(len(logits), logits.device)
     return torch.cat([logits[rows].to(dtype).logsumexp(-1) for rows in rows_of])
 
@@ -158,9 +167,10 @@ def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def dapo(
     logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, float]:
-    """Return (loss, slope of the loss for each logp, mean absolute loss of a token).
+    """Compute the dapo loss Σ mask·(-min(r·A, clip(r)·A)) / Σ mask, with the ratio r.
 
-    The loss is Σ mask·(-min(r·A, clip(r)·A)) / Σ mask.
+    Returns:
+        The loss, its gradient with respect to the logps (N,), and the mean absolute loss per token.
     """
     advantages = advantages.to(logps.dtype)
     mask = mask.to(logps.dtype)
@@ -176,9 +186,12 @@ def dapo(
 def gradients(
     hidden: Tensor, weight: Tensor, target_ids: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dH (N, H) and dW (V, H) of Σ slope·logp, in the slope's dtype.
+    """Compute the gradients of Σ slope·logp for hidden and weight, in the dtype of `slope`.
 
-    Rows of slope 0 are skipped.
+    Rows with slope 0 are skipped.
+
+    Returns:
+        The gradients of hidden (N, H) and of weight (V, H).
     """
     head = weight.to(slope.dtype)
     grad_hidden = torch.zeros_like(hidden, dtype=slope.dtype)

@@ -1,15 +1,16 @@
-"""Regression gate of the CPU path: ratios to the limit, compared with stored ratios of this CPU.
+"""Speed regression test of the CPU kernels, relative to ratios that were stored for this CPU.
 
-    python -m benchmarks.kernels.gate            compares; the exit code is 1 if a ratio is 15%
-    worse
-    python -m benchmarks.kernels.gate --update   stores this run's ratios. Run it on a quiet
-    machine
-                                                 and commit the file.
+    python -m benchmarks.kernels.gate            compare with the stored ratios
+    python -m benchmarks.kernels.gate --update   store new ratios
 
-A ratio is our time over the time of the limit in the same process (three GEMMs, one GEMM, a copy).
-A slow machine therefore changes both times. The gate measures with 1 and 2 threads, with the AVX2
-code (GRPO_FAST_CPU=avx2) and, if the CPU has it, with the AVX-512 code. A case that looks worse is
-measured up to two more times, and its best ratio counts.
+The exit code is 1 if a ratio is more than 15% worse than the stored ratio. Use `--update` on a
+quiet machine, and commit the file.
+
+A ratio is the time of grpo_fast divided by the time of the limit (three GEMMs, one GEMM or a copy).
+Both are measured in the same process, so a slow machine affects both times equally. The gate
+measures with 1 and 2 threads, with the AVX2 code (GRPO_FAST_CPU=avx2) and, if the CPU supports it,
+with the AVX-512 code. A case that looks worse is measured up to two more times, and its best ratio
+counts.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from benchmarks.report.files import write
 TOLERANCE = 0.15
 ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
-# The shapes of the README and one for the copies. The overhead of a call is small at these shapes,
-# and the gate takes about a minute.
+# The gate measures these operations, shapes and dtypes. The shapes are those of the README, and one
+# more for the operation whose limit is a copy. They are large enough that the overhead of a call
+# does not matter, and small enough that the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
@@ -45,7 +47,7 @@ WORK: list[tuple[str, Shape, str]] = [
 
 
 class Setting(NamedTuple):
-    """One measured ratio of the gate."""
+    """One case of the gate, for which a ratio is measured and stored."""
 
     operation: str
     shape: Shape
@@ -61,10 +63,10 @@ class Setting(NamedTuple):
 
 
 def settings(threads: list[int]) -> list[Setting]:
-    """Return the settings of this CPU.
+    """Return the settings that this CPU can run.
 
-    AVX-512 is measured only if the CPU has it. Products of 16-bit numbers exist only in the native
-    code, for CPUs with such instructions.
+    AVX-512 code is only measured if the CPU supports it. Only the native code uses 16-bit product
+    instructions, so it is measured for bf16 if the CPU has them.
     """
     flags = set(measure.hardware("cpu").get("instructions", []))
     widest = {
@@ -80,7 +82,7 @@ def settings(threads: list[int]) -> list[Setting]:
 
 
 def ratio(setting: Setting, budget: float) -> float:
-    """Return our time over the time of the limit, measured in a separate process.
+    """Return the time of grpo_fast divided by that of the limit, measured in a separate process.
 
     Raises:
         ValueError: the case was not timed, because of a wrong result or a crash.
@@ -103,7 +105,7 @@ def ratio(setting: Setting, budget: float) -> float:
 
 
 def compare(setting: Setting, stored: float | None, budget: float) -> tuple[float, bool]:
-    """Return the best ratio of up to ATTEMPTS runs, and whether it is within the tolerance."""
+    """Return the best ratio of up to `ATTEMPTS` runs, and whether it passes the gate."""
     best = float("inf")
     for _ in range(ATTEMPTS):
         best = min(best, ratio(setting, budget))
@@ -113,7 +115,7 @@ def compare(setting: Setting, stored: float | None, budget: float) -> tuple[floa
 
 
 def line(setting: Setting, found: float, stored: float | None, passed: bool) -> str:
-    """Return the line that the gate prints for a setting."""
+    """Return the printed line: the setting, its ratio, and the change from the stored ratio."""
     against = "nothing stored"
     if stored is not None:
         against = f"stored {stored:.2f}, {found / stored - 1:+.0%}"

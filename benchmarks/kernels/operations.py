@@ -1,4 +1,4 @@
-"""Measured operations: their necessary work, and the exact answer that their results must equal."""
+"""Measured operations, with their exact answers and the work that each must at least do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class Operation:
 
     Attributes:
         title: title of its table.
-        truth: exact answer of a `Problem` that a result must equal.
-        flops: matrix flops divided by N·V·H. 0 if the operation is limited by memory traffic.
-        passes: smallest number of times that N·V elements cross the memory bus.
+        truth: name of the exact answer in `Problem.truth` with which results are compared.
+        flops: necessary flops of the matrix products, divided by N·V·H. The value is 0 for an
+            operation that is limited by memory bandwidth.
+        passes: necessary number of reads and writes of all N·V logits, if `flops` is 0.
     """
 
     title: str
@@ -24,7 +25,7 @@ class Operation:
     passes: int = 0
 
     def rate(self, shape: Shape, itemsize: int, milliseconds: float) -> tuple[float, str]:
-        """Return the rate of the necessary work, in TFLOP/s or GB/s, and the unit."""
+        """Return the necessary work divided by the time, and its unit: TFLOP/s or GB/s."""
         n, h, v = shape
         if self.flops:
             return self.flops * n * v * h / milliseconds / 1e9, "TFLOP/s"
@@ -43,8 +44,8 @@ OPERATIONS: dict[str, Operation] = {
 }  # fmt: skip
 
 
-# Benchmarks in benchmarks/trainers/NAME.py, with options for a realistic size that takes less than
-# a minute on a GPU.
+# Benchmarks in benchmarks/trainers/NAME.py, and their options on a GPU. With these options, each
+# benchmark measures a realistic size in less than a minute.
 SCRIPTS: dict[str, str] = {
     "step": "--model-config qwen2.5-0.5b --prompt 4096 --completion 256 --rounds 5 --budget 3",
     "rollout": "--batch 64 --new-tokens 64 --budget 3",

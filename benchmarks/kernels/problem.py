@@ -1,4 +1,4 @@
-"""One benchmark problem: the tensors that every provider gets, and the exact answer."""
+"""Input tensors of a benchmark case, the same for all providers, and the exact results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.kernels.shapes import COMPLETIONS, Shape
 
 EPSILON = 0.2
 LOGIT_STD = 2.0
-# In a peaked row, the likeliest token is this many nats (mean, standard deviation) above the sum of
-# the other tokens.
+# In a peaked row, the logit of the likeliest token exceeds the log-sum-exp of all other tokens by a
+# random number of nats, with this mean and standard deviation.
 PEAK = (4.0, 2.0)
 INACTIVE = ("masked", "zero-advantage", "clipped")
 
@@ -25,15 +25,14 @@ class Variant(NamedTuple):
     """Properties of the rows of a problem.
 
     Attributes:
-        active: fraction of the completions' tokens that have a gradient.
-        inactive: reason why the other tokens have no gradient: "masked", "zero-advantage" (of
-        their
-            completion), or "clipped", which is known only after the logp is computed.
-        softmax: "flat" (logits of standard deviation 2) or "peaked" (the target's probability is
-            mostly above 0.9).
-        mask: "full", or "ragged" for right-padded completions that fill between a quarter and
-        all
-            of their slots.
+        active: fraction of the completion tokens that have a gradient.
+        inactive: reason why the other tokens have no gradient. "masked" means masked tokens,
+            "zero-advantage" means completions with advantage 0, and "clipped" means tokens whose
+            ratio is clipped, which is only known after the logp is computed.
+        softmax: "flat" (logits with standard deviation 2) or "peaked" (the probability of the
+            target is mostly above 0.9).
+        mask: "full", or "ragged" for right-padded completions. The lengths of ragged completions
+            are between a quarter and all of the slots.
     """
 
     active: float = 1.0
@@ -47,10 +46,10 @@ STANDARD = Variant()
 
 @dataclasses.dataclass(eq=False)
 class Problem:
-    """Packed GRPO batch of 8 completions of N/8 tokens, with the dapo loss and without KL.
+    """Packed GRPO batch of 8 completions with N/8 tokens each, for the dapo loss without KL.
 
-    Advantages have both signs. No ratio is close to a clipping bound, because a provider that
-    rounds its logits to 16 bits could then decide differently from the exact answer.
+    The advantages have both signs. No ratio is close to a clipping bound. Otherwise a provider that
+    rounds its logits to 16 bits could clip a token that the exact answer does not clip.
     """
 
     hidden: Tensor  # (N, H), requires grad
@@ -67,17 +66,17 @@ class Problem:
 
     @functools.cached_property
     def count(self) -> int:
-        """Number of tokens in the mask, by which the loss is divided."""
+        """Number of unmasked tokens. The loss is divided by it."""
         return int(self.mask.sum())
 
     @functools.cached_property
     def mask_or_none(self) -> Tensor | None:
-        """Mask as (N,) bool, or None if every token counts."""
+        """Mask as (N,) bool, or None if no token is masked."""
         return None if self.count == len(self.mask) else self.mask.bool()
 
     @property
     def token_advantages(self) -> Tensor:
-        """Advantage of each token, (N,) fp32."""
+        """Advantage of each token's completion, (N,) fp32."""
         return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
 
     @functools.cached_property
@@ -87,7 +86,10 @@ class Problem:
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """Logits as trainers have them, (B, N/B + 1, V), with a spare row after each completion."""
+        """Logits in the layout of a trainer, (B, N/B + 1, V).
+
+        As in a trainer, the last row of each completion predicts no token. It is unused.
+        """
         n, _, v = self.shape
         rows = n // COMPLETIONS
         logits = self.hidden.new_zeros(COMPLETIONS, rows + 1, v).detach()
@@ -135,7 +137,7 @@ class Problem:
 
     @functools.cached_property
     def _logits_loss_truth(self) -> exact.Truth:
-        """Exact loss of `logits`, which are rounded to their dtype."""
+        """Compute the exact loss of `self.logits`, which are rounded to their dtype."""
         logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
         lse = exact.logits_lse(logits, self.exact_dtype)
         logps = gathered(logits, targets).to(self.exact_dtype) - lse
@@ -152,8 +154,9 @@ class Problem:
 
 
 def spread(values: Tensor) -> Tensor:
-    """Return (N,) values per token in the layout of `Problem.logits`, (N + B,), with 0 in the spare
-    rows.
+    """Convert token values (N,) to the row layout of `Problem.logits`, of shape (N + B,).
+
+    The unused row of each completion gets 0.
     """
     return torch.nn.functional.pad(values.view(COMPLETIONS, -1), (0, 1)).flatten()
 
@@ -169,8 +172,9 @@ def make_problem(
     variant: Variant = STANDARD,
     seed: int = 0,
 ) -> Problem:
-    """Build a problem with random hidden states and head, and with targets drawn from their
-    softmax.
+    """Build a problem with random hidden states and a random head.
+
+    The targets are sampled from the softmax of their logits.
     """
     n, h, v = shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -188,7 +192,7 @@ def make_problem(
     logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
-    # A probability cannot exceed 1. A row whose old probability would is on policy instead.
+    # A log-probability cannot be positive. Use the current logp in such a row (its ratio is 1).
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -198,7 +202,7 @@ def make_problem(
 def coefficients(
     n: int, variant: Variant, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return advantages (B,), log ratios (N,) and mask (N,), all fp32."""
+    """Draw the advantages (B,), log ratios (N,) and mask (N,) of a variant, all fp32."""
     device, slots = generator.device, n // COMPLETIONS
 
     def uniform(count: int) -> Tensor:
@@ -206,8 +210,8 @@ def coefficients(
 
     sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
     advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
-    # Half of the rows are on policy except for noise. The other half is far on the side of the clip
-    # that has a gradient.
+    # Half of the ratios are close to 1. The other half is outside of the clipping range, but on the
+    # side where the loss still has a gradient.
     noise = 0.02 * torch.randn(n, generator=generator, device=device)
     log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)
     mask = ragged_mask(n, device) if variant.mask == "ragged" else torch.ones(n, device=device)
@@ -223,7 +227,7 @@ def coefficients(
 
 
 def ragged_mask(n: int, device: torch.device) -> Tensor:
-    """Return (N,) ones up to each completion's length, between a quarter and all of its slots."""
+    """Return the (N,) mask of right-padded completions that fill 1/4 to all of their slots."""
     slots = n // COMPLETIONS
     lengths = torch.linspace(slots / 4, slots, COMPLETIONS, device=device).round().clamp(min=1)
     lengths = lengths[[3, 7, 0, 5, 2, 6, 1, 4]]

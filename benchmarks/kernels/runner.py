@@ -1,4 +1,4 @@
-"""Runner of benchmark cases: it verifies every provider and times the correct ones in turns."""
+"""Runner of the benchmark cases. It verifies all providers and times the correct ones."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ class Plan:
     """Settings of a run. Child processes receive them as JSON.
 
     Attributes:
-        operations: names in OPERATIONS.
-        shapes: token rows, hidden size and vocabulary of the cases.
-        dtypes: names in DTYPES.
-        variants: properties of the rows. Each combination of shape, dtype and variant is one
-        case.
+        operations: names in `OPERATIONS`.
+        shapes: numbers of token rows, hidden sizes and vocabulary sizes.
+        dtypes: names in `DTYPES`.
+        variants: properties of the token rows. Each combination of an operation, shape, dtype and
+            variant is one case.
         device: "cpu" or "cuda".
-        allocators: allocators of the CPU, "default" and "fair".
-        backends: backends of grpo_fast. Empty means all that run here.
-        providers: parts of provider names. Empty means all. The limits always run.
-        threads: CPU threads.
-        budget: seconds of timing for each provider and case.
-        rounds: largest number of rounds. At least 2 are run, whatever the budget.
+        allocators: memory allocators that are used on a CPU, "default" or "fair" or both.
+        backends: backends of grpo_fast. An empty list selects all that differ on this device.
+        providers: parts of provider names; other providers do not run. An empty list selects all.
+            The limits always run.
+        threads: number of CPU threads.
+        budget: time for each provider and case, in seconds.
+        rounds: maximum number of rounds. The minimum is 2, even if the budget is exceeded.
         verify_only: check the results without timing them.
     """
 
@@ -76,7 +77,7 @@ class Plan:
         return cls(**fields)
 
     def candidates(self, operation: str) -> list[Provider]:
-        """Return the providers of an operation that this plan selects."""
+        """Return the limits and all providers of an operation that the plan selects."""
 
         def is_wanted(provider: Provider) -> bool:
             if provider.role == "limit":
@@ -92,7 +93,7 @@ class Plan:
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
 
     def distinct_backends(self) -> list[str]:
-        """Return every backend of ours except the one that "auto" selects on this device."""
+        """Return all backends except the one that "auto" selects, which would be timed twice."""
         return [name for name in BACKENDS if name != self.auto_backend()]
 
     def auto_backend(self) -> str:
@@ -101,13 +102,14 @@ class Plan:
         return route.rows_route("auto", torch.empty(0, device=self.device)).backend
 
 
-Save = Callable[[list[dict[str, Any]]], None]  # writes the cases so far
+Save = Callable[[list[dict[str, Any]]], None]  # saves the finished cases
 
 
 def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run all cases and save them as they finish.
+    """Run all cases, save them as they finish, and return them.
 
-    Each allocator of a CPU runs in a child process.
+    On a CPU, the cases run in one child process for each allocator, because the allocator is chosen
+    when a process starts.
     """
     if plan.device == "cuda":
         return run_cases(plan, save)
@@ -119,8 +121,9 @@ def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
 
 
 def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Run the cases in a new process with an allocator. If it is interrupted, return its finished
-    cases.
+    """Run the cases in a new process with the given allocator, and return them.
+
+    If the process is interrupted or crashes, return the cases that it had finished.
     """
     environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
     search = [str(ROOT), os.environ.get("PYTHONPATH")]
@@ -145,7 +148,7 @@ def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[s
 
 
 def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run the cases of a plan, with one problem for all operations. Save after each case."""
+    """Run the cases in this process, and save after each. All operations share the same tensors."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
     cases: list[dict[str, Any]] = []
@@ -191,14 +194,14 @@ def run_case(
 
 
 def route_of(operation: str, problem: Problem) -> str:
-    """Return a description of the code that "auto" selects."""
+    """Describe which backend and kernels "auto" selects for this operation."""
     if operation.startswith("logits"):
         return str(route.rows_route("auto", problem.hidden))
     return str(route.head_route("auto", problem.weight))
 
 
 def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Plan) -> None:
-    """Add the interleaved times and the peak memory of the steps to their rows."""
+    """Time the steps in interleaved rounds. Add the times and the peak memory to the rows."""
     for name, samples in measure.interleaved(steps, plan.device, plan.budget, plan.rounds).items():
         rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 4) for s in samples]}
         if rows[name]["role"] != "limit":
@@ -208,7 +211,10 @@ def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Pl
 def weigh(
     rows: dict[str, dict[str, Any]], operation: str, shape: Shape, dtype: torch.dtype
 ) -> None:
-    """Add to each row its ratio to the fastest limit and its rate. Both count all N rows."""
+    """Add to each row its time relative to the fastest limit, and its rate in flop/s or bytes/s.
+
+    The work of all N token rows counts, although inactive rows may be skipped.
+    """
     timed = [row for row in rows.values() if "median_ms" in row]
     limit = min(row["median_ms"] for row in timed if row["role"] == "limit")
     for row in timed:
@@ -221,7 +227,7 @@ def weigh(
 def verify(
     provider: Provider, operation: str, problem: Problem, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Any], Step | None]:
-    """Return the provider's row so far, and its step if the result is correct."""
+    """Run a provider once. Return its row with the errors, and its step if it is correct."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
         reason = provider.missing(device, dtype, problem.shape)
@@ -236,7 +242,7 @@ def verify(
     except Exception as error:  # a peer may raise anything; its row says so, and the run continues
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         row |= {"status": "failed", "reason": reason}
-    # Not in the handler: while it runs, the exception keeps the step's tensors alive.
+    # Release memory outside of the handler, in which the exception keeps the tensors alive.
     if row["status"] == "failed":
         release(device)
         return row, None

@@ -1,4 +1,4 @@
-"""Measured shapes: heads of real models by name, and small shapes for a CPU."""
+"""Shapes of the benchmarks: LM heads of well-known models, and smaller shapes for a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Head(NamedTuple):
     v: int
 
 
-# From the models' config.json. The vocabulary counts the rows of the weight, including padding.
+# Sizes from the config.json of each model. The vocabulary size includes padding rows of the weight.
 MODELS: dict[str, Head] = {
     "qwen2.5-0.5b": Head(896, 151936),
     "qwen2.5-1.5b": Head(1536, 151936),
@@ -44,7 +44,8 @@ CPU: list[Shape] = [
     Shape(512, 896, 32000),
     Shape(512, 896, 151936),
 ]
-# The first three shapes have the hidden sizes of the GPU bars. The last has a different vocabulary.
+# The first three shapes have the hidden sizes for which benchmarks/gpu/bars.py sets targets. The
+# last shape has a smaller vocabulary.
 GPU: list[Shape] = [
     Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
 ]
@@ -52,11 +53,11 @@ TOKENS = (1024, 8192, 131072)
 
 
 def shape_of(text: str) -> Shape:
-    """Return the shape of a text `N,H,V`.
+    """Parse a shape from the text `N,H,V`.
 
     Raises:
         ValueError: the text is not three positive integers, or N is not a multiple of
-        COMPLETIONS.
+            `COMPLETIONS`.
     """
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
@@ -75,7 +76,7 @@ def checked(shape: Shape) -> Shape:
 
 
 def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
-    """Return the shapes of every model with every number of tokens."""
+    """Return one shape for each combination of a model and a number of tokens."""
     for name in models:
         if name not in MODELS:
             raise ValueError(f"model: expected one of {list(MODELS)}, got {name!r}")
@@ -83,5 +84,5 @@ def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
 
 
 def name_of(shape: Shape) -> str:
-    """Return the names of the models with this head, or an empty text."""
+    """Return the names of all models with this head, joined by commas. It may be empty."""
     return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))

@@ -1,8 +1,7 @@
-"""Benchmarks of the small shapes for pytest-benchmark: `make bench-small`.
+"""Benchmarks of the small shapes with pytest-benchmark. `make bench-small` runs them.
 
-The providers and the check before timing are the same as in `python -m benchmarks`, which makes the
-tables of the README. Use this file to compare quickly (`--benchmark-compare`) while you work on a
-kernel.
+Use them while you work on a kernel: `--benchmark-compare` shows the change since an earlier run.
+The providers, and the verification before timing, are the same as in `python -m benchmarks`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base of the providers: what each has, and the steps that they share."""
+"""Base class of the providers, and the functions with which they build their steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ GIB = 2**30
 
 
 class Provider(NamedTuple):
-    """One candidate of a benchmark.
+    """Implementation of an operation that a benchmark measures.
 
     Attributes:
         name: name in the tables.
-        role: "ours", "peer", "limit", or "dense" for a cross entropy without coefficients per
-        token.
-        prepare: Problem -> Step.
+        role: "ours" (grpo_fast), "peer" (another implementation), "limit", or "dense" for a cross
+            entropy that has no coefficient per token and therefore computes a different loss.
+        prepare: function that returns the `Step` of a `Problem`.
         needs: package that the provider imports, or None.
-        why_not: (device type, dtype) -> reason why the provider cannot run, or None.
-        wide_logits: number of fp32 buffers of N·V elements that the provider allocates at once.
-        The
-            provider does not run if they do not fit into memory.
+        why_not: function of device type and dtype. Returns the reason why the provider cannot run,
+            or None.
+        wide_logits: number of fp32 buffers of N·V elements that the provider has in memory at the
+            same time. The provider is skipped if they do not fit.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Provider(NamedTuple):
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Return the reason why this provider cannot run here, or None."""
+        """Return the reason why this provider cannot run, or None. `shape` adds a memory check."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         reason = self.why_not(device, dtype)
@@ -54,7 +54,7 @@ class Provider(NamedTuple):
 
 
 def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
-    """Return a step that computes a loss and its gradients for hidden and weight."""
+    """Return a step that computes a loss and its gradients with respect to hidden and weight."""
 
     def run() -> Result:
         loss = loss_of()
@@ -65,7 +65,7 @@ def differentiate(problem: Problem, loss_of: Callable[[], Tensor]) -> Step:
 
 
 def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Step:
-    """Return a step that computes logps and their gradients. `problem.grad_logps` is upstream."""
+    """Return a step that computes logps and back-propagates `problem.grad_logps` through them."""
     upstream = problem.grad_logps
 
     def run() -> Result:
@@ -80,7 +80,11 @@ def differentiate_logps(problem: Problem, logps_of: Callable[[], Tensor]) -> Ste
 def differentiate_logits(
     problem: Problem, loss_of: Callable[[Tensor], Tensor], inplace: bool = False
 ) -> Step:
-    """Return a step that computes a loss and its gradient for logits of shape (B, L + 1, V)."""
+    """Return a step that computes a loss and its gradient with respect to the logits (B, L + 1, V).
+
+    If `inplace` is set, the loss overwrites the logits with the gradient. The step then restores
+    the logits before each call.
+    """
     buffer = problem.logits.clone() if inplace else problem.logits
 
     def run() -> Result:
@@ -102,7 +106,10 @@ def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
 
 
 def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Return Σ mask·(-min(r·A, clip(r)·A)) / count, for peers that only compute logps (N,)."""
+    """Return the dapo loss Σ mask·(-min(r·A, clip(r)·A)) / count of logps (N,).
+
+    It is used for peers that only compute logps.
+    """
     ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
     return -(torch.minimum(ratio * advantages, clipped * advantages) * mask).sum() / count

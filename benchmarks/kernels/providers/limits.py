@@ -1,4 +1,4 @@
-"""Limits that no implementation can beat: the bare matrix products and the bare copy."""
+"""Lower limits of the time: the matrix products alone, and a copy of the logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from benchmarks.measure import Result, Step
 
 
 def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], Step]:
-    """Return a provider's `prepare` for one GEMM (hidden·Wᵀ) or three (also d·W and dᵀ·hidden).
+    """Return the `prepare` function of a limit that consists of matrix products.
 
-    The products write to allocated buffers, in blocks of rows if N·V does not fit. If
-    `compute_dtype` is float32, 16-bit inputs are converted once and the conversion is not timed.
-    This is the limit of machines whose 16-bit products are slower than their fp32 products.
+    The products write to buffers that are allocated before the timing. Logits that are too large
+    are computed in blocks of rows.
+
+    Args:
+        count: 1 for hidden·Wᵀ, or 3 for hidden·Wᵀ and the two products of the backward pass.
+        compute_dtype: dtype of the products, or None for that of the inputs. With float32, 16-bit
+            inputs are converted before the timing. On some CPUs fp32 products are faster than
+            16-bit products, so they are the limit there.
     """
 
     def prepare(problem: Problem) -> Step:
@@ -43,7 +48,7 @@ def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], 
 
 
 def copy(problem: Problem) -> Step:
-    """Return a step that reads and writes the logits once."""
+    """Return a step that copies the logits: one read and one write of N·V elements."""
     source = problem.logits
     target = torch.empty_like(source)
 

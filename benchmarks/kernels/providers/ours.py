@@ -22,7 +22,7 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
-    """Return a function that gives the reason why a backend cannot run on a device."""
+    """Return the `why_not` function of a backend: the reason why it cannot run, or None."""
 
     def why_not(device: str, dtype: torch.dtype) -> str | None:
         from grpo_fast.kernels import route as backends
@@ -41,7 +41,7 @@ def config() -> Any:
 
 
 def loss(backend: str) -> Callable[[Problem], Step]:
-    """Return a provider's `prepare` for `grpo_fast.linear_grpo_loss`, forward and backward."""
+    """Return the `prepare` function for `linear_grpo_loss`, forward and backward."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_grpo_loss
@@ -60,7 +60,7 @@ def loss(backend: str) -> Callable[[Problem], Step]:
 
 
 def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
-    """Return a provider's `prepare` for `grpo_fast.linear_logps`. A masked row has target -100."""
+    """Return the `prepare` function for `linear_logps`. Masked rows get target id -100."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_logps
@@ -78,8 +78,9 @@ def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
 
 
 def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
-    """Return a provider's `prepare` for `grpo_fast.logits_grpo_loss` on (B, L + 1, V) logits. Spare
-    rows are masked.
+    """Return the `prepare` function for `logits_grpo_loss` on logits (B, L + 1, V).
+
+    The unused last row of each completion is masked.
     """
 
     def prepare(problem: Problem) -> Step:
@@ -106,7 +107,7 @@ def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
 def providers(
     make: Callable[[str], Callable[[Problem], Step]], chosen: tuple[str, ...] = BACKENDS
 ) -> list[Provider]:
-    """Return one provider for each backend."""
+    """Return one provider for each backend, with the function `make(backend)` as its `prepare`."""
     return [
         Provider(f"grpo_fast ({name})", "ours", make(name), why_not=unavailable(name))
         for name in chosen

@@ -1,7 +1,8 @@
-"""Providers of the peers, called as their documentation says.
+"""Providers of other libraries, which are called as their documentation says.
 
-Most peers compute logps. Two lines of torch then compute the objective. If a package is not
-installed, or does not support the device or dtype, its provider gives the reason.
+Most of these libraries only compute logps, so plain torch code computes the loss from the logps. If
+a library is not installed, or does not support the device or dtype, its provider is skipped and the
+table shows the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
 IGNORED = -100
-# Problem -> (() -> logps (N,)). The logps of masked rows are not used.
+# A function that prepares a problem and returns a function without arguments. The latter computes
+# logps (N,). The logps of masked rows are ignored.
 Logps = Callable[[Problem], Callable[[], Tensor]]
 
 
 def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """Compute all logits, then the cross entropy in fp32."""
+    """Compute all logits at once and then their logps in fp32, (N,)."""
     return -F.cross_entropy((hidden @ weight.T).float(), target_ids, reduction="none")
 
 
@@ -51,7 +53,7 @@ def compiled(problem: Problem) -> Callable[[], Tensor]:
 
 
 def compiled_loss(problem: Problem) -> Step:
-    """Compile the logps and the objective as one graph."""
+    """Return a step that compiles the logps and the loss as one graph with torch.compile."""
     function, arguments = torch.compile(plain_loss, dynamic=False), dapo_arguments(problem)
     return differentiate(
         problem, lambda: function(problem.hidden, problem.weight, problem.target_ids, *arguments)
@@ -59,9 +61,9 @@ def compiled_loss(problem: Problem) -> Step:
 
 
 def trl(problem: Problem) -> Callable[[], Tensor]:
-    """Use `GRPOTrainer`'s fused head (trl.trainer.utils.add_fused_lm_head) for the logps.
+    """Compute logps as the fused LM head of TRL's `GRPOTrainer` does (`add_fused_lm_head`).
 
-    On a GPU TRL computes only active rows.
+    On a GPU, TRL selects the unmasked rows before the product, so this function does so, too.
     """
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
@@ -82,7 +84,7 @@ def trl(problem: Problem) -> Callable[[], Tensor]:
 
 
 def cce(problem: Problem) -> Callable[[], Tensor]:
-    """Use Cut Cross-Entropy (torch_compile without a GPU). Masked rows have ignored targets."""
+    """Compute logps with Cut Cross-Entropy, on a CPU with its implementation "torch_compile"."""
     from cut_cross_entropy import linear_cross_entropy
 
     implementation = "cce" if problem.hidden.is_cuda else "torch_compile"
@@ -96,7 +98,7 @@ def cce(problem: Problem) -> Callable[[], Tensor]:
 
 
 def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
-    """Use Liger's scaled cross entropy for Hopper (CuTe-DSL), which does not store logits."""
+    """Compute logps with Liger's CuTe-DSL cross entropy for Hopper, which does not store logits."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         LigerFusedLinearScaledCrossEntropyFunction,
     )
@@ -108,7 +110,7 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
-    """Use verl's Triton kernel, which also computes the entropy."""
+    """Compute logps with verl's Triton kernel. The kernel always computes the entropy, too."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return lambda: linear_cross_entropy(
@@ -122,7 +124,7 @@ def ignored(problem: Problem) -> Tensor:
 
 
 def liger_loss(problem: Problem) -> Step:
-    """Use Liger's chunked loss with its defaults: one completion per chunk, compiled. KL is off."""
+    """Use Liger's chunked GRPO loss without KL, compiled and with one completion per chunk."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     head = LigerFusedLinearGRPOLoss(
@@ -140,7 +142,7 @@ def liger_loss(problem: Problem) -> Step:
 def quack_dense(problem: Problem) -> Step:
     """Use QuACK's chunked linear cross entropy with mean reduction.
 
-    It has no coefficients per token.
+    It has no coefficient per token, so it cannot compute a GRPO loss.
     """
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
@@ -149,7 +151,7 @@ def quack_dense(problem: Problem) -> Step:
 
 
 def torch_dense(chunked: bool) -> Callable[[Problem], Step]:
-    """Use torch's fused linear cross entropy with mean reduction."""
+    """Use `F.linear_cross_entropy` with mean reduction, with or without chunks."""
 
     def prepare(problem: Problem) -> Step:
         options = torch.nn.LinearCrossEntropyOptions() if chunked else None
@@ -163,8 +165,9 @@ def torch_dense(chunked: bool) -> Callable[[Problem], Step]:
 
 
 def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
-    """Compute the loss of all rows. Spare rows are masked, because slicing them off would copy the
-    logits.
+    """Compute the loss from logits (B, L + 1, V) in plain torch.
+
+    The last row of each completion is masked. Slicing it off would copy the logits.
     """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
     return dapo(logps, *arguments)  # type: ignore[arg-type]
@@ -187,7 +190,7 @@ def plain_logits(compile_it: bool) -> Callable[[Problem], Step]:
 
 
 def liger_triton(inplace: bool) -> Callable[[Problem], Step]:
-    """Use Liger's fused GRPO loss from (B, L + 1, V) logits."""
+    """Use Liger's Triton GRPO loss, which computes the loss from logits (B, L + 1, V)."""
 
     def prepare(problem: Problem) -> Step:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -250,7 +253,8 @@ def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-# By name: logps, package, reason why the peer cannot run, number of fp32 buffers of N·V elements.
+# Peers that compute logps. The value of each name has the function that prepares the logps, the
+# required package, the `why_not` function, and the number of fp32 buffers of N·V elements.
 LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None], float]] = {
     "plain torch": (plain, None, runs_anywhere, 3.0),
     "torch.compile": (compiled, None, runs_anywhere, 2.0),

@@ -1,4 +1,4 @@
-"""Report files: a benchmark writes one report, a GPU session writes several."""
+"""Read and write report files. A benchmark writes one report, and a GPU session several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write(path: Path, content: Any) -> None:
-    """Write JSON. An interruption leaves the old file unchanged."""
+    """Write `content` as JSON. If the write is interrupted, the old file stays unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(content, indent=1) + "\n")
@@ -17,7 +17,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def load(path: str | Path) -> list[dict[str, Any]]:
-    """Return the reports of a file.
+    """Return the reports of a JSON file: one of a benchmark, or all of a GPU session.
 
     Raises:
         ValueError: the file was not written by a benchmark.
@@ -36,7 +36,7 @@ def load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Return the cases of all reports, each with its report's hardware, commit and number."""
+    """Return all cases. Each has the hardware, commit and running number of its report added."""
     found: list[dict[str, Any]] = []
     reports = (report for path in paths for report in load(path))
     for number, report in enumerate(reports):
@@ -47,7 +47,7 @@ def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def machine(hardware: dict[str, Any]) -> str:
-    """Return one line that names the hardware of a figure."""
+    """Return a one-line description of the hardware of a report."""
     if "gpu" in hardware:
         return str(hardware["gpu"])
     instructions = " ".join(hardware.get("instructions", [])) or "no SIMD"

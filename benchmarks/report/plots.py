@@ -1,11 +1,11 @@
-"""Pictures of the tables of benchmarks/README.md, and the bars of the first page.
+"""Pictures for benchmarks/README.md, and the bar chart of the main README.md.
 
     python -m benchmarks.report.plots benchmarks/results/FILE.json … [-o FILE.png] [--bars]
 
-Without `--bars` the picture has four panels: time and memory over the number of tokens, time
-relative to the limit, and a roofline. A curve holds the cases of one run. The roof of the roofline
-is measured on the same machine: its bandwidth is that of the device copy in the given files, and
-its peak comes from benchmarks/kernels/ceiling.py. A machine without these measurements has no roof.
+Without `--bars`, the picture has four panels: time and memory over the number of tokens, time
+relative to the limit, and a roofline. All points of a curve come from one run. The roof of the
+roofline is measured on the same machine. Its bandwidth is the fastest measured copy, and its peak
+comes from benchmarks/kernels/ceiling.py. If these measurements are missing, no roof is drawn.
 
 With `--bars` the picture compares time and memory of all providers at one shape.
 """
@@ -29,7 +29,8 @@ OURS = "grpo_fast (auto)"
 COLORS = {"ours": "#c0392b", "limit": "#7f8c8d", "peer": "#2e6f9e"}
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
-# Floating-point operations for each logit of a kernel that reads logits: exponentials and products.
+# Assumed floating-point operations per logit (exponentials and products) in a kernel that reads
+# logits.
 LOGITS_FLOPS = 8
 BARS_SHAPE = [512, 896, 32000]  # the smallest shape that all peers ran
 
@@ -40,9 +41,13 @@ def is_standard(case: dict[str, Any]) -> bool:
 
 
 def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
-    """Return the title and the lines of the run with the most token counts for one LM head.
+    """Return the title and the lines of a panel that shows a value over the number of tokens.
 
-    A line is `name: (role, [(tokens, value), ...])`.
+    The panel shows the run that measured one LM head with the most different numbers of tokens.
+
+    Returns:
+        The title, and a dict from provider name to its role and its points (tokens, value). Both
+        are empty if no run has two numbers of tokens.
     """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
@@ -69,7 +74,7 @@ def draw_curves(axes: Any, cases: list[dict[str, Any]], value: str, label: str) 
     for index, (name, (role, points)) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": COLORS[role]} if role != "peer" else {}
         style |= {"ls": "--"} if role == "limit" else {}
-        style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}  # others show above it
+        style |= {"lw": 3.2, "zorder": 1} if role == "ours" else {"lw": 1.1}
         marker = MARKERS[index % len(MARKERS)]
         axes.plot(*zip(*points, strict=True), marker=marker, ms=4, label=name, **style)
     empty_or_log(axes, bool(lines), "tokens N", label)
@@ -87,7 +92,7 @@ def empty_or_log(axes: Any, has_data: bool, x: str, y: str) -> None:
 
 
 def draw_relative_times(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Draw the time of grpo_fast and of its fastest peer over that of the three GEMMs."""
+    """Draw the times of grpo_fast and of the fastest peer, divided by the time of three GEMMs."""
     chosen = {}
     for case in filter(is_standard, cases):
         if "median_ms" in case["rows"].get(OURS, {}):
@@ -115,7 +120,7 @@ def relative_time(row: dict[str, Any]) -> float:
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the machine's peak (flop/s) and bandwidth (bytes/s), each 0 if it was not measured."""
+    """Return the peak (flop/s) and the bandwidth (bytes/s) of the machine, or 0 if unmeasured."""
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -128,9 +133,12 @@ def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float, str]]:
-    """Return (role, flop/byte, flop/s, operation) of grpo_fast and of every peer.
+    """Return the points of the roofline, for grpo_fast and all peers.
 
-    Cases with inactive rows are left out, because they do less work than `work` counts.
+    Cases with inactive rows are left out, because they need less work than `work` returns.
+
+    Returns:
+        For each point: role, flop/byte, flop/s and operation.
     """
     points = []
     for case in cases:
@@ -144,7 +152,7 @@ def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float
 
 
 def work(case: dict[str, Any]) -> tuple[float, float]:
-    """Return the flops and bytes of a case if inputs are read and gradients written once."""
+    """Return the necessary flops and bytes of a case. Each input and gradient is moved once."""
     (n, h, v), item = case["shape"], case["itemsize"]
     if case["operation"].startswith("logits"):
         return LOGITS_FLOPS * n * v, 2 * item * n * v
@@ -153,7 +161,7 @@ def work(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> None:
-    """Write the name of each operation under its slowest point, one name for all linear_*."""
+    """Label the slowest point of each operation with its name. All linear_* share one label."""
     slowest: dict[str, tuple[float, float]] = {}
     for _, x, y, operation in points:
         if operation.startswith("linear"):
@@ -166,7 +174,7 @@ def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> 
 
 
 def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Draw the roofline of the dtype with the most cases, since each dtype has its own peak."""
+    """Draw the roofline of the dtype with the most cases. Each dtype has a different peak."""
     counts = collections.Counter(case["dtype"] for case in cases)
     dtype = counts.most_common(1)[0][0]
     cases = [case for case in cases if case["dtype"] == dtype]
@@ -195,10 +203,10 @@ def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
 
 
 def draw(paths: list[str], out: Path) -> Path:
-    """Draw the four panels.
+    """Draw the picture with four panels, and return its path.
 
     Raises:
-        ValueError: no file holds a measured case.
+        ValueError: the files have no measured case.
     """
     import matplotlib
 
@@ -229,10 +237,10 @@ def write_commits(figure: Any, cases: list[dict[str, Any]]) -> None:
 
 
 def draw_bars(paths: list[str], out: Path) -> Path:
-    """Draw time and memory of each provider at `BARS_SHAPE` in fp32, the picture of README.md.
+    """Draw the bar chart of README.md: time and memory of each provider at `BARS_SHAPE` in fp32.
 
     Raises:
-        ValueError: no file holds this shape.
+        ValueError: the files have no case of this shape.
     """
     import matplotlib
 
@@ -267,7 +275,7 @@ def draw_bars(paths: list[str], out: Path) -> Path:
 
 
 def bars(axes: Any, values: dict[str, float], title: str, written: str) -> None:
-    """Draw horizontal bars, the lowest value on top, with the value written at each bar's end."""
+    """Draw horizontal bars, with the smallest value on top. Write each value next to its bar."""
     names = sorted(values, key=lambda name: -values[name])
     for place, name in enumerate(names):
         color = COLORS["ours"] if name == OURS else "#9db8cc"

@@ -1,11 +1,12 @@
-"""Measurement of all CPU figures of benchmarks/README.md, and its tables.
+"""Measurement of all CPU numbers in benchmarks/README.md, and update of its tables.
 
-    python -m benchmarks.report.readme                 takes 15 minutes on a quiet machine
-    python -m benchmarks.report.readme --only loss     runs one step; --list names the steps
-    python -m benchmarks.report.readme --tables        writes the tables from the committed JSON
+    python -m benchmarks.report.readme                 measure everything (15 minutes)
+    python -m benchmarks.report.readme --only loss     run one step (--list shows all steps)
+    python -m benchmarks.report.readme --tables        only update tables and pictures
 
-The command writes benchmarks/results/cpu-STEP.json, the gate's ratios, the ceiling, kernels.png and
-the tables in benchmarks/README.md. No step starts after the deadline.
+Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
+The command then draws kernels.png and readme.png from these files and updates the tables in
+benchmarks/README.md. No step is started after the deadline.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 class Step(NamedTuple):
-    """A command that writes benchmarks/results/cpu-NAME.json to the path of its option `out`."""
+    """Command that measures a part of the numbers.
+
+    Attributes:
+        name: name of the step. The results are in benchmarks/results/cpu-NAME.json.
+        command: arguments for the Python interpreter.
+        out: option that sets the path of the results. If empty, the command chooses the path.
+    """
 
     name: str
-    command: str  # after the interpreter
+    command: str
     out: str = "--out"
 
 
@@ -42,8 +49,8 @@ LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
 
-# The most important steps are first, in case the time runs out. Budgets are seconds for each
-# candidate and case.
+# The most important steps come first, because later steps are skipped after the deadline. Budgets
+# are in seconds for each candidate and case.
 STEPS = [
     Step(
         "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
@@ -67,7 +74,11 @@ def file_of(name: str) -> Path:
 
 
 def run_steps(steps: list[Step], deadline: float) -> int:
-    """Run the steps until the deadline, and return the exit status."""
+    """Run the steps one after the other. Skip all that would start later than `deadline` seconds.
+
+    Returns:
+        0 if all steps ran without an error, else 1.
+    """
     started = time.monotonic()
     status = 0
     for step in steps:
@@ -87,7 +98,7 @@ def run_steps(steps: list[Step], deadline: float) -> int:
 
 
 def tables() -> str:
-    """Return all measured cases as Markdown, with one table for each operation."""
+    """Return the tables of the page in Markdown, one for each operation."""
     files = [file_of(step.name) for step in STEPS if step.out == "--out"]
     cases = cases_of(file for file in files if file.is_file())
     heads = {f"{machine(case['hardware'])}; commit {case['commit']}." for case in cases}
@@ -135,7 +146,7 @@ def cell(case: dict[str, Any], name: str) -> str:
 
 
 def refreshed(text: str) -> str:
-    """Return the text of the page with new tables between its marks."""
+    """Return the text of the page, with new tables between the comments `BEGIN` and `END`."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables()}{END}{after}"

@@ -1,4 +1,4 @@
-"""Text tables of cases, and a table that compares ours with the fastest peer."""
+"""Tables for the terminal: one for each case, and one that summarizes all cases."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks.kernels.operations import OPERATIONS
 
 WIDTH = 132
-# A table shows the largest of these errors.
+# The column "error" shows the largest error of these results.
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Return the table of one case, with half the interquartile range next to each time."""
+    """Return the table of one case. Its column ± has half the interquartile range of the times."""
     from rich.table import Table
 
     n, h, v = case["shape"]
@@ -37,7 +37,7 @@ def case_table(case: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a provider's row."""
+    """Return the formatted numbers of a provider's row. Cells without a measurement are empty."""
     errors = row.get("errors", {})
     error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
     if "median_ms" not in row:
@@ -50,8 +50,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def verdict(cases: list[dict[str, Any]]) -> str:
-    """Return a table with one line for each case: ours (auto), the limit, and the fastest correct
-    peer.
+    """Return the summary table.
+
+    For each case, it compares grpo_fast (auto) with the limit and with the fastest correct peer.
     """
     from rich.table import Table
 
@@ -79,14 +80,14 @@ def verdict(cases: list[dict[str, Any]]) -> str:
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    """Return the name of the fastest peer whose result is correct, or None."""
+    """Return the name of the fastest peer with a correct result, or None if no peer was timed."""
     rows = case["rows"]
     peers = [n for n, row in rows.items() if row["role"] == "peer" and "median_ms" in row]
     return min(peers, key=lambda name: rows[name]["median_ms"], default=None)
 
 
 def rendered(table: Any) -> str:
-    """Return a rich table as text, with colours if the output is a terminal."""
+    """Convert a table of the package rich to text. Use colours if stdout is a terminal."""
     import sys
 
     from rich.console import Console

@@ -1,4 +1,7 @@
-"""Benchmarks: operations and trainers against peers and limits, results as JSON; see README.md."""
+"""Benchmarks that compare grpo_fast with other libraries and with hardware limits.
+
+Results are written as JSON. benchmarks/README.md explains the method.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Benchmarks of kernels, steps and rollouts against peers and limits.
 
-A run prints a table and writes JSON to benchmarks/results/. Every result is verified against fp64
-before it is timed. A wrong result is listed, but not timed. All candidates of a case are timed in
-one process on the same tensors, in interleaved rounds. On the CPU each case runs in two processes:
-under glibc's default allocator, and under one that keeps its pages ("fair", see
-benchmarks/measure.py).
+A run prints a table and writes JSON to benchmarks/results/. Every result is compared with an exact
+fp64 result before it is timed. A wrong result is listed, but not timed. All candidates of a case
+are timed in one process on the same tensors, in interleaved rounds. On a CPU, each case runs in two
+processes: one with glibc's default allocator, and one with an allocator that keeps freed pages
+("fair", see benchmarks/measure.py).
 
     grpo-fast bench --quick
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
@@ -31,7 +31,7 @@ from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.options import new_parser
 
-# Options that the benchmarks of benchmarks/trainers/ do not have.
+# The command rejects these options for the benchmarks of benchmarks/trainers/, which lack them.
 KERNELS_ONLY = (
     "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
     "providers", "allocator", "verify_only",
@@ -39,8 +39,11 @@ KERNELS_ONLY = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. The result is 1 if a case did not run or a result of ours is wrong, and 2
-    for a usage error.
+    """Run the command and return its exit status.
+
+    Returns:
+        0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 for a usage
+        error.
     """
     options = parse_arguments(arguments)
     measured = [name for name in options.operations if name in OPERATIONS]
@@ -135,10 +138,10 @@ def duration(text: str) -> float:
 
 
 def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str, Any]:
-    """Return the fields of a `Plan`.
+    """Return the fields of the `Plan` that the command line options describe.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or two options contradict each other.
     """
     import torch
 
@@ -199,7 +202,7 @@ def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.
 
 
 def described(plan: Any) -> str:
-    """Return a text that lists what a plan would run, and which providers cannot run."""
+    """Describe a plan for --dry: its cases, and for each provider why it cannot run, if so."""
     from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
@@ -216,7 +219,7 @@ def described(plan: Any) -> str:
 
 
 def measure_all(plan: Any, options: argparse.Namespace) -> int:
-    """Run a plan, write its report, and return the exit status."""
+    """Run all cases of a plan, write the report after each, and return the exit status (0 or 1)."""
     from benchmarks import measure
     from benchmarks.kernels.runner import run
     from benchmarks.report.files import write
@@ -249,7 +252,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the file of a report for which --out is not given."""
+    """Return the path of the report if --out is not given. It has the device, date and commit."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
@@ -258,7 +261,7 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
 
 
 def run_script(name: str, options: argparse.Namespace) -> int:
-    """Run a benchmark of benchmarks/trainers/ with the options that all of them have."""
+    """Run a benchmark of benchmarks/trainers/ in a new process, with the options it supports."""
     from benchmarks import measure
 
     gpu = options.device == "cuda"

@@ -26,37 +26,39 @@ from grpo_fast.kernels.workspace import drop_workspace
 
 MIB = 2**20
 COMMIT_VARIABLE = "GRPO_FAST_COMMIT"
-SLOW = 5.0  # seconds
+SLOW = 5.0  # seconds; the first call of a slower step already counts as a sample
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-# Clock of `seconds` on a CPU. "process" counts the process's CPU time, which does not grow if other
-# programs share the CPU.
+# The clock that `seconds` uses on a CPU. "process" measures the CPU time of this process, so that
+# other programs on the same CPU have little effect.
 clock = "wall"
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels",
     "nvidia-cutlass-dsl", "verl", "flash-attn", "flash-attn-3", "flash-attn-4", "numpy",
 )  # fmt: skip
 
-# By default glibc returns large blocks to the kernel at every free, so each call repeats its page
-# faults. "fair" keeps the blocks and requests huge pages. Both are reported, because a peer's time
-# may be mostly page faults.
+# By default, glibc returns large blocks to the operating system at every free, so each call has the
+# same page faults again. These settings keep freed blocks and request huge pages. Times with both
+# allocators are reported, because page faults may take most of a peer's time.
 FAIR_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=68719476736"
     ":glibc.malloc.mmap_threshold=68719476736"
     ":glibc.malloc.hugetlb=1"
 }
-# May contain loss (0-d), logps (N,), grad_hidden (N, H), grad_weight (V, H), grad_logits (R, V).
+# Outputs of a step. The possible keys are loss (0-d), logps (N,), grad_hidden (N, H),
+# grad_weight (V, H) and grad_logits (R, V).
 Result = dict[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One call that is verified and timed.
+    """Operation that is verified and timed.
 
     Attributes:
-        run: does the work and returns new results, or the buffer that it has overwritten.
-        reset: restores the input that `run` overwrites. It runs before each call and is not
-        timed.
-        owned_bytes: bytes of the results in memory that existed before the call.
+        run: does the work. Returns its results, which may be in a buffer that it has overwritten.
+        reset: restores the input that `run` overwrites. It is called before each run, outside of
+            the timing.
+        owned_bytes: bytes of the results that are in such an existing buffer. They are not
+            subtracted from the measured memory.
     """
 
     run: Callable[[], Result]
@@ -70,9 +72,9 @@ class Step:
 
 
 def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
-    """Return the seconds of one call, averaged over `calls`.
+    """Return the mean time of one call in seconds, measured over `calls` calls.
 
-    A GPU is timed by its own events, a CPU by the clock that `clock` names.
+    CUDA events measure the time on a GPU. On a CPU, the module variable `clock` selects the clock.
     """
     step = as_step(step)
     if device == "cuda":
@@ -102,8 +104,10 @@ def synchronize(device: str) -> None:
 
 
 def _seconds_on_gpu(step: Step, calls: int) -> float:
-    """Time each call between two events, so that resets are excluded and the queue never runs
-    empty.
+    """Return the mean time of one call in seconds, measured with CUDA events.
+
+    Each call has its own pair of events, so the time of `reset` is excluded. The host does not wait
+    between calls, so the GPU always has queued work.
     """
     torch.cuda.synchronize()
     pairs = []
@@ -126,22 +130,21 @@ def interleaved(
     rounds: int,
     minimum: int = 2,
 ) -> dict[str, list[float]]:
-    """Time all steps in interleaved rounds, so that a slow minute of the machine affects all of
-    them.
+    """Time all steps in interleaved rounds, so that a slow phase of the machine affects all steps.
 
-    A step that takes microseconds is repeated within a round until it takes 20 ms. The steps have
-    run before, because they were verified. If the call that estimates the time of a step is slow,
-    it counts as a sample.
+    A fast step is repeated within a round until the round takes about 20 ms. The caller has already
+    run the steps to verify them, so there is no warm-up. One call estimates the time of each step.
+    If this call takes longer than `SLOW`, it counts as a sample.
 
     Args:
         steps: the steps by name.
         device: "cpu" or "cuda".
-        budget: seconds for each step.
-        rounds: largest number of rounds of a step.
-        minimum: smallest number of rounds of a step, whatever the budget.
+        budget: time for each step, in seconds.
+        rounds: maximum number of samples of a step.
+        minimum: minimum number of samples of a step. It takes precedence over the budget.
 
     Returns:
-        The seconds of each step's samples.
+        For each step, its samples: the time of one call in seconds.
     """
     warm = {name: seconds(step, 1, device) for name, step in steps.items()}
     samples = {name: [time_] if time_ > SLOW else [] for name, time_ in warm.items()}
@@ -165,7 +168,8 @@ def interleaved(
 def spread(samples: list[float]) -> dict[str, float]:
     """Return the median, the spread and the minimum of samples, in ms.
 
-    The spread is half the interquartile range, or half the range of fewer than four samples.
+    The spread is half the interquartile range. For fewer than four samples, it is half the
+    difference between the largest and the smallest sample.
     """
     ordered = sorted(samples)
     if len(ordered) < 4:
@@ -178,13 +182,14 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
-    """Return the peak MiB of one warm call, without earlier memory and the returned gradients.
+    """Return the additional memory at the peak of one warm call, in MiB (`workspace_mib`).
 
-    On a GPU this is from the statistics of torch's allocator. On a CPU, free pages are returned to
-    the kernel (malloc_trim) and the high-water mark of the resident set is reset (5 into
-    /proc/self/clear_refs). After the step, the result is VmHWM minus the resident set before. The
-    workspace that grpo_fast keeps between calls is released before, so it is included.
-    `page_faults` counts the page faults of this call.
+    Memory that was in use before the call and the returned gradients are not counted. On a GPU, the
+    statistics of torch's allocator give the peak. On a CPU, malloc_trim first returns free pages to
+    the operating system, and writing 5 to /proc/self/clear_refs resets the peak of the resident
+    set. The result is then the peak after the call (VmHWM) minus the resident set before the call.
+    The workspace that grpo_fast keeps between calls is released before the call, so it is counted.
+    On a CPU, `page_faults` is the number of page faults of the call.
     """
     step = as_step(step)
     gc.collect()
@@ -208,14 +213,14 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
 
 
 def gradient_bytes(result: Any) -> int:
-    """Return the bytes of the gradients in a `Result`, or in a tuple (loss, gradient, ...)."""
+    """Return the bytes of all gradients in a `Result` or in a tuple (loss, gradient, ...)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
     return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:
-    """Return the bytes of a field of /proc/self/status."""
+    """Return a memory field of /proc/self/status, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -223,7 +228,7 @@ def resident(field: str) -> int:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """Return the hardware that every figure must be reported with."""
+    """Return a description of CPU, memory and GPU. Every report contains it."""
     information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown"}
     information["cores"] = os.cpu_count()
     cpuinfo = Path("/proc/cpuinfo")
@@ -248,17 +253,17 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a file name part that is equal for machines with comparable figures."""
+    """Return a name for the kind of CPU, for file names. Equal names mean comparable times."""
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def commit() -> str:
-    """Return the commit of the tree, "none" if it is unknown.
+    """Return the commit hash of the source tree, or "none" if it is unknown.
 
-    "+changes" follows if the tree differs from the commit. A tree that was copied without .git has
-    its commit in the environment variable `COMMIT_VARIABLE`.
+    "+changes" is appended if there are uncommitted changes. If the tree was copied without .git,
+    set the environment variable `GRPO_FAST_COMMIT` to the hash.
     """
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
@@ -278,7 +283,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of all compared packages."""
+    """Return the versions of Python and of `PACKAGES`, or "not installed"."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -289,7 +294,7 @@ def versions() -> dict[str, str]:
 
 
 def header(benchmark: str, device: str) -> dict[str, Any]:
-    """Return the beginning of a report: benchmark, date, commit, hardware and versions."""
+    """Return the fields that begin every report: benchmark, date, commit, hardware and versions."""
     return {
         "benchmark": benchmark,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

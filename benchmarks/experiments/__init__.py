@@ -1,1 +1,1 @@
-"""Comparisons, which make the figures of grpo_fast/train/README.md (benchmarks/experiments.sh)."""
+"""Training comparisons for grpo_fast/train/README.md. benchmarks/experiments.sh runs them all."""

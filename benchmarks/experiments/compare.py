@@ -1,13 +1,15 @@
-"""Training with every setting of a grid and several seeds, with one table and one picture.
+"""Train every setting of a grid with several seeds, and compare them in a table and a picture.
 
     python -m benchmarks.experiments.compare sort advantages=centered,rloo --seeds 3 [-o FOLDER]
     python -m benchmarks.experiments.compare sort,ppo-sort --seeds 2
 
-`key=a,b` adds a key to the grid, and `key=a` changes every run. A finished run is not repeated. A
-run that was interrupted starts again from the beginning. The folder gets `table.md` (mean ±
-standard error over seeds, of the last tenth of the steps, with evaluations before and after) and
-`compare.png` (one row of panels for all settings and one row for each key, with bands of one
-standard error).
+`key=a,b` adds a configuration key with two values to the grid. `key=a` sets the key in every run. A
+finished run is not repeated. An interrupted run starts again from step 1.
+
+The command writes two files to the folder. `table.md` has one row for each setting. A cell is the
+mean of the last tenth of the steps, ± the standard error over the seeds; a cell of an evaluation
+also has the value before training. `compare.png` shows the curves of all settings, and one more row
+of panels for each key of the grid. The shaded bands are one standard error wide on each side.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from grpo_fast.train.report.curves import (
     smooth,
 )
 
-# Column of the table → metric, and panel of the picture → metric.
+# COLUMNS maps the column titles of the table, and PANELS the panel titles of the picture, to the
+# logged metrics.
 COLUMNS = {
     "reward": "reward",
     "held-out reward": "eval_reward",
@@ -58,11 +61,13 @@ PANELS = {
     "KL to the reference": "kl",
     "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
-# Values at which a metric is not shown, and the difference from which it is shown.
+# A metric with a neutral value is only shown if one of its values differs from the neutral value
+# by more than TELLING. Metrics without a neutral value are shown in any case.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
 TELLING = 0.01
-MOST_LINES = 8  # in one panel
-# Lower end of a logarithmic axis, as a fraction of its largest value. Some runs end at 0.
+MOST_LINES = 8  # for more settings, the panels that show all settings are left out
+# The logarithmic axis of the gradient variance ends at this fraction of its upper end. Some runs
+# end with variance 0, which would stretch the axis.
 SMALLEST = 1e-4
 
 
@@ -70,9 +75,10 @@ class Arm(NamedTuple):
     """One setting of the grid.
 
     Attributes:
-        name: name of the setting's folder and line, such as loss_type=grpo,advantages=max.
-        values: values of the grid's keys.
-        runs: configurations, one for each seed.
+        name: name of the setting's folder and of its line in the picture, such as
+            loss_type=grpo,advantages=max.
+        values: value of each key of the grid in this setting.
+        runs: configurations of the runs, one for each seed.
     """
 
     name: str
@@ -82,7 +88,7 @@ class Arm(NamedTuple):
 
 # ------------------------------------------------------------------------------------------- runs
 def grid_values(word: str) -> tuple[str, list[str]]:
-    """Split `key=a,b` into the key and its values. Commas in brackets or quotes do not separate."""
+    """Split `key=a,b` into key and values. Commas in brackets or quotes are part of a value."""
     key, text = split_word(word)
     listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
     slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in listed.value]
@@ -91,7 +97,7 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Return every setting of the grid with its validated configurations."""
+    """Return every setting of the grid with its validated configurations. Nothing is run."""
     parsed = [grid_values(word) for word in words]
     require(seeds >= 1, "seeds", "at least 1", seeds)
     require(len({key for key, _ in parsed}) == len(parsed), "settings", "each key once", words)
@@ -116,7 +122,7 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Return whether this run is finished. Raise ValueError if the folder has other settings."""
+    """Return whether the run has finished. Raise ValueError if its folder has a different run."""
     folder = Path(config.output_dir)
     if not folder.is_dir():
         return False
@@ -128,7 +134,7 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Run the missing runs one after the other, and write the table and the picture."""
+    """Run all unfinished runs one after the other, and write the table and the picture."""
     arms = plan_arms(recipe, words, seeds, folder)
     missing = [config for arm in arms for config in arm.runs if not is_finished(config)]
     for number, config in enumerate(missing, start=1):
@@ -143,9 +149,10 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
-    """Return mean ± standard error over the runs. A run counts with the mean of its last tenth.
+    """Return the table cell of a metric: its mean over the runs ± the standard error.
 
-    The cell of an evaluation begins with the value before training.
+    The value of a run is the mean of the last tenth of its points. For a metric of the evaluation,
+    the cell also shows the value before training: "before → after".
     """
     lines = [points for points in (series(rows, metric) for rows in runs) if points]
     if not lines:
@@ -159,13 +166,13 @@ def cell(runs: list[Rows], metric: str) -> str:
 
 
 def with_error(values: list[float]) -> str:
-    """Return the mean of the values with its standard error, if there are several."""
+    """Format the mean of the values, and for several values also the standard error."""
     mean, error = mean_and_error(values)
     return f"{mean:.4g}" if math.isnan(error) else f"{mean:.4g} ± {error:.2g}"
 
 
 def table(rows: dict[str, list[Rows]]) -> str:
-    """Return the comparison in Markdown, without metrics that are neutral in all runs."""
+    """Return the table in Markdown. Leave out metrics that have their neutral value in all runs."""
     every = [run for runs in rows.values() for run in runs]
     shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -176,13 +183,13 @@ def table(rows: dict[str, list[Rows]]) -> str:
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:
-    """Return whether any run has a value of the metric that is not neutral."""
+    """Return whether the metric of any run differs from its neutral value, so that it is shown."""
     neutral = NEUTRAL.get(metric, math.inf)
     return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> None:
-    """Draw the picture of the runs of each setting."""
+    """Draw one panel for each metric and each group of lines, and save the picture at `path`."""
     groups = grouped(rows, settings)
     every = [run for runs in rows.values() for run in runs]
     titles = [title for title, name in PANELS.items() if is_telling(every, name)]
@@ -203,7 +210,12 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
 def grouped(
     rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, list[Rows]]]:
-    """Return the rows of panels: key of the grid ("" for all settings) → label of a line → runs."""
+    """Group the runs into the rows of panels of the picture.
+
+    Returns:
+        A dict from a key of the grid to the lines of its panels. The lines are a dict from the
+        key's value to all runs with this value. The key "" has one line for each setting.
+    """
     keys = list(next(iter(settings.values())))
     groups = {}
     if len(keys) < 2 or len(settings) <= MOST_LINES:
@@ -217,7 +229,7 @@ def grouped(
 
 
 def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
-    """Draw one panel, with a line and its band for each label."""
+    """Draw one panel: for each label, the mean of its runs and a band of one standard error."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:
@@ -233,7 +245,7 @@ def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
 
 
 def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:
-    """Return the mean over the runs at each step, and the mean ∓ one standard error."""
+    """Return the mean over the runs at each step, and both ends of the error band."""
     at = defaultdict(list)
     for points in runs:
         for step, value in points if metric.startswith("eval_") else smooth(points):

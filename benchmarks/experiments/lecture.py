@@ -1,9 +1,9 @@
-"""Table of the lecture: three losses with four advantages and several seeds.
+"""Training of the lecture example with three losses, four advantages and several seeds.
 
     python -m benchmarks.experiments.lecture [--seeds 5] [-o FOLDER]
 
-The command runs grpo_fast/examples/lecture.py and writes `table.md` and `compare.png`, as
-compare.py does.
+The command calls grpo_fast/examples/lecture.py for every combination of loss and advantage. It then
+writes the same files as compare.py: `table.md` and `compare.png`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The picture of the losses: value and gradient of loss types over the importance ratio.
+"""Picture that shows the value and the gradient of several losses over the importance ratio.
 
     python -m benchmarks.experiments.loss_curves grpo,cispo [epsilon_low=0.2 …] [-o losses.png]
 
-Both curves come from `token_loss`, which the losses themselves call, for completions of one token.
-`key=value` is an option of LossConfig. Losses with equal curves share a line and its label.
+The curves are computed for a completion of one token, with the function `token_loss` that training
+also uses. `key=value` sets an option of LossConfig. Losses with equal curves share one line, whose
+label has all their names.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from grpo_fast.train.report.curves import GRID, INK, picture, picture_path
 DEFAULT = "grpo,cispo,sapo,unclipped"
 DASHES = ("-", "--", "-.", ":")
 POINTS = 401
-SMALLEST_RATIO = 1e-3  # its logarithm is finite
-BOUNDS = ("epsilon_low", "epsilon_high", "cispo_bound")  # from which ratio_min and ratio_max follow
+SMALLEST_RATIO = 1e-3  # not 0, because the logarithm of the ratio must be finite
+BOUNDS = ("epsilon_low", "epsilon_high", "cispo_bound")  # They determine ratio_min and ratio_max.
 
-Curve = tuple[Tensor, Tensor]  # (POINTS,) values, and (POINTS,) gradients to the log-prob
+Curve = tuple[Tensor, Tensor]  # loss and its gradient with respect to the log-prob, (POINTS,)
 
 
 def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float) -> Curve:
-    """Return value and gradient of one token's loss at each importance ratio, `ratios` (n,)."""
+    """Return the loss of one token, and its gradient, at each of the importance ratios (n,)."""
     old = torch.tensor([math.log(old_prob)])
     one = torch.ones(1)
     first = torch.zeros(1, dtype=torch.int64)
@@ -47,7 +48,7 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float] | None:
-    """Return the ratios that a loss does not clip, or None for a loss without a clip."""
+    """Return the smallest and largest unclipped ratio of a loss, or None if it never clips."""
     objective = OBJECTIVES[config.loss_type]
     if objective.ratio_kind == "geometric":
         return math.exp(-config.epsilon_low), math.exp(config.epsilon_high)
@@ -58,7 +59,7 @@ def clip_range(config: LossConfig) -> tuple[float, float] | None:
 
 
 def config_of(loss: str, options: dict[str, float]) -> LossConfig:
-    """Return the configuration of a loss with those options that it reads."""
+    """Return the configuration of a loss. Leave out the options that this loss does not use."""
     params = OBJECTIVES[loss].params
     read: dict[str, Any] = {
         name: value
@@ -82,10 +83,10 @@ def plot_losses(
     Args:
         losses: Loss types.
         out: The file of the picture.
-        options: Options of LossConfig, for the losses that read them.
-        advantages: The advantages of the token.
-        ratio: The first and the last importance ratio.
-        old_prob: The token's probability under the old policy; some losses read it.
+        options: Options of LossConfig. Each is passed to the losses that use it.
+        advantages: The token's advantages. Each gets a column.
+        ratio: The first and the last importance ratio of the x axis.
+        old_prob: The token's probability under the old policy. Some losses depend on it.
 
     Returns:
         The path of the picture.
@@ -93,7 +94,7 @@ def plot_losses(
     path = picture_path(out)
     ratios = torch.linspace(max(ratio[0], SMALLEST_RATIO), ratio[1], POINTS)
     configs = [config_of(loss, options) for loss in dict.fromkeys(losses)]
-    same: dict[bytes, tuple[list[str], list[Curve]]] = {}  # labels, a curve for each advantage
+    same: dict[bytes, tuple[list[str], list[Curve]]] = {}  # names and curves
     for config in configs:
         curves = [curve(config, ratios, advantage, old_prob) for advantage in advantages]
         bits = torch.stack([part + 0.0 for each in curves for part in each]).numpy().tobytes()
@@ -120,14 +121,14 @@ def _draw(
     ratios: Tensor,  # (POINTS,)
     ranges: list[tuple[float, float]],
 ) -> None:
-    """Draw one panel. The earlier of two equal lines is broader, so that both are visible."""
+    """Draw one panel. Earlier lines are broader, so that they stay visible under later lines."""
     for index, (label, points) in enumerate(curves.items()):
         width = 1.4 + min(0.9, 5 / len(curves)) * (len(curves) - 1 - index)
         dash = DASHES[index % len(DASHES)]
         axes.plot(ratios, points, dash, color=f"C{index}", linewidth=width, label=label)
     low, high = ratios[0].item(), ratios[-1].item()
     for left, right in ranges:
-        if left > low or right < high:  # else the whole panel would be shaded
+        if left > low or right < high:  # shading the whole panel would show nothing
             axes.axvspan(max(left, low), min(right, high), color=GRID, alpha=0.45, linewidth=0)
     axes.axhline(0.0, color=INK, linewidth=0.6)
 

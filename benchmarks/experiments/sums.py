@@ -1,11 +1,13 @@
-"""Two-digit sums after four worked examples, as JSONL for the experiment on collapsing entropy.
+"""Data set of two-digit sums for the experiment on entropy collapse, written as JSONL.
 
     python -m benchmarks.experiments.sums runs/sums-data
     python -m benchmarks.experiments.compare capitals model.path=runs/capitals-data/model \
       data.path=runs/sums-data 'rewards=[exact_match]' optim.lr=2e-5,5e-6 steps=15
 
-SmolLM2-135M-Instruct answers some of these sums correctly. With too large a step GRPO makes the
-model certain of one answer each, right or wrong, and groups lose the spread that they learn from.
+Each prompt has four worked examples and one question. SmolLM2-135M-Instruct answers some of the
+questions correctly. If the learning rate is too large, GRPO makes the model certain of one answer
+for each question, right or wrong. All completions of a group then get the same reward, so their
+advantages are 0 and the model learns nothing more.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ TEST, TRAIN = 200, 2000
 
 
 def chat(a: int, b: int) -> list[dict[str, str]]:
-    """Return a sum as a question and its answer."""
+    """Return two chat messages: the question "What is a + b?" and its answer."""
     return [
         {"role": "user", "content": f"What is {a} + {b}?"},
         {"role": "assistant", "content": str(a + b)},
@@ -28,7 +30,7 @@ def chat(a: int, b: int) -> list[dict[str, str]]:
 
 
 def write_sums(folder: Path) -> None:
-    """Write `train.jsonl` and `test.jsonl`. No sum is in both files, nor among the examples."""
+    """Write `train.jsonl` and `test.jsonl` without common sums. No example is in either file."""
     numbers = range(10, 100)
     pairs = [(a, b) for a in numbers for b in numbers]
     random.Random(0).shuffle(pairs)

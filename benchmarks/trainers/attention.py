@@ -1,11 +1,12 @@
-"""Shared prompts against plain packing, forward and backward: attention alone, and a trunk.
+"""Speed of shared prompts compared with plain packing, for attention alone and for a model trunk.
 
     python -m benchmarks.trainers.attention [--quick] [--cases 2000,64,8 ...] [--json PATH]
 
-A case P,C,G has a prompt of P tokens and G completions of C tokens. Both layouts compute the same
-result, which is verified (outputs and all gradients) before anything is timed. Both are timed in
-one process in interleaved rounds, so the ratio is reliable even if the times vary. On a GPU, every
-installed FlashAttention gets a row.
+A case P,C,G is one prompt of P tokens with G completions of C tokens. The shared layout stores the
+prompt once, and the packed layout repeats it for each completion. Before the timing, the outputs
+and all gradients of both layouts are compared. Forward and backward are timed in one process in
+interleaved rounds, so the ratio is reliable even if the times vary. On a GPU, every installed
+version of FlashAttention gets a row.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from grpo_fast.attention import PackedGroups, PackedTree, dispatch, pack_groups,
 from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
 
-Case = tuple[int, int, int]  # prompt, completion, group
-Step = Callable[[], Any]  # returns a tuple of the output and the gradients
+Case = tuple[int, int, int]  # prompt tokens, tokens of a completion, number of completions
+Step = Callable[[], Any]  # returns the output and the gradients
 CPU_CASES = [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)]
 GPU_CASES = [(8192, 512, 16), (1500, 250, 16), (150, 200, 8)]
 
 
 class Heads(NamedTuple):
-    """Sizes of the attention and its layers, named after a model.
+    """Sizes of the attention and of the layers of a model.
 
     Attributes:
         name: name of the model.
@@ -39,7 +40,7 @@ class Heads(NamedTuple):
         kv_heads: number of key and value heads.
         head_dim: size of a head.
         intermediate: size of the MLP.
-        layers: layers of the timed trunk. The ratio does not depend on their number.
+        layers: number of layers of the timed trunk. It has little effect on the ratio of the times.
     """
 
     name: str
@@ -89,10 +90,11 @@ def case_argument(text: str) -> Case:
 
 
 def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
-    """Return one group in both layouts, and the shared row of each packed row.
+    """Pack the group of a case in both layouts.
 
     Returns:
-        The shared layout, the packed layout, and (T,) row indices.
+        The shared layout, the packed layout, and for each row of the packed layout the index of the
+        row with the same token in the shared layout, (T,).
     """
     prompt, completion, group = case
     numbers = torch.arange(prompt + completion * group)
@@ -107,7 +109,7 @@ def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
 
 
 def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row of results for each kernel that supports the case."""
+    """Verify and time both layouts with each attention kernel that supports the case."""
     shared, packed, origin = packs(case, options.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [
@@ -121,14 +123,15 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
     earliest.scatter_reduce_(0, origin, places, "amin")
     first = places == earliest[origin]
     copies = [x[origin] for x in tensors]
-    # Only the first copy of a prompt's row gets the upstream gradient.
+    # In the packed layout, only the first copy of a prompt row gets the upstream gradient.
+    # Otherwise the gradients of the two layouts would differ.
     copies[3] = copies[3] * first[:, None, None]
     params = AttentionParams(model.head_dim**-0.5, options.window)
     kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
     rows = []
     for provider in dispatch.candidates(kind):
         if provider.name in ("explicit", "flex") and kind.device == "cuda":
-            continue  # on a GPU these are fallbacks for cases without FlashAttention
+            continue  # on a GPU, they only replace a missing FlashAttention
         steps = {
             "packed": attention_step(provider.attend, copies, packed, params),
             "shared": attention_step(provider.attend, tensors, shared, params),
@@ -154,9 +157,10 @@ def attention_step(
 def attention_error(
     shared: tuple[Tensor, ...], packed: tuple[Tensor, ...], origin: Tensor, first: Tensor
 ) -> float:
-    """Return the largest relative L2 difference of outputs and gradients.
+    """Return the largest relative L2 difference between the outputs and gradients of both layouts.
 
-    The gradient of a shared row is the sum of the gradients of its packed copies.
+    The gradient of a row in the shared layout is compared with the sum over its copies in the
+    packed layout.
     """
     wide = [x.double() for x in packed]
     sums = [
@@ -171,7 +175,7 @@ def attention_error(
 
 
 def time_model(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time a random trunk, from token ids to the gradients of all weights."""
+    """Verify and time a random trunk, from token ids to the gradients of all its weights."""
     prompt, completion, group = case
     shared, packed, _ = packs(case, options.device)
     vocabulary = max(2, prompt + completion * group)
@@ -186,7 +190,7 @@ def trunk_steps(
     layouts: dict[str, Any], model: Heads, vocabulary: int, positions: int,
     options: argparse.Namespace,
 ) -> tuple[dict[str, Step], float]:  # fmt: skip
-    """Return a random trunk's step for each of two layouts, and the difference of their results."""
+    """Build a random trunk. Return its step for each layout and the difference of the results."""
     from transformers import Qwen2Config, Qwen2Model
 
     config = Qwen2Config(
@@ -207,7 +211,7 @@ def trunk_steps(
 
 
 def model_step(trunk: Any, pack: PackedTree, grad: Tensor) -> Step:
-    # The gradient of k_proj.bias is exactly 0.
+    # The gradient of k_proj.bias is exactly 0, so its relative error would be undefined.
     parameters = [p for name, p in trunk.named_parameters() if "k_proj.bias" not in name]
 
     def step() -> tuple[Tensor, ...]:
@@ -239,7 +243,7 @@ class Row(NamedTuple):
 def row_of_times(
     named: Row, steps: dict[str, Step], error: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Time the steps if they agree. Print and return the row."""
+    """Time both steps if their results agree. Print and return the row of the report."""
     what, (prompt, completion, group), model, kernel = named
     row: dict[str, Any] = {"what": what, "model": model, "kernel": kernel, "difference": error}
     row |= {"prompt": prompt, "completion": completion, "group": group}

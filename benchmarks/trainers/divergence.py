@@ -1,12 +1,14 @@
-"""`linear_divergence` against TRL's chunked divergence, plain torch and the bare matrix products.
+"""Speed of `linear_divergence` compared with TRL's chunked divergence and with plain torch.
 
     python -m benchmarks.trainers.divergence [--quick] [--cases 256,512,32000 ...] [--json PATH]
 
-A case is N,H,V. Teacher and student have the same width. Every result is verified against fp64
-before anything is timed. All candidates run in one process in interleaved rounds, on a CPU by the
-process's CPU time, so the ratios are reliable even if the times vary. The bare products are
-torch's:
-the logits of both sides, dH and dW. With one CPU thread, the full case takes about a minute.
+A case is N,H,V. Teacher and student have the same hidden size. Before the timing, every result is
+compared with an fp64 result. All candidates run in one process in interleaved rounds, so the ratios
+are reliable even if the times vary. On a CPU, the CPU time of the process is measured.
+
+Times are also given relative to the necessary matrix products in torch: the logits of student and
+teacher, and the gradients of the student's hidden states and weight. With one CPU thread, the
+default case takes about a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from grpo_fast import (
     linear_grpo_loss,
 )  # fmt: skip
 
-KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # with TRL's beta
+KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
 DEFAULTS = Defaults(threads=1, budget=(2.0, 0.2), rounds=(5, 3))
 
 
@@ -65,7 +67,7 @@ def case_argument(text: str) -> tuple[int, int, int]:
 
 
 def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean divergence, computed with all logits in memory."""
+    """Return the mean divergence of all tokens, computed in plain torch from all logits."""
     lp, lq = ((h @ w.T).float().log_softmax(-1) for h, w in (student, teacher))
     if student[0].dtype == torch.float64:
         lp, lq = ((h @ w.T).log_softmax(-1) for h, w in (student, teacher))
@@ -99,7 +101,7 @@ def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> 
 
 
 def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify and time a case. Print and return its row."""
+    """Verify and time all candidates of a case. Print and return the row of the report."""
     n, h, v = case
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
@@ -142,7 +144,11 @@ def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, 
 def with_a_policy(
     student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], step: Callable[..., Any]
 ) -> dict[str, Callable[[], Any]]:
-    """Return steps for a teacher's top 32, a policy loss, and a policy loss with a divergence."""
+    """Return three more steps, which are timed without verification.
+
+    They are a divergence from the teacher's top 32 tokens, a policy loss, and a policy loss
+    together with a divergence.
+    """
     n, v = len(student[0]), len(student[1])
     with torch.no_grad():
         top, ids = (teacher[0].float() @ teacher[1].float().T).log_softmax(-1).topk(32)

@@ -1,12 +1,12 @@
-"""Losses and heads of verl and OpenRLHF and of a tutorial, compared with ours in their place.
+"""Losses and LM heads of verl, OpenRLHF and a tutorial, compared with replacements by grpo_fast.
 
-    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks [--quick] [--device
-    cuda]
-    [--json results.json]
+    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks
+    [--quick] [--device cuda] [--json results.json]
 
-Forward and backward of each hook are timed on the same tensors, interleaved in one process. Before
-a pair is timed, its values and gradients must agree within 1e-3 (fp32). Peak memory is measured in
-one warm call.
+A hook is a function of the other library that grpo_fast can replace. Forward and backward of the
+original and of the replacement are timed on the same tensors, in interleaved rounds in one process.
+Before they are timed, their values and gradients must agree within 1e-3 (fp32). Peak memory is
+measured in one warm call.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from benchmarks.kernels.exact import relative_l2
 from benchmarks.trainers import packages
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
-Step = Callable[[], Any]  # (loss, gradients)
+Step = Callable[[], Any]  # returns (loss, gradients)
 AGREEMENT = 1e-3
-# Qwen2.5-0.5B's head on 1024 tokens for a GPU; a quarter of its width and a sixteenth of its
-# vocabulary on a CPU.
+# Tokens, hidden size and vocabulary of the LM head. On a GPU it is the head of Qwen2.5-0.5B. On a
+# CPU the hidden size is a quarter and the vocabulary a sixteenth of that, to save time.
 HEADS = {"cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
 QUICK_HEAD = (128, 64, 2048)
-BATCH = (64, 1024)  # completions and their padded length
+BATCH = (64, 1024)  # number of completions, and their padded length
 
 
 DEFAULTS = Defaults(threads=2, budget=(10.0, 1.0), rounds=(20, 5))
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare both steps, time them in turns, and measure their memory."""
+    """Check that both steps agree, then time them alternately and measure their memory."""
     mine, expected = (torch.cat([x.flatten() for x in step()]) for step in (ours, theirs))
     difference = relative_l2(mine, expected.double())
     if not difference <= AGREEMENT:
@@ -73,8 +73,9 @@ def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -
 
 
 def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
-    """Return verl's FusedLinearForPPO with its default chunk, and ours. Logps and entropy get a
-    gradient.
+    """Return the name of the hook, the step of verl's FusedLinearForPPO, and our step.
+
+    FusedLinearForPPO has its default chunk size. The loss depends on both logps and entropy.
     """
     functional = packages.load_verl("verl.utils.experimental.torch_functional")
     from grpo_fast.integrations.verl.head import FastLinearForPPO
@@ -98,7 +99,11 @@ def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[s
 
 
 def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
-    """Return the losses of verl's registry and OpenRLHF's PolicyLoss on (B, L) logps, with ours."""
+    """Return the hooks of the policy losses, which compute a loss from logps (B, L).
+
+    The hooks are three losses of verl's registry, and OpenRLHF's PolicyLoss. Each has a name, the
+    step of the other library, and our step.
+    """
     core = packages.load_verl("verl.trainer.ppo.core_algos")
     actor = packages.load_verl("verl.workers.config").ActorConfig
     theirs = packages.load_openrlhf_loss().PolicyLoss
@@ -134,7 +139,7 @@ def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
 
 
 def tutorial(device: str) -> list[tuple[str, Step, Step]]:
-    """Return a small causal LM with a plain torch loss over all logits, and with our loss."""
+    """Return the hook of a small causal LM: a plain torch loss over all logits, and our loss."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from grpo_fast import LossConfig
@@ -170,7 +175,7 @@ def tutorial(device: str) -> list[tuple[str, Step, Step]]:
 
 
 def plain_loss(model: Any, batch: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (loss, entropy) of on-policy GRPO over all logits, as a tutorial writes it."""
+    """Return loss and entropy of on-policy GRPO, computed from all logits as in a tutorial."""
     targets = batch["labels"][:, 1:]
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     logp_all = model(**inputs).logits[:, :-1].float().log_softmax(-1)

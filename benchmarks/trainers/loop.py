@@ -1,17 +1,21 @@
-"""Full GRPO step with rollout: our trainer, TRL's, and FastGRPOTrainer inside TRL.
+"""Time of a full GRPO step with rollout: our trainer, TRL's trainer, and FastGRPOTrainer in TRL.
 
     python -m benchmarks.trainers.loop [--quick] [--shapes short 12-shot] [--json results.json]
     python -m benchmarks.trainers.loop --model runs/capitals-data/model --threads 1 --clock process
 
-All trainers have the same model (gsm8k-tiny's, V = 1024), prompts, lengths, reward, loss and
-optimizer. No token of the vocabulary ends a completion, so every completion has `max_new_tokens`
-tokens. `--model` takes a pretrained model on GSM8K questions, with an EOS that it does not write,
-and measures the peak memory of each step. TRL then passes one completion at a time
-through the model (`--rows`), which needs the least memory. A step samples, scores, computes the
-gradient and updates, without logging. The rollouts are also timed alone: ours with the sampler's
-logps, transformers' `generate` with its defaults and without logps. Our logps are verified first,
-against a new pass over prompt and completion, within 1e-3 nats. Everything runs in turns in one
-process.
+A step samples completions, computes rewards and gradients, and updates the weights, without
+logging. All trainers have the same model, prompts, lengths, reward, loss and optimizer. The default
+model is that of the recipe gsm8k-tiny with V = 1024. `--model` selects a pretrained model, with
+GSM8K questions as prompts. The EOS is a token that the model does not sample, so every completion
+has `max_new_tokens` tokens.
+
+The peak memory of each step is measured, too. `--rows` limits the number of completions that TRL
+processes at a time; TRL needs the least memory with `--rows 1`.
+
+Rollouts are also timed alone. Our rollout returns the sampler's logps. transformers' `generate`
+runs with its defaults and returns no logps. Before the timing, our logps are compared with those of
+a new forward pass over prompt and completion, with a tolerance of 1e-3 nats. All candidates are
+timed alternately in one process.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ from grpo_fast.kernels.workspace import drop_workspace
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCABULARY = 1024
-EOS = 1024  # the EOS has no row in the head
-TOLERANCE = 1e-3
+EOS = 1024  # This id is outside of the vocabulary, so the model never samples it.
+TOLERANCE = 1e-3  # nats
 DEFAULTS = Defaults(threads=2, budget=(60.0, 5.0), rounds=(7, 3))
 
 
@@ -49,9 +53,9 @@ class Shape(NamedTuple):
 
     Attributes:
         prompts: number of prompts.
-        tokens: approximate tokens of a prompt.
-        group: completions of each prompt.
-        length: tokens of a completion.
+        tokens: approximate number of tokens of a prompt.
+        group: number of completions for each prompt.
+        length: number of tokens of a completion.
     """
 
     prompts: int
@@ -62,9 +66,10 @@ class Shape(NamedTuple):
 
 SHAPES = {"short": Shape(8, 60, 8, 120), "12-shot": Shape(2, 2900, 8, 64)}
 QUICK = {"short": Shape(2, 12, 4, 8), "12-shot": Shape(2, 100, 4, 8)}
-# Of a pretrained model: questions as they are, and questions after 2,048 tokens of examples.
+# Shapes for a pretrained model. "short" prompts are single questions. "12-shot" prompts have 2048
+# tokens of worked examples before the question.
 PRETRAINED = {"short": Shape(2, 0, 8, 64), "12-shot": Shape(1, 2048, 8, 32)}
-UNUSED_TOKEN = "<file_sep>"  # SmolLM2's instruct models do not write it
+UNUSED_TOKEN = "<file_sep>"  # used as EOS, because SmolLM2's instruct models do not generate it
 
 
 class Subject(NamedTuple):
@@ -77,7 +82,7 @@ class Subject(NamedTuple):
 
 
 def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """Return the fraction of different words."""
+    """Return the fraction of distinct words in each completion."""
     return [len(set(text.split())) / max(1, len(text.split())) for text in completions]
 
 
@@ -109,7 +114,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
-    """Verify our rollouts, then time steps and rollouts in turns."""
+    """Verify our rollouts, then time all steps and all rollouts. Print and return the results."""
     subject = pretrained(options, shape) if options.pretrained else random_start(options, shape)
     policy = policy_of(copy.deepcopy(subject.model), subject.tokenizer)
     rollouts = rollout_steps(policy, subject, shape)
@@ -121,7 +126,7 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
         "grpo_fast": our_step(policy, subject.texts, shape),
         **trl_steps(subject, shape, options.device, rows),
     }
-    memory = {who: peak_mib(step) for who, step in steps.items()}  # also the first, slower call
+    memory = {who: peak_mib(step) for who, step in steps.items()}  # these calls also warm up
     rounds = options.device, options.budget, options.rounds
     times = {
         "step": measure.interleaved(steps, *rounds),
@@ -140,9 +145,9 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
 
 
 def peak_mib(step: Callable[[], Any]) -> float:
-    """Return how much a step's resident memory grows at its peak, in MiB.
+    """Return the peak resident memory during a step minus that before the step, in MiB.
 
-    Gradients count, and Adam's moments in the first step. Weights do not.
+    The result includes gradients and, in the first step, Adam's moments. It excludes the weights.
     """
     gc.collect()
     drop_workspace()
@@ -158,7 +163,7 @@ def random_start(options: argparse.Namespace, shape: Shape) -> Subject:
 
 
 def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
-    """Return the pretrained model and GSM8K questions, after worked examples in long prompts."""
+    """Load a pretrained model and GSM8K prompts. Long prompts begin with worked examples."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(options.pretrained, dtype=torch.float32)
@@ -173,7 +178,7 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
 
 
 def build_model(device: str) -> Any:
-    """Return the model of the recipe gsm8k-tiny, with positions for long prompts."""
+    """Return the random model of the recipe gsm8k-tiny, with 4096 positions for long prompts."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -187,8 +192,9 @@ def build_model(device: str) -> Any:
 
 
 def vocabulary() -> Any:
-    """Return a tokenizer with one word for each token, and with an EOS that has no row in the
-    model.
+    """Return a tokenizer in which every word is one token.
+
+    The id of its EOS is outside of the model's vocabulary, so the model never samples it.
     """
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
 
@@ -199,7 +205,7 @@ def vocabulary() -> Any:
 
 
 def prompts_of(shape: Shape) -> list[str]:
-    """Return prompts of random words, whose lengths differ a little."""
+    """Return prompts of random words. Their lengths differ a little, so that padding is needed."""
     generator = torch.Generator().manual_seed(1)
     lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
@@ -213,7 +219,7 @@ def policy_of(model: Any, tokenizer: Any) -> Any:
 
 
 def rollout_steps(policy: Any, subject: Subject, shape: Shape) -> dict[str, Callable[[], Any]]:
-    """Return our rollout, and transformers' `generate` with its defaults and without logps."""
+    """Return our rollout with logps, and transformers' `generate` with its defaults."""
     from grpo_fast.rollout import Sampling, generate
 
     texts = subject.texts
@@ -238,7 +244,7 @@ def rollout_steps(policy: Any, subject: Subject, shape: Shape) -> dict[str, Call
 
 
 def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
-    """Return a step of our trainer on the same prompts."""
+    """Return a full step of our trainer, including its rollout and rewards."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
@@ -272,10 +278,13 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
 def trl_steps(
     subject: Subject, shape: Shape, device: str, rows: int
 ) -> dict[str, Callable[[], Any]]:
-    """Return the steps of an iteration of TRL's `train`, which call the trainer's methods.
+    """Return a full step of TRL's `GRPOTrainer`, and one of `FastGRPOTrainer`.
 
     Args:
-        rows: completions of one forward and backward pass.
+        subject: model, tokenizer and prompts.
+        shape: sizes of the step.
+        device: "cpu" or "cuda".
+        rows: number of completions in one forward and backward pass.
     """
     from datasets import Dataset
     from transformers.utils import logging as logging_of_transformers
@@ -304,7 +313,10 @@ def trl_steps(
 
 
 def trl_step(trainer: Any, passes: int) -> Callable[[], Any]:
-    """Return a step of a TRL trainer: batch, rollout, gradient in some passes, clipping, update."""
+    """Return a function that does what TRL's `train` does in one step, without logging.
+
+    It gets batches, samples, accumulates gradients over `passes` passes, clips them and updates.
+    """
     trainer.create_optimizer_and_scheduler(1000)
     trainer.current_gradient_accumulation_steps = passes
     trainer.model.train()
@@ -332,7 +344,7 @@ def trl_step(trainer: Any, passes: int) -> Callable[[], Any]:
 
 
 def table(case: dict[str, Any]) -> str:
-    """Return the figures as text."""
+    """Format the times, speedups and peak memory of a case as a text table."""
     lines = [
         f"\n{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
         f"{case['group']} completions of {case['length']} tokens each; sampler logps within "

@@ -1,4 +1,4 @@
-"""Command line and report file of the benchmarks in this folder."""
+"""Command line options and report file that the benchmarks of this folder share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.report.files import write
 
 
 class Defaults(NamedTuple):
-    """Defaults of a benchmark.
+    """Default values of a benchmark's options.
 
     Attributes:
-        threads: CPU threads.
-        budget: seconds for each candidate, without and with --quick.
-        rounds: largest number of rounds, without and with --quick.
+        threads: number of CPU threads.
+        budget: time for each candidate in seconds, without --quick and with --quick.
+        rounds: maximum number of rounds, without --quick and with --quick.
     """
 
     threads: int
@@ -44,7 +44,7 @@ def new_parser(doc: str | None) -> argparse.ArgumentParser:
 def parsed(
     parser: argparse.ArgumentParser, defaults: Defaults, arguments: list[str] | None = None
 ) -> argparse.Namespace:
-    """Parse the options, apply `defaults` where an option is not given, and set torch's threads."""
+    """Parse the options, fill in the defaults, and set the number of torch's threads."""
     options = parser.parse_args(arguments)
     options.threads = options.threads or defaults.threads
     options.budget = options.budget or defaults.budget[options.quick]
@@ -54,7 +54,7 @@ def parsed(
 
 
 def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the times and the peak memory of the steps, by name."""
+    """Time the steps in interleaved rounds. Return the times and the peak memory of each step."""
     samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
     times = {name: measure.spread(seconds) for name, seconds in samples.items()}
     memory = {name: measure.peak_memory(step, options.device) for name, step in steps.items()}
@@ -67,14 +67,18 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
 
 
 def set_clock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set the clock of the timings. CPU time needs one thread: waiting threads count as busy."""
+    """Set the clock of all timings.
+
+    The CPU time of the process requires a single thread, because it also counts threads that only
+    wait for other threads.
+    """
     if options.clock == "process" and options.threads != 1:
         parser.error(f"--clock process: expected --threads 1, got {options.threads}")
     measure.clock = options.clock
 
 
 def save(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Write the report to the file of --json."""
+    """Write the report to the file of the option --json, if it is given."""
     if options.json:
         write(Path(options.json), report)
         print(f"written: {os.path.relpath(options.json)}")

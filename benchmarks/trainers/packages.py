@@ -1,8 +1,9 @@
-"""Import of loss modules from verl and OpenRLHF, without the packages that only training needs.
+"""Import of the loss modules of verl and OpenRLHF, without packages that only training needs.
 
-`make trainers` installs verl and OpenRLHF without their dependencies into a separate folder
-(GRPO_FAST_TRAINERS), because they pin other versions of torch and transformers, and OpenRLHF's
-wheel has a top-level package `tests`. Packages of the environment are found as well.
+`make trainers` installs verl and OpenRLHF into a separate folder, without their dependencies. They
+pin other versions of torch and transformers, and OpenRLHF's wheel has a top-level package `tests`
+that would hide ours. The environment variable GRPO_FAST_TRAINERS names the folder. If verl and
+OpenRLHF are installed in the environment, the folder is not needed.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 
 
 def load_verl(name: str) -> Any:
-    """Import a module of verl. If ray is missing, verl gets a stub of ray."""
+    """Import a module of verl. If ray is not installed, a stub replaces it during the import."""
     require("verl", "tensordict", "omegaconf", "codetiming", "transformers")
     with stubbed("ray"):
         return importlib.import_module(name)
 
 
 def load_openrlhf_loss() -> Any:
-    """Import `openrlhf.models.loss` without the package's __init__, which needs DeepSpeed."""
+    """Import `openrlhf.models.loss`, but not `openrlhf.models.__init__`, which needs DeepSpeed."""
     require("openrlhf")
     if "openrlhf.models" not in sys.modules:
         package = types.ModuleType("openrlhf.models")
@@ -37,7 +38,7 @@ def load_openrlhf_loss() -> Any:
 
 
 def require(*packages: str) -> None:
-    """Add the folder of trainers to the search path.
+    """Add the folder GRPO_FAST_TRAINERS to the search path and check that the packages exist.
 
     Raises:
         ModuleNotFoundError: one of the packages is not installed.
@@ -51,7 +52,7 @@ def require(*packages: str) -> None:
 
 
 class Anything:
-    """Stand-in for any class of a stubbed module. It can be called and subscripted."""
+    """Placeholder for every class of a stubbed module. It accepts any arguments and subscripts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -62,8 +63,9 @@ class Anything:
 
 @contextmanager
 def stubbed(name: str) -> Iterator[None]:
-    """Replace a missing module, inside the context, by a module whose every attribute is
-    `Anything`.
+    """Provide a stub for a module inside the context, if the module is not installed.
+
+    Every attribute of the stub is the class `Anything`.
     """
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         yield

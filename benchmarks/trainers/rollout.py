@@ -1,13 +1,13 @@
-"""Tokens per second of our `generate` with the sampler's logps, and of transformers' `generate`.
+"""Tokens per second of our `generate`, compared with `generate` of transformers.
 
-    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32] [--vocab
-    151936]
-    [--json FILE]
+    python -m benchmarks.trainers.rollout
+    [--quick] [--batch 16] [--new-tokens 32] [--vocab 151936] [--json FILE]
 
-The model is random and has 4 layers and a realistic vocabulary, so that the loop and the sampler
-take most of the time. The limit is the same loop in greedy mode, which draws no token and keeps no
-log-probability. Before a candidate is timed, its log-probabilities are compared with a new forward
-pass over prompt and completion.
+Our `generate` also returns the sampler's logps. The model has random weights, only 4 layers and a
+realistic vocabulary, so that the decoding loop and the sampler take most of the time. The limit is
+transformers' `generate` in greedy mode, which does not sample and stores no logps. Before the
+timing, the logps of each candidate are compared with those of a new forward pass over prompt and
+completion.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
-# In nats. A different batch shape changes the order of sums.
+# Largest allowed error of a logp in nats. The new forward pass has a different batch shape, which
+# changes the order of additions and therefore the rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
 def build(vocab: int, device: str) -> Any:
-    """Return a `Policy` with a random Llama of 4 layers."""
+    """Return a `Policy` with a Llama model of 4 layers and random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
@@ -51,9 +52,10 @@ def build(vocab: int, device: str) -> Any:
 def candidates(
     policy: Any, batch: int, new_tokens: int
 ) -> dict[str, tuple[str, Callable[[], list]]]:
-    """Return name -> (role, call).
+    """Return the candidates: a dict from name to role and function.
 
-    A call returns (prompt ids, completion ids, logps or None) by row.
+    The function generates a batch. For each completion it returns the prompt ids, the completion
+    ids, and the logps or None.
     """
     from grpo_fast.rollout import Sampling, generate
 
@@ -93,7 +95,11 @@ def candidates(
 
 @torch.no_grad()
 def error_of(policy: Any, rows: list) -> float | None:
-    """Return the largest difference in nats from the logps of a new pass, or None without logps."""
+    """Compare the logps of a rollout with those of a new forward pass over each row.
+
+    Returns:
+        The largest absolute difference in nats, or None if the rollout has no logps.
+    """
     worst = 0.0
     for prompt, completion, logps in rows:
         if logps is None:
@@ -109,7 +115,7 @@ def error_of(policy: Any, rows: list) -> float | None:
 
 
 def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
-    """Return a row for each candidate, verified and then timed in interleaved rounds."""
+    """Verify all candidates, time the correct ones, and return a row of results for each."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for name, (role, call) in candidates(policy, options.batch, options.new_tokens).items():

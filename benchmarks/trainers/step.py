@@ -1,16 +1,20 @@
-"""One GRPO step without its rollout: shared prompts against packed, padded and TRL's step.
+"""Time and memory of a GRPO step without rollout: shared prompts, packed, padded, and TRL.
 
-    python -m benchmarks.trainers.step      CPU: a tiny model, k-shot GSM8K prompts
+    python -m benchmarks.trainers.step
     python -m benchmarks.trainers.step --device cuda --model-config qwen2.5-1.5b \
         --prompt 8192 --completion 512 --group 16
     python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
         --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
 
-A step is old logps, forward, backward, AdamW. Every provider's loss, gradients and metrics are
-verified first (fp32: 1e-5 relative to the padded ones); then all are timed in one process, in
-interleaved rounds. Memory is the peak of one step beyond what was there before it: on the CPU by
-the allocator's own events (torch.profiler), on a GPU by the caching allocator. Prints a table;
---json writes everything to a file.
+Without options, the benchmark runs a tiny model on k-shot GSM8K prompts on a CPU. A step computes
+the old logps, runs forward and backward, and updates the weights with AdamW. Before the timing, the
+loss, gradients and metrics of every provider are compared with those of the padded provider. In
+fp32, the tolerance is 1e-5.
+
+All providers are timed in one process in interleaved rounds. The reported memory is the peak during
+one step minus the memory in use before it. On a CPU it is computed from the allocation events of
+torch.profiler, and on a GPU from the statistics of torch's allocator. The command prints a table,
+and `--json` writes all results to a file.
 """
 
 from __future__ import annotations
@@ -90,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Verify, weigh and time every provider."""
+    """Verify and time every provider, measure its peak memory, and return the report."""
     model = build_model(options)
     problem = make_problem(
         build_prompts(options, model.config.vocab_size),
@@ -110,7 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         steps, options.device, options.budget, options.rounds
     ).items():
         rows[name] |= measure.spread(samples)
-    for name, step in steps.items():  # afterwards: the first step allocates Adam's moments
+    for name, step in steps.items():  # last, because the first step also allocates Adam's moments
         rows[name]["peak_mib"] = peak_bytes(step, options.device) / measure.MIB
     table = problem.samples
     return {
@@ -127,7 +131,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_model(options: argparse.Namespace) -> Any:
-    """Return the pretrained model, or one with random weights, on its device."""
+    """Load the pretrained model, or build a model with random weights, on the selected device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, options.dtype)
@@ -145,7 +149,11 @@ def build_model(options: argparse.Namespace) -> Any:
 
 
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
-    """Return k-shot GSM8K prompts of at least `--prompt` tokens; random ids without the data."""
+    """Return the token ids of the prompts.
+
+    On a CPU and for a pretrained model, they are k-shot GSM8K prompts of at least `--prompt`
+    tokens. On a GPU, or if the data is missing, they are random ids.
+    """
     if (options.device == "cpu" or options.pretrained) and Path(options.data).is_dir():
         encode = encoder(options, vocab)
         texts = k_shot_texts(options.data, options.prompt, lambda text: len(encode(text)))
@@ -155,7 +163,7 @@ def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
 
 
 def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int]]:
-    """Return a function from text to token ids: the pretrained model's, or that of a small BPE."""
+    """Return a function that tokenizes text, with the model's tokenizer or with a small new BPE."""
     from transformers import AutoTokenizer
 
     from grpo_fast.data import load_examples
@@ -171,17 +179,17 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
-    """Yield GSM8K questions after worked examples, each of at least so many tokens.
+    """Yield GSM8K questions, each after as many worked examples as fit into `tokens` tokens.
 
-    With 0 tokens there are no examples.
+    Prompts with fewer than `tokens` tokens are skipped. With 0 tokens, there are no examples.
     """
     from grpo_fast.data import load_examples
 
     data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain")
     if tokens:
         data.shots_tokens = tokens
-    # The shots leave part of the budget free and the question comes on top: take those that end
-    # above it.
+    # The examples use most of `tokens`, and the question comes after them. Only yield prompts whose
+    # total length is at least `tokens`, so that the benchmark's prompts are not too short.
     texts = (str(e.prompt) for e in load_examples(data, split="train", seed=0, count_tokens=count))
     return (text for text in texts if count(text) >= tokens)
 
@@ -189,10 +197,17 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
 def verify(
     providers: dict[str, Any], problem: StepProblem, tolerance: float
 ) -> dict[str, dict[str, float]]:
-    """Loss, gradients and metrics of every provider against padded's (without it, the last one's).
+    """Compare loss, gradients and metrics of every provider with those of a reference provider.
 
-    Raises SystemExit where they differ by more than `tolerance`, relative to the gradient's norm
-    and the mean |loss|.
+    The reference is "padded", or the last provider if "padded" is not selected. The error of the
+    loss is relative to the mean absolute advantage, and the error of the gradient is the relative
+    L2 error.
+
+    Returns:
+        The errors of the loss, the gradients and the metrics, for each provider.
+
+    Raises:
+        SystemExit: an error is larger than `tolerance`.
     """
     reference = "padded" if "padded" in providers else next(reversed(providers))
     old = [
@@ -230,7 +245,7 @@ def verify(
 
 
 def peak_bytes(step: Any, device: str) -> int:
-    """Return the most memory that a warm step allocates beyond what was there before it."""
+    """Return the peak memory during a warm step minus the memory in use before it, in bytes."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -251,7 +266,7 @@ def peak_bytes(step: Any, device: str) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The figures as text, with the ratios to the first provider."""
+    """Format the results as text. Time and memory are also relative to the first provider."""
     rows, settings = report["providers"], report["settings"]
     first = next(iter(rows))
     longest = max(report["completion_tokens"])

@@ -1,8 +1,8 @@
-"""The same GRPO step in four ways: shared prompts, packed, padded (transformers), TRL.
+"""Four providers of the same GRPO step: shared prompts, packed, padded (transformers), and TRL.
 
-Each provider has a copy of the model and answers three questions: the log-probabilities of every
-completion's tokens without gradients, the loss with its gradients, and what a whole step is (old
-logps, forward, backward, AdamW).
+Each provider has a copy of the model. Its method `logps` computes the old logps of all completion
+tokens, and its method `gradients` computes the loss and its gradients. `step_of` combines both with
+an update by AdamW.
 """
 
 from __future__ import annotations
@@ -26,30 +26,42 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.gradients import accumulate
 
-LEARNING_RATE = 1e-9  # the weights stay as they are: every round does the same work
-Logps = list[Tensor]  # (len(completion),) fp32 per completion
+LEARNING_RATE = 1e-9  # The weights hardly change, so every round does the same work.
+Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
 
 
 class Outcome(NamedTuple):
-    """One loss: its value and metrics; the gradients are in the model's parameters."""
+    """Value and metrics of a loss. Its gradients are in the `grad` fields of the parameters."""
 
     loss: float
     metrics: dict[str, float]
 
 
 class StepProblem(NamedTuple):
-    """N prompts with G completions each."""
+    """Batch of prompts and completions that every provider gets.
 
-    samples: Samples  # with advantages
+    Attributes:
+        samples: prompts, completions and advantages.
+        group_size: number of completions for each prompt.
+        loss: configuration of the loss.
+        noise: numbers that are added to the old logps for the comparison of results, so that the
+            importance ratios differ from 1.
+    """
+
+    samples: Samples
     group_size: int
     loss: LossConfig
-    noise: Logps  # added to the old logps when results are compared, so that ratios differ from 1
+    noise: Logps
 
 
 def make_problem(
     prompts: list[list[int]], group_size: int, longest: int, vocab: int, seed: int = 0
 ) -> StepProblem:
-    """Random completions of `longest`/2 … `longest` tokens, normal advantages, ratio noise 0.1."""
+    """Build a problem with random completions and normally distributed advantages.
+
+    The completions have `longest` / 2 to `longest` tokens. The noise of the old logps has standard
+    deviation 0.1.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = len(prompts) * group_size
     lengths = torch.randint(
@@ -68,7 +80,7 @@ def make_problem(
 
 
 class Ours:
-    """The trainer's own step on packed rows; with `shared`, a group shares its prompt."""
+    """Our trainer's step on packed rows. If `shared` is set, a group has its prompt only once."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
@@ -98,12 +110,12 @@ class Ours:
 
     @property
     def tokens(self) -> int:
-        """Trunk tokens of a pass."""
+        """Number of tokens that one forward pass of the trunk processes."""
         return self.batch.trunk_tokens
 
 
 class Padded:
-    """transformers' forward pass on (B, L) with a padding mask; the loss from its logits."""
+    """Step that runs a transformers model on padded rows (B, L), with our loss from its logits."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
@@ -126,10 +138,10 @@ class Padded:
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
-        """What the model needs beside its options."""
+        """Change the model before it is used. This class changes nothing; subclasses may."""
 
     def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
-        """((B, C) logps of the completion tokens, the logits they came from)."""
+        """Compute the logps of the completion tokens. Return logps (B, C) and logits (B, C, V)."""
         logits = self.forward(rows)
         chosen = (
             logits.float().log_softmax(-1).gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
@@ -172,12 +184,12 @@ class Padded:
 
     @property
     def tokens(self) -> int:
-        """Trunk tokens of a pass, padding included."""
+        """Number of tokens, including padding, that one forward pass processes."""
         return self.ids.numel()
 
 
 class Trl(Padded):
-    """`GRPOTrainer._compute_loss` of TRL 1.16 on the padded rows: fused head, loss in torch."""
+    """Step with the code of `GRPOTrainer._compute_loss` in TRL 1.16: fused head, loss in torch."""
 
     def prepare(self, model: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head
@@ -208,7 +220,7 @@ class Trl(Padded):
 
 
 def step_of(provider: Any) -> Callable[[], None]:
-    """A whole step without its rollout: old logps, forward, backward, optimizer."""
+    """Return a step that computes old logps and gradients, and updates the weights."""
 
     def step() -> None:
         provider.gradients(provider.logps())
@@ -227,7 +239,7 @@ PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
 
 
 def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
-    """A provider around a copy of the model."""
+    """Return the provider with the given name. It gets a copy of the model."""
     return PROVIDERS[name](copy.deepcopy(model), problem, options)
 
 
@@ -236,7 +248,7 @@ def _adapted(model: Any, config: ModelConfig) -> Any:
         return model
     import peft
 
-    torch.manual_seed(0)  # the same adapter for every provider
+    torch.manual_seed(0)  # Every provider must get the same random adapter.
     settings = peft.LoraConfig(
         r=config.lora.r, lora_alpha=config.lora.alpha, target_modules="all-linear",
         init_lora_weights=False, task_type="CAUSAL_LM",

@@ -1,11 +1,15 @@
-"""The sampler's support (`support=`) against the dense head: loss, frozen head, and logps.
+"""Speed of the losses with a sampler's support (`support=`), compared with the full vocabulary.
 
     python -m benchmarks.trainers.support [--quick] [--cases 512,896,32000,50 ...] [--json PATH]
 
-A case is T,H,V,K: tokens, hidden size, vocabulary, and ids in each token's support. Half of the ids
-are drawn from 2000 frequent ids and half from all ids, or with --distinct all of them from all ids.
-Results are verified against fp64 before anything is timed. Both ways are timed in one process in
-interleaved rounds, so the ratio is reliable even if the times vary.
+The support of a token is the set of ids that a truncating sampler could choose. A case is T,H,V,K:
+the number of tokens, hidden size, vocabulary size, and number of ids in each token's support. Half
+of the ids are drawn from 2000 frequent ids and half from the other ids. With --distinct, all are
+drawn from the whole vocabulary.
+
+Three steps are timed with and without a support: the loss, the loss with a frozen head, and the
+logps. Before the timing, the results with a support are compared with fp64 results. All steps are
+timed in one process in interleaved rounds, so the ratios are reliable even if the times vary.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ DEFAULTS = Defaults(threads=2, budget=(10.0, 0.2), rounds=(15, 3))
 COMPLETIONS = 8
 EPSILON = 0.2
 FREQUENT = 2000  # number of frequent ids
-BLOCK = 32  # rows of the exact answer that are computed at a time
+BLOCK = 32  # number of rows of the exact answer that are computed at once, which limits the memory
 
 
 class Problem(NamedTuple):
@@ -43,7 +47,7 @@ class Problem(NamedTuple):
 
     @property
     def ids(self) -> Tensor:
-        """Ids of each token's support, (T, K). The target is the first."""
+        """Ids of each token's support, (T, K). The first id of a row is the target."""
         return self.support.ids.view(len(self.hidden), -1)
 
 
@@ -105,8 +109,16 @@ def problem_of(case: tuple[int, int, int, int], options: argparse.Namespace) -> 
 
 @torch.no_grad()
 def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return the fp64 logps (T,) and, for the slope of a loss, dH (T, H) and dW of the ids that
-    occur.
+    """Compute the exact logps and gradients in fp64.
+
+    Args:
+        problem: the inputs.
+        slope: (T,) gradient of the loss with respect to the logps. If None, only the logps are
+            computed.
+
+    Returns:
+        The logps (T,), the gradient of hidden (T, H), and the gradient of those rows of the weight
+        whose ids are in any support.
     """
     used, place = problem.ids.unique(return_inverse=True)
     logps, d_hidden = [], []
@@ -125,7 +137,7 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
 
 
 def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[], Any]]:
-    """Return the three steps, with a support or over the full vocabulary."""
+    """Return the steps "loss", "frozen" (the loss with a frozen head) and "logps"."""
     config = LossConfig(epsilon_low=EPSILON, epsilon_high=EPSILON)
     hidden, weight, targets, advantages, old_logps, cu_seqlens, _ = problem
 
@@ -145,7 +157,7 @@ def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[]
 
 
 def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
-    """Return the largest relative L2 difference from fp64."""
+    """Return the largest relative L2 error of all results with a support, compared with fp64."""
     logps, *_ = exact_answer(problem)
     per_token = problem.advantages.repeat_interleave(len(logps) // COMPLETIONS)
     ones = torch.ones_like(problem.old_logps)
@@ -163,7 +175,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
 
 
 def timed(case: tuple[int, int, int, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify and time a case. Print and return its row."""
+    """Verify a case, time it with and without a support, and return the row of the report."""
     problem = problem_of(case, options)
     ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary", "kept"), case, strict=True))

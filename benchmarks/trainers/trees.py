@@ -1,14 +1,16 @@
-"""Trees of samples against plain packing: forward, backward and memory of a trunk.
+"""Time and memory of a trunk on trees of samples, compared with plain packing.
 
     python -m benchmarks.trainers.trees [--quick] [--divide N] [--json PATH] [--plot PATH]
 
-The cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
-four turns, and combs, which are conversations that branch once at every turn. For the picture,
-agents of three turns branch in one to four. Every sample is trained on its last turn. Both layouts
-compute the same result, which is verified (outputs and all gradients) before anything is timed. On
-a CPU, lengths are divided by 4 and the process's CPU time is measured, so that other programs do
-not matter. The first three cases have bars: 3/4 of the ratio of their tokens in time, and less
-memory. The exit status is 1 if a case misses a bar.
+A tree stores each common prefix of the samples once. Plain packing repeats it for each sample. The
+cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
+four turns, and combs, which are conversations with one side branch at every turn. The picture shows
+agents of three turns with one to four branches. Every sample is trained on its last turn.
+
+Before the timing, the outputs and all gradients of both layouts are compared. On a CPU, all lengths
+are divided by 4, and the CPU time of the process is measured, so that other programs have little
+effect. The first three cases have targets: the speedup must be at least 3/4 of the ratio of the
+token counts, and the tree must need less memory. The exit status is 1 if a case misses a target.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Turns = list[range]  # token ids of each turn of a sample
 
 
 def turns(first: int, *sizes: int) -> list[range]:
-    """Return one run of new token ids for each size."""
+    """Return consecutive ranges of unused token ids, from `first` on, one range for each size."""
     ends = [first + sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
@@ -47,7 +49,7 @@ def group(prompt: int, completion: int, count: int) -> list[Turns]:
 
 
 def agent(branches: int, levels: int, tokens: int) -> list[Turns]:
-    """Return the samples of an agent that branches `branches` times at each of `levels` turns."""
+    """Return all samples of an agent whose conversation splits into `branches` at each turn."""
     root, *free = turns(0, *[tokens] * sum(branches**level for level in range(levels + 1)))
     paths, unused = [[root]], iter(free)
     for _ in range(levels):
@@ -56,7 +58,7 @@ def agent(branches: int, levels: int, tokens: int) -> list[Turns]:
 
 
 def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
-    """Return conversations that branch once at each turn."""
+    """Return conversations with one side branch at each turn. Each side branch ends a sample."""
     paths: list[Turns] = []
     first = 0
     for count in leaves:
@@ -69,7 +71,8 @@ def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
     return paths
 
 
-# Functions from the divisor of the lengths to the samples. BRANCHES are the cases of the picture.
+# Each case is a function that gets the divisor of all lengths and returns the samples. BRANCHES are
+# the cases of the picture.
 CASES: dict[str, Callable[[int], list[Turns]]] = {
     "16 completions of a prompt": lambda n: group(8192 // n, 512 // n, 16),
     "binary agent, 4 turns": lambda n: agent(2, 4, 512 // n),
@@ -81,11 +84,11 @@ BRANCHES: dict[str, Callable[[int], list[Turns]]] = {
     "3 turns, 3 branches": lambda n: agent(3, 3, 512 // n),
     "3 turns, 4 branches": lambda n: agent(4, 3, 512 // n),
 }
-BAR = 0.75  # smallest ratio of times, as a fraction of the ratio of tokens
+BAR = 0.75  # required speedup, as a fraction of the ratio of the token counts
 
 
 def main() -> int:
-    """Time every case, and write the report and the picture. Return 1 if a case misses a bar."""
+    """Time every case, and write the report and the picture. Return 1 if a case misses a target."""
     parser = new_parser(__doc__)
     parser.add_argument("--divide", type=int, help="divisor of all lengths (CPU: 4, GPU: 1)")
     parser.add_argument("--plot", help="file for the picture")
@@ -112,7 +115,7 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Return whether a case is correct and, if it has bars, meets them."""
+    """Return whether the case was correct and, if it has targets, meets both."""
     if "ratio" not in row:
         return False
     is_fast = row["ratio"] >= BAR * row["tokens_ratio"]
@@ -120,7 +123,7 @@ def passes(row: dict[str, Any]) -> bool:
 
 
 def draw_trees(report: dict[str, Any], out: Path) -> None:
-    """Draw the rows and the memory of the branching agents, packed and as trees."""
+    """Draw token counts and memory of the cases in `BRANCHES`, for both layouts."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -153,7 +156,7 @@ def draw_trees(report: dict[str, Any], out: Path) -> None:
 
 
 def time_case(name: str, paths: list[Turns], model: Heads, options: Any) -> dict[str, Any]:
-    """Verify and measure one case in both layouts."""
+    """Verify a case, and measure its time and memory in both layouts. Return its row."""
     samples = []
     for path in paths:
         ids = torch.cat([torch.arange(turn.start, turn.stop) for turn in path])

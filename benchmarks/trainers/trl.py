@@ -1,13 +1,12 @@
-"""Step of TRL's GRPOTrainer without rollout: GRPOTrainer, GRPOTrainer with our head,
-FastGRPOTrainer.
+"""Step of GRPOTrainer, of GRPOTrainer with our LM head, and of FastGRPOTrainer, without rollout.
 
     python -m benchmarks.trainers.trl [--quick] [--device cuda] [--json results.json]
 
-All three trainers have the same weights and get the same prepared micro-batch (8 completions of 64
-tokens for one prompt of 512), as `GRPOTrainer.training_step` gets it after generation and rewards.
-A step is forward, loss, metrics and backward. Losses, metrics and gradients are compared before
-anything is timed. Steps are interleaved in one process. Peak memory is measured in a separate
-process for each trainer.
+All three trainers have the same weights and get the same micro-batch: 8 completions of 64 tokens
+for one prompt of 512 tokens. It has the fields that `training_step` gets after generation and
+rewards. A step computes the forward pass, loss, metrics and gradients. Before the timing, the
+losses, metrics and gradients of all trainers are compared. The steps are timed in interleaved
+rounds in one process. Peak memory is measured in a separate process for each trainer.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ MODELS: dict[str, dict[str, int]] = {
 PROMPT = 512
 GROUP = 8
 COMPLETION = 64
-# The second is TRL's trainer and padded forward pass with our head. It shows how much of the
-# difference comes from the head.
+# "TRL, fast head" is TRL's trainer with its padded forward pass, but with our LM head. It shows how
+# much of the speedup of FastGRPOTrainer comes from the head.
 TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -84,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Compare the trainers, time them in turns and measure their memory."""
+    """Compare the results of the trainers, time them alternately, and measure their memory."""
     trainers = make_trainers(options, name)
     batch = prepared_batch(options, MODELS[name]["vocab_size"])
     difference = verified(trainers, batch, TOLERANCE[options.dtype])
@@ -108,7 +107,7 @@ def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
 def make_trainers(
     options: argparse.Namespace, name: str, wanted: tuple[str, ...] = TRAINERS
 ) -> dict[str, Any]:
-    """Return the trainers by label, with the same random weights."""
+    """Build the trainers in `wanted`, with the same random weights. Return them by label."""
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as logging_of_transformers
@@ -149,8 +148,9 @@ def make_trainers(
 
 
 def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """Return a micro-batch as TRL prepares it: one prompt and 8 completions, of which three end
-    early.
+    """Return a micro-batch in the format in which TRL passes it to the loss.
+
+    It has one prompt and 8 completions. Three completions end early, so their ends are masked.
     """
     random = torch.Generator().manual_seed(1)
     prompt = torch.randint(2, vocabulary, (PROMPT,), generator=random)
@@ -171,7 +171,7 @@ def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, An
 
 
 def step_of(trainer: Any, batch: dict[str, Any]) -> Any:
-    """Return a step that calls `training_step` with the prepared batch and drops old gradients."""
+    """Return a step that deletes old gradients and calls `training_step` with `batch`."""
     trainer._prepare_inputs = lambda _: batch
 
     def step() -> tuple[torch.Tensor, ...]:
@@ -183,7 +183,14 @@ def step_of(trainer: Any, batch: dict[str, Any]) -> Any:
 
 
 def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) -> float:
-    """Return the largest relative difference from TRL's gradient. Exit if the trainers disagree."""
+    """Compare losses, metrics and gradients of all trainers with those of the first.
+
+    Returns:
+        The largest relative L2 difference of the gradients.
+
+    Raises:
+        SystemExit: a difference is larger than `tolerance`.
+    """
     losses, gradients, metrics = [], [], []
     for trainer in trainers.values():
         losses.append(float(step_of(trainer, batch)()[0]))
@@ -206,7 +213,7 @@ def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) 
 
 
 def run_child(name: str, label: str) -> dict[str, float]:
-    """Run `peak_of` in a separate process, because allocators keep memory of other trainers."""
+    """Run `peak_of` in a new process, where the allocator holds no memory of other trainers."""
     module = [sys.executable, "-m", "benchmarks.trainers.trl"]
     command = [*module, *sys.argv[1:], "--child", name, label]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -214,9 +221,10 @@ def run_child(name: str, label: str) -> dict[str, float]:
 
 
 def peak_of(options: argparse.Namespace, name: str, label: str) -> dict[str, float]:
-    """Return the peak MiB of a step, without weights and inputs, and with gradients.
+    """Return the peak memory of a step in MiB, with gradients but without weights and inputs.
 
-    A first step runs before, so that memory which a library keeps between calls is not counted.
+    One step runs before the measurement, so that memory which a library allocates only once does
+    not count.
     """
     trainer = make_trainers(options, name, (label,))[label]
     step = step_of(trainer, prepared_batch(options, MODELS[name]["vocab_size"]))

@@ -1,4 +1,4 @@
-"""Tests of the GPU session without a GPU: it keeps its time limit, resumes, and keeps results."""
+"""Tests of the GPU session and its report on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def test_the_parts_fit_into_both_visits():
 
 
 class Simulated:
-    """A session with a fake clock. Each part takes a given time, or is stopped at its limit."""
+    """Session with a fake clock, in which parts are not run but only take up time.
+
+    `durations` has the seconds of the parts. A part is stopped at its time limit.
+    """
 
     def __init__(self, durations, monkeypatch, tmp_path):
         self.now = 0.0
@@ -77,7 +80,7 @@ class Simulated:
 
 @pytest.mark.parametrize("slow", [(), ("bars",), ("tests",), ("bars", "tests", "step", "peers")])
 def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
-    """Parts that hang are stopped at their limits, and every other part still runs."""
+    """Check that parts that hang are stopped at their time limits, and that all parts are run."""
     simulated = Simulated(dict.fromkeys(slow, 10_000), monkeypatch, tmp_path)
     for number, seconds in parts.VISIT_SECONDS.items():
         status, taken = simulated.visit(number)
@@ -88,7 +91,10 @@ def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
-    """The GPU machine lacks pydantic and has the packages that are copied as wheels."""
+    """Check that a dry run detects missing packages.
+
+    The GPU machine has no pydantic unless it was copied as a wheel.
+    """
     code = "import importlib.util as u, pydantic; assert u.find_spec('trl') is None"
     part = parts.Part(1, 30, [], [[PY, "-c", code]])
     monkeypatch.setattr(session, "parts", lambda: {"steps": part})
@@ -112,7 +118,10 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Return a session of three small parts: one measures, one fails, one takes too long."""
+    """Replace the parts of the session: one writes a report, one fails, and one exceeds its limit.
+
+    Return the output folder.
+    """
 
     def part(seconds, code, *words, measures=False):
         return parts.Part(1, seconds, [[PY, "-c", code, *words]], [], measures=measures)
@@ -160,7 +169,10 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
 
 @pytest.fixture
 def two_visits(small, monkeypatch):
-    """A smoke test that fails if the file `broken` exists, and one part of each visit."""
+    """Replace the parts of the session with a smoke test and one part for each of two visits.
+
+    The smoke test fails if the returned file exists.
+    """
     broken = small.parent / "broken"
 
     def part(visit, code):
@@ -217,7 +229,7 @@ def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_test_file(tmp_path, monkeypatch):
-    """Write a file of five GPU tests with a given body, and return its path."""
+    """Return a function that writes five GPU tests with a given body, and returns their file."""
     monkeypatch.setattr(shards, "ROOT", tmp_path)
     monkeypatch.setattr(shards, "RESULTS", tmp_path)
     monkeypatch.setenv("OUT", str(tmp_path))
@@ -285,7 +297,11 @@ def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
 
 
 def measured_session(tmp_path, ours_ms):
-    """Write results as a GPU session does: the head at H = 4096 against TRL, and a step."""
+    """Write a result file like that of a GPU session, and return its path.
+
+    The file has the times of the loss at H = 4096 (`ours_ms` for grpo_fast), of a step and of
+    single kernels.
+    """
     case = {
         "operation": "linear_grpo_loss", "shape": [8192, 4096, 151936], "active": 1.0,
         "inactive": "masked", "allocator": "cuda",

@@ -1,4 +1,4 @@
-"""Tests of benchmarks/experiments/compare.py: its runs, its numbers and its picture."""
+"""Tests of benchmarks/experiments/compare.py: which runs it starts, and its table and picture."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Replace training, and return the folders of the runs.
+    """Replace training with a function that only writes metrics. Return the list of run folders.
 
-    A reward is seed + step, plus 1 for rloo.
+    The reward is the seed plus the step. Runs with rloo get 1 more.
     """
     folders = []
 
@@ -61,7 +61,8 @@ def test_every_setting_with_every_seed_and_nothing_twice(tmp_path, ran):
 
 def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_path, ran):
     compare("sort", [MODES, STEPS], 3, tmp_path)
-    # Steps 19 and 20 of seeds 0, 1, 2: 19.5, 20.5, 21.5; rloo has 1 more.
+    # The last tenth of the run is steps 19 and 20. The means of seeds 0, 1 and 2 are 19.5, 20.5 and
+    # 21.5, and 1 more for rloo.
     assert "| advantages=centered | 20.5 ± 0.58 | 3 |" in (tmp_path / "table.md").read_text()
     assert "| advantages=rloo | 21.5 ± 0.58 | 3 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "compare.png").stat().st_size > 10_000
@@ -86,7 +87,7 @@ def test_the_band_is_one_standard_error_around_the_mean():
     runs = [[(1.0, 1.0), (2.0, 4.0)], [(1.0, 3.0)]]
     middle, low, high = band(runs, "eval_reward")
     assert middle == [(1.0, 2.0), (2.0, 4.0)]
-    assert low == [1.0, 4.0] and high == [3.0, 4.0]  # one run has no error
+    assert low == [1.0, 4.0] and high == [3.0, 4.0]  # a single run has a band of width 0
     assert all(math.isfinite(x) for x in low + high)
 
 

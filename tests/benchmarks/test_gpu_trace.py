@@ -1,4 +1,4 @@
-"""Budgets for the GPU work of a call, which benchmarks/gpu/trace.py counts."""
+"""Tests that a call stays within its budget of GPU work, as counted by benchmarks/gpu/trace.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def budgets():
 
 @pytest.mark.parametrize("name", [*TRAINED, "with KL", "frozen head (LoRA)", "head alone"])
 def test_launches_and_waits(budgets, name):
-    """A call reads back from the GPU at most once, after a matrix product has been launched."""
+    """Check the numbers of kernel launches, synchronizations and reads from the GPU.
+
+    A call may read from the GPU at most once, after the launch of a matrix product.
+    """
     found = budgets[name]
     assert found["per_chunk"] <= 20 and found["outside"] <= 60
     assert found["syncs"] == 0 and found["reads"] == (name != "with KL")
@@ -36,8 +39,10 @@ def test_a_mask_costs_one_wait(budgets):
     ("name", "gigabytes"), [("support, 50 ids", 8.5), ("support, frozen head", 3.9)]
 )
 def test_a_support(budgets, name, gigabytes):
-    """The rows of W are read once, those of hidden once and dW written once, with no product of the
-    vocabulary; the host waits for how many ids there are, before any work.
+    """Check that a call with a support does not compute the logits of the full vocabulary.
+
+    The memory traffic allows one read of the weight and of hidden, and one write of the weight's
+    gradient. The host waits once, before the work, for the number of distinct ids.
     """
     found = budgets[name]
     assert found["outside"] <= 125 and found["gigabytes"] <= gigabytes

@@ -1,4 +1,4 @@
-"""The picture of the losses: its curves follow the formulas, and it draws every loss."""
+"""Tests of the loss curves: they follow the formulas of the losses, and every loss is drawn."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from benchmarks.experiments.loss_curves import clip_range, config_of, curve, mai
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 
-RATIOS = torch.linspace(0.103, 1.997, 96)  # no point lies on a bound of the clip
+RATIOS = torch.linspace(0.103, 1.997, 96)  # no point is exactly on a clipping bound
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_the_clipped_objective_is_the_tutorials_drawing(advantage):
-    """Flat above 1.2 for A > 0, and below 0.8 for A < 0: min(r·A, clip(r)·A)."""
+    """Check the loss -min(r·A, clip(r)·A). It is flat above 1.2 for A > 0, below 0.8 for A < 0."""
     values, slopes = curve(LossConfig("grpo"), RATIOS, advantage, 0.4)
     expected = -torch.minimum(RATIOS * advantage, RATIOS.clamp(0.8, 1.2) * advantage)
     torch.testing.assert_close(values, expected)

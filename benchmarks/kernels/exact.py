@@ -127,9 +127,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def dtype_for(weight: Tensor) -> torch.dtype:
-    """Return the dtype of the exact answer: fp64, or fp32 if memory is short.
+    """Return the dtype in which the exact answer is computed: fp64, or fp32 if memory is short.
 
-    In fp64, the head, its gradient and two blocks of logits must fit into half of the free memory.
+    fp64 is used if the head, its gradient and two blocks of logits fit into half of the free
+    memory.
     """
     v, h = weight.shape
     needed = 8 * (2 * v * h + 2 * row_block(weight.device) * v)

@@ -112,7 +112,11 @@ class Problem:
         return exact.dapo(self.logps, self.old_logps, self.token_advantages, self.mask, EPSILON)
 
     def truth(self, kind: str) -> exact.Truth:
-        """Return the exact "loss", "dense", "logps", "logps_backward" or "logits_loss"."""
+        """Return the exact results with which a provider is compared.
+
+        Args:
+            kind: "loss", "dense" (mean cross entropy), "logps", "logps_backward" or "logits_loss".
+        """
         return getattr(self, f"_{kind}_truth")
 
     @functools.cached_property

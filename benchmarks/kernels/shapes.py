@@ -84,5 +84,5 @@ def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
 
 
 def name_of(shape: Shape) -> str:
-    """Return the names of all models with this head, joined by commas. It may be empty."""
+    """Return the names of all models with this head, joined by commas, or an empty text."""
     return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))

@@ -139,7 +139,7 @@ def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
 
 
 def tutorial(device: str) -> list[tuple[str, Step, Step]]:
-    """Return the hook of a small causal LM: a plain torch loss over all logits, and our loss."""
+    """Return the hook of a tutorial: a small causal LM with a plain torch loss or our loss."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from grpo_fast import LossConfig

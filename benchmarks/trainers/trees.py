@@ -38,7 +38,7 @@ Turns = list[range]  # token ids of each turn of a sample
 
 
 def turns(first: int, *sizes: int) -> list[range]:
-    """Return consecutive ranges of unused token ids, from `first` on, one range for each size."""
+    """Return consecutive ranges of token ids with the given sizes. The first begins at `first`."""
     ends = [first + sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 

@@ -150,7 +150,8 @@ def make_trainers(
 def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
     """Return a micro-batch in the format in which TRL passes it to the loss.
 
-    It has one prompt and 8 completions. Three completions end early, so their ends are masked.
+    It has one prompt and 8 completions. Three completions are shorter than 64 tokens, and their
+    padding is masked.
     """
     random = torch.Generator().manual_seed(1)
     prompt = torch.randint(2, vocabulary, (PROMPT,), generator=random)

@@ -171,7 +171,7 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
 def two_visits(small, monkeypatch):
     """Replace the parts of the session with a smoke test and one part for each of two visits.
 
-    The smoke test fails if the returned file exists.
+    Return the path of a file. The smoke test fails if the file exists.
     """
     broken = small.parent / "broken"
 

@@ -317,7 +317,7 @@ def test_the_tables_of_the_page_are_those_of_the_committed_results():
 
 
 def test_nothing_measured_lies_above_its_roof():
-    """Check that no measured rate exceeds the roofline of its machine, which would be an error."""
+    """Check that no rate exceeds the roofline of its machine, as a wrong measurement would."""
     chosen = [readme.file_of(name) for name in readme.PLOTTED]
     cases = [case for case in files.cases_of(chosen) if case["dtype"] == "fp32"]
     flops, copied = plots.ceiling(cases)

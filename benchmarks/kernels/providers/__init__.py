@@ -1,4 +1,4 @@
-"""Providers of each operation: ours, the peers and the limits."""
+"""Providers that are compared for each operation: grpo_fast, other libraries and limits."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from tests import chromium
+from tests.docs import plain_english
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -287,3 +288,12 @@ def test_every_recipe_is_listed():
     text = (ROOT / "grpo_fast" / "train" / "README.md").read_text()
     listed = [row[0].strip("`") for row in rows_of(text, "## Recipes")]
     assert sorted(listed) == recipe_names()
+
+
+def test_texts_have_none_of_the_old_constructions():
+    """Check docstrings, comments and messages against the list in plain_english.py."""
+    folders = ("grpo_fast", "csrc", "benchmarks", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    kinds = {".py", ".h", ".cpp", ".yaml", ".sh"}
+    lines = [line for path in paths if path.suffix in kinds for line in plain_english.found(path)]
+    assert not lines, "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Other values for names of a module or a class, for a while."""
+"""Temporary replacement of attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
-    """Inside, these names of the module or class have other values."""
+    """Replace attributes of a module or class inside the context, and restore them afterwards."""
     before = {name: getattr(owner, name) for name in changes}
     for name, value in changes.items():
         setattr(owner, name, value)

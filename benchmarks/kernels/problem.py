@@ -26,13 +26,11 @@ class Variant(NamedTuple):
 
     Attributes:
         active: fraction of the completions' tokens that have a gradient.
-        inactive: reason why the other tokens have no gradient: "masked", "zero-advantage" (of
-        their
+        inactive: reason why the other tokens have no gradient: "masked", "zero-advantage" (of their
             completion), or "clipped", which is known only after the logp is computed.
         softmax: "flat" (logits of standard deviation 2) or "peaked" (the target's probability is
             mostly above 0.9).
-        mask: "full", or "ragged" for right-padded completions that fill between a quarter and
-        all
+        mask: "full", or "ragged" for right-padded completions that fill between a quarter and all
             of their slots.
     """
 

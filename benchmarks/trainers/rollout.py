@@ -1,8 +1,7 @@
 """Tokens per second of our `generate` with the sampler's logps, and of transformers' `generate`.
 
-    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32] [--vocab
-    151936]
-    [--json FILE]
+    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32]
+    [--vocab 151936] [--json FILE]
 
 The model is random and has 4 layers and a realistic vocabulary, so that the loop and the sampler
 take most of the time. The limit is the same loop in greedy mode, which draws no token and keeps no

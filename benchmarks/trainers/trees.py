@@ -26,7 +26,7 @@ from benchmarks.kernels.exact import TOLERANCE
 from benchmarks.report.files import machine
 from benchmarks.report.plots import COLORS
 from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, trunk_steps
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save, timed
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save_cases, timed
 from grpo_fast.attention import dispatch, pack_tree
 from grpo_fast.attention.dispatch import Kind
 
@@ -99,11 +99,9 @@ def main() -> int:
     for name, paths in {**CASES, **BRANCHES}.items():
         for model in CPU_MODELS if on_cpu else GPU_MODELS:
             rows.append(time_case(name, paths(options.divide), model, options))
-    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads", "divide")}
-    settings |= {"dtype": str(options.dtype), "clock": measure.clock, "layers": LAYERS}
-    what = "a trunk over trees of samples, against plain packing, forward + backward"
-    report = {**measure.header(what, options.device), "settings": settings, "cases": rows}
-    save(options, report)
+    settings = {"divide": options.divide, "clock": measure.clock, "layers": LAYERS}
+    title = "a trunk over trees of samples, against plain packing, forward + backward"
+    report = save_cases(options, title, rows, **settings)
     if options.plot:
         draw_trees(report, Path(options.plot))
     below = [row["case"] for row in rows if not (options.quick or passes(row))]

@@ -1,5 +1,4 @@
-"""Step of TRL's GRPOTrainer without rollout: GRPOTrainer, GRPOTrainer with our head,
-FastGRPOTrainer.
+"""Step of TRL's GRPOTrainer without rollout: the original, one with our head, and FastGRPOTrainer.
 
     python -m benchmarks.trainers.trl [--quick] [--device cuda] [--json results.json]
 

@@ -1,4 +1,4 @@
-"""What data may never do: run as code, be unpickled, or keep a regular expression busy.
+"""Tests that data is never run as code, never unpickled, and never slows a regular expression.
 
 Names of runs and control characters are in tests/train/test_report.py and test_hostile_input.py.
 """
@@ -49,7 +49,7 @@ class Hit(NamedTuple):
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:
-    """What every imported name of a file stands for."""
+    """Return the full name of every name that a file imports."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -174,7 +174,7 @@ def test_the_patterns_are_found():
 
 
 def seconds(pattern: re.Pattern[str], text: str) -> float:
-    """Of this thread, whatever else the machine does."""
+    """Return the CPU seconds of this thread, which other programs do not change."""
     start = time.thread_time()
     pattern.match(text), pattern.fullmatch(text), pattern.findall(text)
     return time.thread_time() - start

@@ -30,8 +30,8 @@ WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
 README = ROOT / "README.md"
 READMES = sorted([README, *(ROOT / "grpo_fast").rglob("README.md")])
 OTHERS = [ROOT / x for x in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-# The doors of the package: all that their __all__ names is public.
-DOORS = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
+# Modules whose __all__ is the public interface.
+PUBLIC_MODULES = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 NOT_RUN = "# not run: needs "
 
@@ -79,7 +79,7 @@ def documented() -> list[str]:
     return listed
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", PUBLIC_MODULES)
 def test_the_reference_has_every_public_name(door):
     module, listed = importlib.import_module(door), documented()
     missing = [name for name in module.__all__ if f"{door}.{name}" not in listed]
@@ -93,7 +93,7 @@ def test_the_reference_has_every_public_name(door):
 
 
 def test_the_reference_has_every_name_that_a_page_imports():
-    """What a document shows is public, wherever it lies."""
+    """Every name that a page imports is in the reference."""
     listed = documented()
     shown = set()
     for page in [*WRITTEN, *READMES]:
@@ -142,7 +142,7 @@ KEY = re.compile(r"[`'\s]([a-z_]+\.[a-z_0-9.]*(?:\{[a-z_, ]+\}|[a-z_0-9]))(?=[`=
 
 
 def has_key(model: object, key: list[str]) -> bool:
-    """Whether `key` leads somewhere below a type of the configuration."""
+    """Return whether a type of the configuration has the nested field `key`."""
     if not key:
         return True
     fields = getattr(model, "model_fields", None)
@@ -189,7 +189,7 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
 
 
 def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Of the site as `make docs` built it, before this."""
+    """Check the site that an earlier `make docs` has built."""
     built = DOCS / "_build" / "html"
     if not chromium.COMMAND or not built.is_dir():
         pytest.skip("needs Chromium, and the site built by `make docs`")

@@ -1,4 +1,4 @@
-"""Bars on one GPU, each with its wanted figure, its prediction and a reader of the measurement.
+"""Bars (acceptance thresholds) for one GPU, each with a prediction and a reader of the results.
 
 A ratio compares a time with a limit that the same run measured. Memory bounds depend on the card.
 """
@@ -154,9 +154,9 @@ def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
 
 
 def sparse(card: Card, inactive: str) -> Bar:
-    """Return a bar on the speedup of 0.2 active rows over all rows.
+    """Return a bar on the speedup of a call with 20% active rows over a call with 100%.
 
-    Each time is divided by the limit of its run.
+    Each time is divided by the limit that its run measured.
     """
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)

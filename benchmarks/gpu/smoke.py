@@ -28,7 +28,7 @@ def head(device: str) -> tuple[float, str]:
     """Compare loss, dH and dW of an LM head with fp64.
 
     Returns:
-        The largest error as a fraction of its bar, and a description.
+        The largest error as a fraction of its tolerance, and a description.
     """
     from benchmarks.kernels.problem import make_problem
     from benchmarks.kernels.providers.ours import loss
@@ -49,7 +49,7 @@ def attention(device: str) -> tuple[float, str]:
     """Run the self-test of the attention kernel that is chosen on this device.
 
     Returns:
-        The error as a fraction of its bar, and a description.
+        The error as a fraction of its tolerance, and a description.
     """
     from grpo_fast.attention import dispatch
     from grpo_fast.attention.dispatch import Kind

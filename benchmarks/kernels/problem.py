@@ -18,7 +18,6 @@ LOGIT_STD = 2.0
 # In a peaked row, the likeliest token is this many nats (mean, standard deviation) above the sum of
 # the other tokens.
 PEAK = (4.0, 2.0)
-INACTIVE = ("masked", "zero-advantage", "clipped")
 
 
 class Variant(NamedTuple):

@@ -61,9 +61,7 @@ DEFAULTS = Defaults(threads=1, budget=(10.0, 0.2), rounds=(15, 15))
 
 def main() -> None:
     """Time every case, print a table and write the report."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--window", type=int, help="sliding window of the attention alone")
-    options = parsed_cases(parser, DEFAULTS, "P,C,G", CASES)
+    options = parsed_cases(new_parser(__doc__), DEFAULTS, "P,C,G", CASES)
     rows: list[dict[str, Any]] = []
     for case in options.cases:
         for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
@@ -107,8 +105,8 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
     copies = [x[origin] for x in tensors]
     # Only the first copy of a prompt's row gets the upstream gradient.
     copies[3] = copies[3] * first[:, None, None]
-    params = AttentionParams(model.head_dim**-0.5, options.window)
-    kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
+    params = AttentionParams(model.head_dim**-0.5)
+    kind = Kind(options.device, options.dtype, model.head_dim)
     rows = []
     for provider in dispatch.candidates(kind):
         if provider.name in ("explicit", "flex") and kind.device == "cuda":

@@ -3,9 +3,9 @@
     python -m benchmarks.trainers.support [--quick] [--cases 512,896,32000,50 ...] [--json PATH]
 
 A case is T,H,V,K: tokens, hidden size, vocabulary, and ids in each token's support. Half of the ids
-are drawn from 2000 frequent ids and half from all ids, or with --distinct all of them from all ids.
-Results are verified against fp64 before anything is timed. Both ways are timed in one process in
-interleaved rounds, so the ratio is reliable even if the times vary.
+are drawn from 2000 frequent ids and half from the other ids. Results are verified against fp64
+before anything is timed. Both ways are timed in one process in interleaved rounds, so the ratio is
+reliable even if the times vary.
 """
 
 from __future__ import annotations
@@ -52,23 +52,21 @@ class Problem(NamedTuple):
 def main() -> None:
     """Time every case, print a table and write the report."""
     parser = new_parser(__doc__)
-    parser.add_argument("--distinct", action="store_true", help="draw all ids from all")
     options = parsed_cases(parser, DEFAULTS, "T,H,V,K", CASES)
     for t, _, v, k in options.cases:
         if t % COMPLETIONS or k > v:
             expected = f"T a multiple of {COMPLETIONS} and K at most V"
             parser.error(f"--cases: expected {expected}, got T={t}, K={k}, V={v}")
     rows = [timed(case, options) for case in options.cases]
-    ids = "distinct" if options.distinct else "mixed"
-    save_cases(options, "linear_grpo_loss and linear_logps, support against dense", rows, ids=ids)
+    save_cases(options, "linear_grpo_loss and linear_logps, support against dense", rows)
 
 
 def problem_of(case: Case, options: argparse.Namespace) -> Problem:
     t, h, v, k = case
     generator = torch.Generator().manual_seed(0)
-    half = 0 if options.distinct else min(k // 2, FREQUENT)
+    half = min(k // 2, FREQUENT)
     order = torch.randperm(v, generator=generator)
-    frequent, others = order[:FREQUENT], order[FREQUENT:] if half else order
+    frequent, others = order[:FREQUENT], order[FREQUENT:]
     rows = [
         torch.cat([part[torch.randperm(len(part), generator=generator)[:n]] for part, n in parts])
         for parts in [((frequent, half), (others, k - half))] * t

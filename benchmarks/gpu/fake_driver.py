@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.gpu.patch import patched
+from benchmarks.gpu.patch import patched_launches
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -64,18 +64,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     Yields:
         A list that receives (kernel name, compiled kernel) at each launch.
     """
-    from grpo_fast.kernels.gpu import (
-        coefficients,
-        configs,
-        divergence,
-        exponentials,
-        gradients,
-        linear,
-        rows,
-        scale,
-        support,
-        target_rows,
-    )
+    from grpo_fast.kernels.gpu import configs
 
     compiled: list[tuple[str, Any]] = []
 
@@ -86,12 +75,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     driver.set_active(TargetOnlyDriver(TARGETS[arch]))
     configs._architecture.cache_clear()
     try:
-        with contextlib.ExitStack() as stack:
-            for module in (
-                *(rows, linear, exponentials, coefficients, gradients, target_rows, support),
-                *(divergence, scale),
-            ):
-                stack.enter_context(patched(module, launch=warmup))
+        with patched_launches(warmup):
             yield compiled
     finally:
         configs._architecture.cache_clear()

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.patch import patched
+from benchmarks.gpu.patch import patched, patched_launches
 from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
@@ -189,16 +189,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 def recording() -> Iterator[Recorder]:
     """Make tensors fake inside the context, and record the work that a GPU would get."""
     from grpo_fast.kernels import workspace
-    from grpo_fast.kernels.gpu import (
-        coefficients,
-        exponentials,
-        gradients,
-        linear,
-        rows,
-        scale,
-        support,
-        target_rows,
-    )
+    from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
     from grpo_fast.loss import values
 
@@ -247,10 +238,7 @@ def recording() -> Iterator[Recorder]:
     original, ended = loop.LinearHead._rows_of, loop.LinearHead._finished
     swept = loop.LinearHead.logps
     with contextlib.ExitStack() as stack:
-        for module in (
-            *(coefficients, exponentials, gradients, linear, rows, scale, support, target_rows),
-        ):
-            stack.enter_context(patched(module, launch=recorder.kernel))
+        stack.enter_context(patched_launches(recorder.kernel))
         for place, changes in (
             (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
             (linear, {"architecture": lambda device: "sm_90"}),

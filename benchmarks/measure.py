@@ -54,8 +54,7 @@ class Step:
 
     Attributes:
         run: does the work and returns new results, or the buffer that it has overwritten.
-        reset: restores the input that `run` overwrites. It runs before each call and is not
-        timed.
+        reset: restores the input that `run` overwrites. It runs untimed before each call.
         owned_bytes: bytes of the results in memory that existed before the call.
     """
 

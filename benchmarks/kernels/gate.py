@@ -1,10 +1,9 @@
 """Regression gate of the CPU path: ratios to the limit, compared with stored ratios of this CPU.
 
-    python -m benchmarks.kernels.gate            compares; the exit code is 1 if a ratio is 15%
-    worse
-    python -m benchmarks.kernels.gate --update   stores this run's ratios. Run it on a quiet
-    machine
-                                                 and commit the file.
+    python -m benchmarks.kernels.gate            compares the ratios with the stored ones
+    python -m benchmarks.kernels.gate --update   stores this run's ratios
+
+The exit code is 1 if a ratio is 15% worse. Use `--update` on a quiet machine, and commit the file.
 
 A ratio is our time over the time of the limit in the same process (three GEMMs, one GEMM, a copy).
 A slow machine therefore changes both times. The gate measures with 1 and 2 threads, with the AVX2

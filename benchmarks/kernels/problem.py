@@ -18,7 +18,6 @@ LOGIT_STD = 2.0
 # In a peaked row, the likeliest token is this many nats (mean, standard deviation) above the sum of
 # the other tokens.
 PEAK = (4.0, 2.0)
-INACTIVE = ("masked", "zero-advantage", "clipped")
 
 
 class Variant(NamedTuple):
@@ -26,13 +25,11 @@ class Variant(NamedTuple):
 
     Attributes:
         active: fraction of the completions' tokens that have a gradient.
-        inactive: reason why the other tokens have no gradient: "masked", "zero-advantage" (of
-        their
+        inactive: reason why the other tokens have no gradient: "masked", "zero-advantage" (of their
             completion), or "clipped", which is known only after the logp is computed.
         softmax: "flat" (logits of standard deviation 2) or "peaked" (the target's probability is
             mostly above 0.9).
-        mask: "full", or "ragged" for right-padded completions that fill between a quarter and
-        all
+        mask: "full", or "ragged" for right-padded completions that fill between a quarter and all
             of their slots.
     """
 

@@ -40,8 +40,7 @@ class Plan:
         operations: names in OPERATIONS.
         shapes: token rows, hidden size and vocabulary of the cases.
         dtypes: names in DTYPES.
-        variants: properties of the rows. Each combination of shape, dtype and variant is one
-        case.
+        variants: properties of the rows. Each combination of shape, dtype and variant is a case.
         device: "cpu" or "cuda".
         allocators: allocators of the CPU, "default" and "fair".
         backends: backends of grpo_fast. Empty means all that run here.

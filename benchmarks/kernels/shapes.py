@@ -48,15 +48,13 @@ CPU: list[Shape] = [
 GPU: list[Shape] = [
     Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
 ]
-TOKENS = (1024, 8192, 131072)
 
 
 def shape_of(text: str) -> Shape:
     """Return the shape of a text `N,H,V`.
 
     Raises:
-        ValueError: the text is not three positive integers, or N is not a multiple of
-        COMPLETIONS.
+        ValueError: the text is not three positive integers, or N is no multiple of COMPLETIONS.
     """
     try:
         shape = Shape(*(int(part) for part in text.split(",")))

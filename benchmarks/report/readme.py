@@ -1,7 +1,7 @@
 """Measurement of all CPU figures of benchmarks/README.md, and its tables.
 
     python -m benchmarks.report.readme                 takes 15 minutes on a quiet machine
-    python -m benchmarks.report.readme --only loss     runs one step; --list names the steps
+    python -m benchmarks.report.readme --only loss     runs one step; --help names the steps
     python -m benchmarks.report.readme --tables        writes the tables from the committed JSON
 
 The command writes benchmarks/results/cpu-STEP.json, the gate's ratios, the ceiling, kernels.png and
@@ -144,14 +144,10 @@ def refreshed(text: str) -> str:
 def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.report.readme", __doc__)
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
-    parser.add_argument("--list", action="store_true", help="the steps and their commands")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--deadline", type=float, default=780, help="seconds; then no step starts")
     options = parser.parse_args(arguments)
     steps = [step for step in STEPS if not options.only or step.name in options.only]
-    if options.list:
-        print("\n".join(f"{step.name:12} python {step.command}" for step in steps))
-        return 0
     status = 0 if options.tables else run_steps(steps, options.deadline)
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
     plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")

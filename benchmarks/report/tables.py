@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.kernels.operations import OPERATIONS
 
 WIDTH = 132
-# A table shows the largest of these errors.
+# Names of the errors whose maximum is shown in a table.
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 

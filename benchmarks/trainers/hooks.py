@@ -1,8 +1,7 @@
 """Losses and heads of verl and OpenRLHF and of a tutorial, compared with ours in their place.
 
-    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks [--quick] [--device
-    cuda]
-    [--json results.json]
+    GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks [--quick]
+    [--device cuda] [--json results.json]
 
 Forward and backward of each hook are timed on the same tensors, interleaved in one process. Before
 a pair is timed, its values and gradients must agree within 1e-3 (fp32). Peak memory is measured in

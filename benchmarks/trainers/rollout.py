@@ -1,7 +1,6 @@
 """Tokens per second of our `generate` with the sampler's logps, and of transformers' `generate`.
 
-    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32] [--vocab
-    151936]
+    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32]
     [--json FILE]
 
 The model is random and has 4 layers and a realistic vocabulary, so that the loop and the sampler
@@ -23,6 +22,7 @@ import torch
 from benchmarks import measure
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
+VOCABULARY = 151936
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
 # In nats. A different batch shape changes the order of sums.
@@ -136,18 +136,18 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--batch", type=int, help="completions side by side (16; --quick: 8)")
     parser.add_argument("--new-tokens", type=int, help="tokens of each (32; --quick: 8)")
-    parser.add_argument("--vocab", type=int, default=151936)
     defaults = Defaults(threads=os.cpu_count() or 1, budget=(8.0, 1.0), rounds=(9, 9))
     options = parsed(parser, defaults)
     warnings.filterwarnings("ignore")
     options.batch = options.batch or (8 if options.quick else 16)
     options.new_tokens = options.new_tokens or (8 if options.quick else 32)
-    policy = build(options.vocab, options.device)
+    policy = build(VOCABULARY, options.device)
     case = {
         "operation": "rollout",
         "allocator": "cuda" if options.device == "cuda" else "default",
         "dtype": str(policy.head.weight.dtype).removeprefix("torch."),
-        **{name: getattr(options, name) for name in ("batch", "new_tokens", "vocab", "threads")},
+        "vocab": VOCABULARY,
+        **{name: getattr(options, name) for name in ("batch", "new_tokens", "threads")},
         "rows": measure_all(policy, options),
     }
     print(table(case))

@@ -126,7 +126,7 @@ class Padded:
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
-        """What the model needs beside its options."""
+        """Return the inputs of the model, without its options."""
 
     def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
         """((B, C) logps of the completion tokens, the logits they came from)."""

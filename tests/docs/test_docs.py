@@ -33,8 +33,8 @@ WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
 README = ROOT / "README.md"
 READMES = sorted([README, *(ROOT / "grpo_fast").rglob("README.md")])
 OTHERS = [ROOT / x for x in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-# Public modules of the package. All names in their __all__ are public.
-DOORS = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
+# Modules whose __all__ is the public interface.
+PUBLIC_MODULES = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 NOT_RUN = "# not run: needs "
 
@@ -82,7 +82,7 @@ def documented() -> list[str]:
     return listed
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", PUBLIC_MODULES)
 def test_the_reference_has_every_public_name(door):
     module, listed = importlib.import_module(door), documented()
     missing = [name for name in module.__all__ if f"{door}.{name}" not in listed]

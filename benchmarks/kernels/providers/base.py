@@ -22,13 +22,11 @@ class Provider(NamedTuple):
 
     Attributes:
         name: name in the tables.
-        role: "ours", "peer", "limit", or "dense" for a cross entropy without coefficients per
-        token.
+        role: "ours", "peer", "limit", or "dense" for a cross entropy without token weights.
         prepare: Problem -> Step.
         needs: package that the provider imports, or None.
         why_not: (device type, dtype) -> reason why the provider cannot run, or None.
-        wide_logits: number of fp32 buffers of N·V elements that the provider allocates at once.
-        The
+        wide_logits: number of fp32 buffers of N·V elements that the provider allocates at once. The
             provider does not run if they do not fit into memory.
     """
 

@@ -19,7 +19,7 @@ def found(name, *, texts=None, lengths=None, **options):
 
 
 def punishment(length, longest, cache):
-    """Compute DAPO's equation 13 case by case."""
+    """Compute DAPO's soft overlong punishment (equation 13) case by case."""
     if length <= longest - cache:
         return Fraction(0)
     if length <= longest:

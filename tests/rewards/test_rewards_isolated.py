@@ -208,7 +208,7 @@ def test_a_worker_that_does_not_read_takes_too_long(isolated):
     assert ask(reward, "a") == [1.0]
     time.sleep(0.5)
     with pytest.raises(TimeoutError):
-        ask(reward, "a" * 10**6)  # the request does not fit into the pipe
+        ask(reward, "a" * 10**6)  # sending blocks, because the pipe is full
     assert ask(reward, "a") == [1.0]
 
 

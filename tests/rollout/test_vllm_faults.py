@@ -135,7 +135,7 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# One field of a wrong type is tested, because all fields share a strict schema (`Reply`).
+# Only one field with a wrong type is tested, because one strict schema (`Reply`) checks all types.
 FAULTS: dict[str, tuple[str, Any]] = {
     # token ids
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),

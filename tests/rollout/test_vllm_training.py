@@ -29,7 +29,7 @@ def policy(tmp_path: Path):
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
-    """Compare a run with failing servers and a run without failures.
+    """Check that a run with failing servers has the same results as a run without failures.
 
     Every completion must be sampled with the weights of its step and must be used exactly once.
     """

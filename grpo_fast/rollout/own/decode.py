@@ -133,8 +133,9 @@ def decode(
     decoded = Decoded(tokens, torch.zeros_like(numbers), SupportRecorder(*numbers.shape))
     every = CHECK_EVERY.get(device.type, CHECK_EVERY_ON_GPU)
     trunk = policy.lm.base_model
-    # 2. Choose how a step is computed, by the C++ decoder or by the model's modules. The decoder
-    #    is compared with the modules separately, so comparisons of this loop use the modules.
+    # 2. Compute the steps with the C++ decoder if it supports the model, otherwise with the model's
+    #    modules. A comparison of this loop (`starts`) uses the modules, because the decoder is
+    #    compared with them separately.
     decoder = None if starts else decoder_of(trunk, head, cache, forward)
     step = decoder or functools.partial(forward, trunk)
     product = decoder.product if decoder else functools.partial(linear_of, head)

@@ -172,7 +172,7 @@ class VLLMRequest(NamedTuple):
         return [same | {"seed": seed} for seed in seeds]
 
     def completions(self, answer: Choices, where: str) -> list[Completion]:
-        """Check the completions of one prompt and return them in the order of their seeds.
+        """Check the completions of one prompt, and return them sorted by vLLM's index.
 
         Args:
             answer: vLLM's response for the prompt.

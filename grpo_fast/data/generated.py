@@ -66,7 +66,7 @@ class GeneratedTask(LazySequence[Example]):
     def make(self, index: int) -> Example:
         if self.split == "test":
             return self.render(self.test_prompts[index])
-        # Random hashes a string seed with SHA-512, which gives the same result in every process.
+        # Seed with a string, which Random hashes with SHA-512, so all processes get equal numbers.
         rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:

@@ -34,7 +34,7 @@ class Branch(NamedTuple):
         advantages: (r,) fp32, or None if the trace has no advantages.
         support: None if nothing was recorded. Otherwise the ids that the sampler's truncation kept,
             token after token, (nnz,) int32, and the number of ids for each token, (r,) int64.
-        routes: (n,) int64, a hash of the experts that were recorded for the token's message, or 0.
+        routes: (n,) int64, a hash of the experts recorded for the token's message; 0 without any.
             Tokens with different hashes are not shared between branches.
     """
 
@@ -201,8 +201,8 @@ def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> li
             way[at] = None
             at = nodes[at].parent
         rooted.update(way)
-    # 2. Find the leaves, which have no children. Exclude a compaction attempt that no later message
-    #    continues.
+    # 2. Find the leaves, which have no children. If the agent tried to compact its context and no
+    #    later message continues the attempt, exclude the attempt.
     links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
     followed = {link["node"] for _, link in links if link["type"] == "compaction"}
     attempts = {i for i, link in links if link["type"] == "compaction_attempt"}

@@ -50,7 +50,7 @@ _MATHEMATICS = re.compile(
 
 
 class Scorer(NamedTuple):
-    """Rules that judge the completions for one question.
+    """Gold answer of one question, and the functions that extract answers to compare with it.
 
     Attributes:
         strict: extracts the answer from a completion in the required format, or returns None.
@@ -132,7 +132,7 @@ def is_expression(answer: str) -> bool:
 
 
 def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
-    """Return the marks that occur in the prompt or the solution of an example."""
+    """Return the answer marks, such as `####`, that occur in an example's prompt or solution."""
     prompt = example.prompt
     shown = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     text = "\n".join([*shown, example.solution or ""]).casefold()

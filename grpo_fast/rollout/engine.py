@@ -37,7 +37,7 @@ Seed = int | tuple[int | str, ...]
 
 @functools.cache
 def warn_without_support(engine: str) -> None:
-    """Warn once per process that an engine does not report the support of its tokens."""
+    """Warn once per process that an engine does not report which ids the truncation kept."""
     log.warning(
         "%s does not report the tokens that top_p and top_k kept: its log-probabilities are "
         "compared with the policy's over the whole vocabulary", engine,
@@ -67,7 +67,7 @@ class Completion(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request for G = `group_size` completions of each prompt.
+    """Request for `group_size` completions of each prompt.
 
     Attributes:
         prompts: token ids of each prompt, at least one.

@@ -1,4 +1,4 @@
-"""Compare length and format rewards with explicit formulas, and test rewards per token."""
+"""Tests of length and format rewards against explicit formulas, and of rewards per token."""
 
 from fractions import Fraction
 

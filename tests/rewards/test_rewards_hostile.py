@@ -134,7 +134,7 @@ def odd(*, prompts, completions, answers):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    """Return the module odd_rewards, in a folder from which workers can import it."""
+    """Write the module odd_rewards to a folder from which workers can import it, and return it."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "odd_rewards.py").write_text(MODULE)
     (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")

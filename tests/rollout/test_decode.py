@@ -1,4 +1,4 @@
-"""Compare the decoding loop with transformers' `generate`, with attention in torch and in C++.
+"""Tests that the decoding loop, with attention in torch or C++, equals transformers' `generate`.
 
 In these tests, the model's modules compute everything except attention. The C++ decoder, which
 computes full layers, is tested in `test_decoder.py`.
@@ -93,7 +93,7 @@ def test_options(policy, monkeypatch, options):
     assert_same(*both(policy, monkeypatch, **options))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has windows
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has sliding windows
 def test_ended_completions_leave_without_changing_the_others(family, monkeypatch):
     policy = ending_often(policy_of(family), range(1, 16))
     calls, drop_ended = [], decode.RolloutCache.drop_ended

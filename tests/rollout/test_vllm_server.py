@@ -306,7 +306,8 @@ def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, las
     engine = engine_of(policy, server, version=1, patience=0.0)
     assert not server.is_paused and not server.is_updating
     assert difference(policy, generate(policy, engine)) < 1e-5
-    # Finishing an update resets half-loaded layers. Its name must differ from all real weights.
+    # To reset half-loaded layers, the engine finishes the open update. The name of this update must
+    # differ from the names of all real weights.
     assert "left-in-the-middle" in server.versions
 
 

@@ -54,7 +54,7 @@ def _is_test(statement, defined, answers):
 
 
 def names_of_answer(source):
-    """Return the names that tests use from the answer. Tests do not define these names.
+    """Return the names that the answer must define, because tests use but do not define them.
 
     The answer must not define functions that judge it, such as `isinstance`, `math` or `Counter`.
     Names of builtins, modules and well-known types therefore count only if the tests use no other

@@ -85,7 +85,7 @@ class Layer:
 
     Attributes:
         settings: settings of the layer's attention.
-        chunks: keys and values, (H_kv, T, D) each, of packed prompts during prefill.
+        chunks: pairs of keys and values, (H_kv, T, D) each, that prefill collects.
         prompts: keys and values after prefill, (N, H_kv, L, D) each, or in the tiled layout of the
             C++ kernel.
         completions: keys and values, (B, H_kv, room, D) each, or in the tiled layout. Empty before

@@ -51,7 +51,7 @@ class SupportRecorder:
         self.rows.append(rows.repeat_interleave(counts))
 
     def of_completions(self, lengths: Sequence[int]) -> list[tuple[Support | None, Tensor | None]]:
-        """Return the support and the mass of each completion's first tokens.
+        """Return the support of each completion's first n tokens, and its probability mass.
 
         Args:
             lengths: number n of tokens of each completion.
@@ -216,7 +216,7 @@ def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> 
 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:
-    """Return hidden·Wᵀ + bias of the LM head, without scale and softcap."""
+    """Return the LM head's product hidden·Wᵀ + bias, without its scale and softcap."""
     return linear(hidden.to(head.weight.dtype), head.weight, head.bias)
 
 

@@ -200,7 +200,7 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
     def succeeds(link: Link) -> bool:
         try:
             action(link)
-        except (RuntimeError, OSError) as error:  # from the server, the group, or a timeout
+        except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             link.leave_out(error)
             return False
         return True

@@ -1,6 +1,6 @@
-"""Bars on one GPU: the wanted and the predicted figure, and how to read the measured one.
+"""Bars (acceptance thresholds) for one GPU, each with a prediction and a reader of the results.
 
-Ratios are taken to limits that the same run measured. Memory follows the card.
+A ratio compares a time with a limit that the same run measured. Memory bounds depend on the card.
 """
 
 from __future__ import annotations
@@ -18,21 +18,27 @@ from benchmarks.kernels.shapes import MODELS, Shape
 OURS = "grpo_fast (auto)"
 GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
-# Over TRL's step, by (prompt, completion, group): bar, and LOG.md's prediction for Qwen2.5-0.5B.
+# Speedup over TRL's step by (prompt, completion, group): the bar, and LOG.md's prediction for
+# Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
-# Tokens of a step on an H200. Other cards take a share of it, by their memory.
+# Tokens of a step on an H200. The bar of a card with less memory is lower in proportion.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Measurements of one card: the cases of kernels, and all reports."""
+    """Measurements of one card.
+
+    Attributes:
+        cases: cases of the kernel benchmarks, the oldest first.
+        reports: reports of all benchmarks.
+    """
 
     cases: list[dict[str, Any]]
     reports: list[dict[str, Any]]
 
     def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """Return the timed rows of the newest run of a case in which all `names` were timed."""
+        """Return the timed rows of the newest run of a case that timed all providers `names`."""
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
             if key_of(found) == key(case) and timed.keys() >= set(names):
@@ -40,20 +46,22 @@ class Results:
         return None
 
     def value(self, case: Case, field: str) -> float | None:
-        """Return a figure of grpo_fast."""
+        """Return a field of grpo_fast's row in the newest run of a case, or None."""
         rows = self.rows(case, OURS)
         return rows[OURS].get(field) if rows else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A figure with an upper or a lower bound.
+    """Figure with an upper or a lower bound.
 
     Attributes:
+        title: description of the figure in the report.
         wanted: the bound.
-        predicted: the predicted figure; None if there is no prediction.
-        measured: returns the figure of some results; None if it was not measured.
+        predicted: the predicted figure, or None without a prediction.
+        measured: returns the figure from `Results`, or None if it was not measured.
         command: the command that measures this figure alone.
+        unit: text after the figure.
         at_least: True if `wanted` is a lower bound.
     """
 
@@ -103,26 +111,27 @@ def title_of(shape: Shape) -> str:
     return f"N = {shape.n}, H = {shape.h}, V = {shape.v}"
 
 
-def head_ratio(card: Card, shape: Shape, wanted: float) -> Bar:
-    case = Case("linear_grpo_loss", shape)
+def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -> Bar:
+    """Return a bar on the time of an operation over the time of its limit."""
+    case = Case(operation, shape)
     guess = predict.estimate(card, case)
     return Bar(
-        f"head forward + backward / three GEMMs, {title_of(shape)}", wanted,
-        guess.ours / guess.limit, lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
+        f"{title}, {title_of(shape)}", wanted, guess.ours / guess.limit,
+        lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
     )  # fmt: skip
+
+
+def head_ratio(card: Card, shape: Shape, wanted: float) -> Bar:
+    title = "head forward + backward / three GEMMs"
+    return ratio(card, "linear_grpo_loss", title, shape, wanted)
 
 
 def logps_ratio(card: Card, shape: Shape) -> Bar:
-    case = Case("linear_logps", shape)
-    guess = predict.estimate(card, case)
-    return Bar(
-        f"linear_logps without gradient / one GEMM, {title_of(shape)}", 1.15,
-        guess.ours / guess.limit, lambda r: r.value(case, "ratio_to_limit"), predict.command(case),
-    )  # fmt: skip
+    return ratio(card, "linear_logps", "linear_logps without gradient / one GEMM", shape, 1.15)
 
 
 def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Compare with one peer. None stands for the fastest peer that was timed."""
+    """Return a bar on the speedup over one peer, or over the fastest peer for None."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
@@ -145,7 +154,10 @@ def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
 
 
 def sparse(card: Card, inactive: str) -> Bar:
-    """Compare 0.2 active rows with all rows, each relative to the limit of its run."""
+    """Return a bar on the speedup of a call with 20% active rows over a call with 100%.
+
+    Each time is divided by the limit that its run measured.
+    """
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)
 
@@ -170,7 +182,7 @@ def copy_share(card: Card, operation: str) -> Bar:
 
 
 def peak(card: Card, shape: Shape) -> Bar:
-    """Bound the memory by the predicted workspace, rounded up to a twentieth of a GiB."""
+    """Return a bar on the peak memory: the prediction, rounded up to a twentieth of a GiB."""
     case = Case("linear_grpo_loss", shape)
     planned = predict.estimate(card, case).workspace / GIB
 
@@ -207,7 +219,7 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
 
 
 def context(card: Card, model: str) -> Bar:
-    """Ask for the longest prompt of a step that did not run out of memory."""
+    """Return a bar on the longest prompt of a step that did not run out of memory."""
 
     def measured(results: Results) -> float | None:
         prompts = [
@@ -217,7 +229,8 @@ def context(card: Card, model: str) -> Bar:
             and "shared" in report.get("providers", {})
         ]
         longest = max(prompts, default=0.0)
-        return longest if longest >= 100_000 else None  # a step for its time says nothing
+        # Shorter prompts come from steps that were run for their time, not for their memory.
+        return longest if longest >= 100_000 else None
 
     wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000
     lora = " --lora 16" if model.endswith("7b") else ""

@@ -1,4 +1,4 @@
-"""The command line of what is timed size by size; the report is written after each of them."""
+"""Command line of the benchmarks that time one size after the other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from benchmarks.options import measuring
 from benchmarks.report.files import write
 
 Size = tuple[int, int, int]  # rows, H, V
-SMALL = (16, 32, 96)  # without a GPU
+SMALL = (16, 32, 96)  # the only size on a CPU
 
 
 def run(
     module: str,
     doc: str | None,
     arguments: list[str],
-    timed: Callable[..., list[dict[str, Any]]],  # (rows, H, V, device) → entries of the report
+    timed: Callable[..., list[dict[str, Any]]],
     sizes: Iterable[Size],
     title: str,
     field: str,
 ) -> int:
-    """Time every size on a GPU, a small one on a CPU. `field` of the report has the entries."""
+    """Time every size on a GPU, or a small one on a CPU, and write the report after each size.
+
+    Args:
+        module: name of the benchmark in benchmarks/gpu/.
+        doc: help text of the command.
+        arguments: words of the command line.
+        timed: called with (rows, H, V, device), returns entries of the report.
+        sizes: sizes to time on a GPU.
+        title: name of the report.
+        field: field of the report that gets the entries.
+    """
     options = measuring(f"python -m benchmarks.gpu.{module}", doc, arguments)
     report = {**measure.header(title, options.device), "cases": [], field: []}
     for size in sizes if options.device == "cuda" else [SMALL]:

@@ -1,8 +1,9 @@
-"""Kernel configurations worth a try: compiled without a GPU, kept where nothing spills.
+"""Kernel configurations that may be faster than the shipped ones.
 
     python -m benchmarks.gpu.tune --compile sm_90   writes benchmarks/results/candidates-sm_90.json
 
-tune.py times the survivors on a GPU.
+The command compiles every candidate without a GPU. tune.py times the candidates without register
+spills on a GPU.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
 
 ROWS = 64
-# Without multicast a tile of R x C reads (R + C)/(R·C) bytes per flop from L2: 1/85 for 128 x 256,
-# 1/64 for 128 x 128, 1/51 for 64 x 256. At 785 TFLOP/s these are 9, 12 and 15 TB/s: smaller tiles
-# cannot be worth a try.
+# Rows, columns and depth of a tile. Without multicast a tile of R x C reads (R + C)/(R·C) bytes per
+# flop from L2. At 785 TFLOP/s this is 9 TB/s for 128 x 256, 12 TB/s for 128 x 128 and 15 TB/s for
+# 64 x 256. For smaller tiles L2 would be the bottleneck.
 TILES = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 256, 64)]
 KINDS = ("exponentials", "linear", "linear store")
 LOOPS = ("", "flatten")
 
 
 class Candidate(NamedTuple):
-    """One configuration of one kernel at one dtype.
+    """Configuration of one kernel at one dtype.
 
     Attributes:
-        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (fp32 logits stored,
-            too) or "exponentials" (stored in 16 bits).
+        kind: "rows" (the loss kernel), "linear" (no gradient), "linear store" (also stores fp32
+            logits) or "exponentials" (stores 16-bit exponentials).
+        dtype: name of the torch dtype of the inputs.
         config: the fields of RowConfig or LinearConfig.
-        loop: one of loops.py, or "" for the shipped one.
+        loop: name of a loop in loops.py, or "" for the shipped loop.
     """
 
     kind: str
@@ -46,17 +48,17 @@ class Candidate(NamedTuple):
 
     @property
     def line(self) -> str:
-        """As it stands in the tables of grpo_fast/kernels/gpu/configs.py."""
+        """Source text of the configuration for grpo_fast/kernels/gpu/configs.py."""
         name = "RowConfig" if self.kind == "rows" else "LinearConfig"
         return f"{name}{tuple(self.config)}{' ' * bool(self.loop)}{self.loop}"
 
     def make(self) -> RowConfig | LinearConfig:
-        """As the kernels take it."""
+        """Return the configuration object that the kernels take."""
         return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
 
 
 def candidates() -> list[Candidate]:
-    """For sm_90: registers bound the columns of a thread, shared memory the stages."""
+    """Return the candidates for sm_90 that fit into its registers and shared memory."""
     found = [
         Candidate("rows", dtype, (block_v, warps))
         for dtype in ("float32", "bfloat16")
@@ -67,7 +69,7 @@ def candidates() -> list[Candidate]:
         for (block_t, block_v, block_h), stages, loop in itertools.product(TILES, (3, 4), LOOPS):
             fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
             if fits:
-                # Wider pieces of the epilogue than 32 columns spill.
+                # An epilogue that handles more than 32 columns at a time spills registers.
                 config = LinearConfig(block_t, block_v, block_h, 8, stages, piece=32, use_tma=True)
                 found.append(Candidate(kind, "bfloat16", tuple(config), loop))
     return found
@@ -75,7 +77,7 @@ def candidates() -> list[Candidate]:
 
 @contextlib.contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
-    """Inside, the doors of the kernels take this configuration."""
+    """Make the kernels use this configuration inside the context."""
     from benchmarks.gpu.loops import using_loop
     from grpo_fast.kernels.gpu import linear, rows
 
@@ -92,9 +94,17 @@ def using(candidate: Candidate) -> Iterator[None]:
 def call_of(
     candidate: Candidate, rows: int, hidden: int, vocab: int, device: str
 ) -> Callable[[], Any]:
-    """A call of the kernel as the engine makes it: on a device, or on "cpu" for the compiler.
+    """Return a call of the candidate's kernel with the arguments that the loss passes.
 
-    It returns what the kernel's door does; for "exponentials" (lse, logps, the matrix).
+    Args:
+        candidate: selects the kernel and the dtype. Its configuration is not applied.
+        rows: number of tokens.
+        hidden: hidden size.
+        vocab: vocabulary size.
+        device: a GPU, or "cpu" to compile without a GPU.
+
+    Returns:
+        A function that returns the kernel's result, or (lse, logps, matrix) for "exponentials".
     """
     from grpo_fast.kernels.gpu import exponentials, linear
     from grpo_fast.kernels.gpu.rows import row_loss_
@@ -111,7 +121,8 @@ def call_of(
         return lambda: row_loss_(
             logits, d_logits, targets, terms, config, rule, return_entropy=False
         )
-    # Logits of size 2: with larger ones every target is far, and every call sweeps twice.
+    # Logits get a standard deviation of 2. With larger logits most targets would be so unlikely
+    # that the kernel computes their rows twice, which training rarely does.
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
     weight *= 2 / hidden**0.5
     head = (states, weight, None, targets, rule)
@@ -124,9 +135,12 @@ def call_of(
 
 
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Registers, spills and shared memory of every candidate on `arch`, without a GPU, in minutes.
+    """Compile every candidate for `arch` and print its verdict. This takes minutes, but no GPU.
 
-    What is compiled stays in Triton's cache, where a run on a GPU of this architecture finds it.
+    The compiled kernels stay in Triton's cache.
+
+    Returns:
+        The registers, spills and shared memory of each candidate.
     """
     found = []
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
@@ -139,7 +153,10 @@ def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
 
 
 def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
-    """One entry of the report. The active driver of this process is a fake one afterwards."""
+    """Compile one candidate and return its entry of the report.
+
+    Triton's active driver stays a fake one in this process.
+    """
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources
 
@@ -154,15 +171,14 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
         entry["matrix"] = min(c.matrix for c in costs)
         entry["starts"] = entry["spills"] == 0 and entry["shared"] <= SHARED_LIMIT[arch]
         entry["starts"] &= candidate.kind == "rows" or entry["matrix"] > 0
-    except (
-        Exception
-    ) as error:  # the compiler refuses a tile in many ways; it is listed and left out
+    except Exception as error:  # the compiler raises many types; list the candidate as failed
         first = str(error).splitlines()[0][:160] if str(error) else ""
         entry["reason"] = f"{type(error).__name__}: {first}"
     return entry
 
 
 def verdict(entry: dict[str, Any]) -> str:
+    """Return in words whether a candidate starts, and the resources that it needs."""
     if "reason" in entry:
         return f"does not compile: {entry['reason']}"
     numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))

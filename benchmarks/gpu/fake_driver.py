@@ -1,9 +1,9 @@
-"""A Triton driver that knows a target and nothing else: kernels compile for it without a GPU.
+"""Triton driver that only names a target, so that kernels compile without a GPU.
 
-`kernel.warmup(...)` asks the active driver for the target and then runs the true specialisation and
-the true compiler on CPU tensors. `compile_launches` puts that in the place of the launches of the
-package's own doors: what is compiled is what those doors would start, argument by argument. The
-driver stays active: use it in a process of its own.
+`kernel.warmup(...)` reads the target from the active driver. It then specialises the kernel for its
+arguments, which may be CPU tensors, and compiles it, as a launch would. Inside `compile_launches`,
+every launch of the package is replaced by such a warmup. The fake driver stays active afterwards,
+so use this module in a separate process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.gpu.patch import patched
+from benchmarks.gpu.patch import patched_launches
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -28,6 +28,8 @@ TARGETS = {
 
 
 class TargetOnlyDriver:
+    """Driver that answers the compiler's questions and cannot launch a kernel."""
+
     launcher_cls = None
     utils = None
 
@@ -38,8 +40,8 @@ class TargetOnlyDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        # A JIT function keeps one backend per device number: with one number for all, every
-        # architecture would silently get the code of the first.
+        # A JIT function caches one backend per device number. If all targets had the same number,
+        # every architecture would silently get the code of the first one.
         return list(TARGETS.values()).index(self.target)
 
     def set_current_device(self, device: int) -> None:
@@ -57,19 +59,12 @@ class TargetOnlyDriver:
 
 @contextlib.contextmanager
 def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Inside, the doors of the kernels compile for `arch`; yields (kernel name, result) pairs."""
-    from grpo_fast.kernels.gpu import (
-        coefficients,
-        configs,
-        divergence,
-        exponentials,
-        gradients,
-        linear,
-        rows,
-        scale,
-        support,
-        target_rows,
-    )
+    """Compile the package's kernels for `arch` inside the context, in place of launching them.
+
+    Yields:
+        A list that receives (kernel name, compiled kernel) at each launch.
+    """
+    from grpo_fast.kernels.gpu import configs
 
     compiled: list[tuple[str, Any]] = []
 
@@ -80,12 +75,7 @@ def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
     driver.set_active(TargetOnlyDriver(TARGETS[arch]))
     configs._architecture.cache_clear()
     try:
-        with contextlib.ExitStack() as stack:
-            for module in (
-                *(rows, linear, exponentials, coefficients, gradients, target_rows, support),
-                *(divergence, scale),
-            ):
-                stack.enter_context(patched(module, launch=warmup))
+        with patched_launches(warmup):
             yield compiled
     finally:
         configs._architecture.cache_clear()

@@ -1,9 +1,10 @@
-"""The vendor's products alone, at the sizes that decide how the chunk loop cuts.
+"""Times of the vendor library's matrix products, which decide how many rows a chunk should have.
 
     python -m benchmarks.gpu.gemms [--out FILE] [--device cpu]
 
-dH of chunks of different heights (an uneven last wave costs), and dW in its three ways: added to an
-fp32 sum, written in fp32, written in bf16. Milliseconds and TFLOP/s; on the CPU tiny sizes.
+The numbers of rows differ because a partly filled last wave of thread blocks costs time. dW is
+computed in three ways: added to an fp32 sum, written in fp32, and written in bf16. The report has
+milliseconds and TFLOP/s. On a CPU the sizes are tiny.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROWS = (2752, 4096, 8192)
 
 
 def products(rows: int, hidden: int, vocab: int, device: str) -> dict[str, Callable[[], Any]]:
-    """The calls of one chunk of `rows` rows, on random data (zeros run faster)."""
+    """Return the products of one chunk by name. The data is random, because zeros run faster."""
     wide = torch.float32
 
     def normal(*shape: int) -> Tensor:
@@ -35,7 +36,7 @@ def products(rows: int, hidden: int, vocab: int, device: str) -> dict[str, Calla
         "dH bf16": lambda: d @ weight,
         "dW bf16": lambda: d.t() @ h,
     }
-    if device == "cuda":  # a CPU has no product of 16 bits with an fp32 result
+    if device == "cuda":  # torch has no 16-bit product with an fp32 result on a CPU
         total = torch.zeros(vocab, hidden, device=device)
         calls |= {
             "dH fp32": lambda: torch.mm(d, weight, out_dtype=wide),
@@ -46,13 +47,14 @@ def products(rows: int, hidden: int, vocab: int, device: str) -> dict[str, Calla
 
 
 def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any]]:
+    """Time every product of one size. A product that fails is listed with its error."""
     calls = products(rows, hidden, vocab, device)
     found, failed = {}, []
     for name, call in calls.items():
         try:
             call()
             found[name] = call
-        except RuntimeError as error:  # one that this build does not have; the others go on
+        except RuntimeError as error:  # this build of torch may lack a product
             reason = str(error).splitlines()[0][:160]
             failed.append({"product": name, "rows": rows, "hidden": hidden, "reason": reason})
     entries = []

@@ -1,34 +1,38 @@
-"""Where a call's time goes on a GPU, by the names of the kernels, the vendor's among them.
+"""Profile of `linear_grpo_loss` on a GPU, by kernel name.
 
     python -m benchmarks.gpu.kernel_times [--out FILE] [--device cpu]
 
-`linear_grpo_loss`, forward and backward, under torch's profiler: the 25 kernels with the most time,
-their calls and microseconds for one call of the loss, and the time between kernels.
+torch's profiler records forward and backward. The report lists the 25 kernels that take the most
+time, including those of the vendor's libraries, with their launches and microseconds for one call
+of the loss. The time of a call without the profiler shows how long the GPU idles between kernels.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
+from benchmarks.gpu import by_size
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.providers.ours import loss
 from benchmarks.kernels.shapes import Shape
-from benchmarks.options import measuring
-from benchmarks.report.files import write
 
-# The last is bound by launches, if any is.
+# The last shape is so small that launching its kernels may take longer than running them.
 SHAPES = (Shape(8192, 4096, 151936), Shape(8192, 896, 151936), Shape(1024, 896, 151936))
 CALLS, SHOWN = 3, 25
 
 
-def kernels_of(shape: Shape, device: str) -> dict[str, Any]:
-    """One entry of the report: a shape with its kernels, most time first."""
+def profiled(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any]]:
+    """Return the entry of the report for one shape, with the slowest kernel first.
+
+    Raises:
+        RuntimeError: the profiler saw no kernel.
+    """
+    shape = Shape(rows, hidden, vocab)
     step = loss("auto")(make_problem(shape, torch.bfloat16, device))
     for _ in range(2):
         step.run()
@@ -45,29 +49,29 @@ def kernels_of(shape: Shape, device: str) -> dict[str, Any]:
         for event in profiler.key_averages()
     ]
     found.sort(key=lambda row: -row["us"])
+    kernels = [row for row in found[:SHOWN] if row["us"] > 0]
+    if not kernels:
+        raise RuntimeError("profiler: expected the times of kernels, got none")
+    inside = sum(row["us"] for row in found)
     alone = measure.seconds(step, CALLS, device) * 1e6
-    return {
-        "shape": list(shape),
-        "kernels": [row for row in found[:SHOWN] if row["us"] > 0],
-        "us_in_kernels": sum(row["us"] for row in found),
-        "us_without_profiler": alone,
-        "launches": sum(row["calls"] for row in found),
-    }
+    print(f"{tuple(shape)}: {inside / 1e3:.2f} ms in kernels, {alone / 1e3:.2f} ms a call")
+    for row in kernels:
+        print(f"{row['us']:10.1f} us {row['calls']:6.1f} x  {row['kernel'][:110]}")
+    return [
+        {
+            "shape": list(shape),
+            "kernels": kernels,
+            "us_in_kernels": inside,
+            "us_without_profiler": alone,
+            "launches": sum(row["calls"] for row in found),
+        }
+    ]
 
 
 def main(arguments: list[str]) -> int:
-    options = measuring("python -m benchmarks.gpu.kernel_times", __doc__, arguments)
-    report = {**measure.header("kernel times", options.device), "cases": [], "profiles": []}
-    for shape in SHAPES if options.device == "cuda" else [Shape(64, 64, 512)]:
-        entry = kernels_of(shape, options.device)
-        report["profiles"].append(entry)
-        times = (entry["us_in_kernels"] / 1e3, entry["us_without_profiler"] / 1e3)
-        print(f"{tuple(shape)}: {times[0]:.2f} ms in kernels, {times[1]:.2f} ms a call")
-        for row in entry["kernels"]:
-            print(f"{row['us']:10.1f} us {row['calls']:6.1f} x  {row['kernel'][:110]}")
-        if options.out:
-            write(Path(options.out), report)
-    return 0 if all(entry["kernels"] for entry in report["profiles"]) else 1
+    return by_size.run(
+        "kernel_times", __doc__, arguments, profiled, SHAPES, "kernel times", "profiles"
+    )
 
 
 if __name__ == "__main__":

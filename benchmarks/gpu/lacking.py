@@ -1,7 +1,7 @@
-"""The packages that a GPU machine lacks, taken away, so that a dry run sees what a session would.
+"""Import hook that hides packages which the GPU machine lacks, for the dry run of a session.
 
-A Python that finds the written file on PYTHONPATH has none of PACKAGES, unless a folder of
-PYTHONPATH holds it: the wheels that session.sh unpacks do.
+A Python process that has the written file on its PYTHONPATH cannot import PACKAGES. Copies in a
+folder of PYTHONPATH, such as the wheels that session.sh unpacks, can still be imported.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Lacking
 
 
 def write(folder: Path) -> None:
-    """A sitecustomize.py in the folder."""
+    """Write the hook into a folder, as sitecustomize.py, which Python imports when it starts."""
     (folder / "sitecustomize.py").write_text(SOURCE.format(packages=PACKAGES))

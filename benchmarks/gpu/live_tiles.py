@@ -1,16 +1,16 @@
-"""Candidate: dH and dW under `grad_filter` from live tiles of E alone.
+"""Candidate for `grad_filter` on a GPU: dH and dW computed from the live tiles of E only.
 
-A tile is 128 rows by 64 columns. The forward GEMM's epilogue writes, beside E (exponentials.py),
-the log of each row's sum over each tile's columns: 1/32 of E's bytes. When the loss is known, the
-lightest tiles are left out, as grad_filter.py leaves out columns: as long as their masses Σ|d_tj|
-add up to at most `tolerance` of all, with its bounds. Sums and not maxima: they are as cheap, and
-what they leave out is known exactly.
+E is the matrix of exponentials that the forward GEMM stores (exponentials.py). A tile has 128 rows
+and 64 columns. The GEMM's epilogue also writes the log of each row's sum over each tile, which adds
+1/32 of E's bytes. Once the loss is known, the tiles with the smallest mass Σ|d_tj| are dropped, as
+long as the dropped mass is at most `tolerance` of the total. The error has the same bounds as in
+grad_filter.py. Tile sums cost as much as tile maxima, and they give the dropped mass exactly.
 
     dH product[r] = Σ E[r, c]·W[c] over the live tiles (r, c) of a block of rows, in fp32
-    dW[c] = Σ E[r, c]ᵀ·scaled[r] over those of a block of columns
+    dW[c] = Σ E[r, c]ᵀ·scaled[r] over the live tiles (r, c) of a block of columns
 
-The host waits for nothing: the lists of live tiles are as long as all tiles. Targets' columns stay
-with the kernels of gpu/gradients.py. No soft cap, bias or entropy.
+There is no GPU sync, because the lists of live tiles have room for all tiles. The kernels of
+gpu/gradients.py add the columns of the targets. Soft cap, bias and entropy are not supported.
 """
 
 from __future__ import annotations
@@ -36,18 +36,24 @@ ROWS, COLUMNS = 128, 64
 TILE_COLUMNS = tl.constexpr(COLUMNS)
 
 
-# Columns of dH and dW, warps, stages, TMA, by architecture: registers and spills chose them, no
-# timing.
+# Architecture -> (columns of dH and dW, warps, stages, use TMA). The values were chosen by register
+# use and spills. They have not been timed.
 BLOCKS = {"sm_90": (256, 8, 4, True), "sm_100": (128, 8, 3, True), "gfx942": (128, 8, 2, False)}
 OTHER = (64, 8, 3, False)
 
 
 class LiveTiles(NamedTuple):
-    """Which tiles stay, and the masses that the reported share is made of (0-d fp64, no sync)."""
+    """Selected tiles and the masses of the dropped ones.
 
-    is_live: Tensor  # (row blocks, column blocks) bool
-    dropped: Tensor  # Σ of the masses left out
-    total: Tensor  # Σ of all masses, the targets' included
+    Attributes:
+        is_live: (row blocks, column blocks) bool, True for tiles that are multiplied.
+        dropped: 0-d fp64, sum of the masses of the dropped tiles.
+        total: 0-d fp64, sum of all masses, including the target columns.
+    """
+
+    is_live: Tensor
+    dropped: Tensor
+    total: Tensor
 
 
 @triton.jit
@@ -56,7 +62,11 @@ def fold_and_weigh(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, BRANCH: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`fold_tile` by tiles of TILE_COLUMNS, each summed afresh: its log Σ e^z goes to memory."""
+    """Fold a block of logits into the running sums and store log Σ e^z of each tile.
+
+    The block is halved until it has TILE_COLUMNS columns. `fold_tile` then sums the tile, and the
+    result is added to the running sums.
+    """
     if COLS > TILE_COLUMNS:
         left, right = halves(raw, BLOCK_T, COLS)
         sums = fold_and_weigh(
@@ -84,7 +94,8 @@ def fold_and_weigh(
     return sums
 
 
-# Behind the sums by slice, (3, S, T), lie those by tile, (tiles, T).
+# The buffer of partial sums has the sums by slice, (3, S, T), followed by the sums by tile,
+# (tiles, T).
 WEIGHED = (
     "fold_tile(",
     "fold_and_weigh(partial_ptr + tl.cast(3 * slices, tl.int64) * n_rows + rows, in_rows,",
@@ -98,8 +109,14 @@ def weighed_exponentials(
     rule: LogitTransform,
     out: Tensor,  # (T, V)
 ) -> tuple[Exponentials, Tensor]:
-    """`head_exponentials`, and (tiles, T) fp32: log Σ e^z of each row over each tile's columns
-    but the target's.
+    """Run `head_exponentials` and also return the sums of the tiles.
+
+    Returns:
+        The result of `head_exponentials`, and (tiles, T) fp32: log Σ e^z of each row over the
+        columns of each tile, without the target column.
+
+    Raises:
+        ValueError: the logit transform has a soft cap.
     """
     if rule.softcap is not None:
         raise ValueError(f"rule.softcap: expected None, got {rule.softcap}")
@@ -132,11 +149,12 @@ def live_tiles(
     by_target: Tensor,  # (T,) fp32
     tolerance: float,
 ) -> LiveTiles:
-    """The lightest tiles are dead as long as their masses are at most `tolerance` of all; with a
-    NaN among them none is.
+    """Drop the tiles with the smallest masses, up to `tolerance` of the total mass.
+
+    If a mass is NaN, no tile is dropped, so that the NaN reaches the gradients.
     """
     by_row = (log_sums - lse).exp_().mul_(slopes.abs())
-    by_row.masked_fill_(slopes == 0, 0.0)  # whatever such a row holds
+    by_row.masked_fill_(slopes == 0, 0.0)  # a row without gradient may contain NaN
     padded = torch.nn.functional.pad(by_row, (0, -by_row.shape[1] % ROWS))
     masses = padded.unflatten(1, (-1, ROWS)).sum(2).double().t().contiguous()
     lightest, order = masses.flatten().sort()
@@ -153,7 +171,7 @@ def live_product_kernel(
     stride_out, most, TRANSPOSED: tl.constexpr, USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of matrix·other, or of matrixᵀ·other, over the live tiles of these rows."""
+    """Compute BLOCK_M rows of matrix·other or matrixᵀ·other over the live tiles of these rows."""
     blocks = tl.cdiv(H, BLOCK_H)
     block, column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_H
     first = block * BLOCK_M
@@ -167,7 +185,8 @@ def live_product_kernel(
     tile = tl.load(listed)
     for step in tl.range(0, steps):
         k = (tile * STEPS + step % STEPS) * BLOCK_K
-        # The next one now: a tile whose address waits for a load is fetched half as far ahead.
+        # Load the index of the next tile now. Otherwise the address of a tile would wait for this
+        # load, and the pipeline would prefetch half as far ahead.
         tile = tl.load(listed + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
         if TRANSPOSED:
             a = load_tile(
@@ -193,8 +212,9 @@ def live_product(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """out = matrix·other, or matrixᵀ·other, over the live tiles: zeros where none is. All rows are
-    contiguous.
+    """Write matrix·other or matrixᵀ·other over the live tiles to `out`, and return `out`.
+
+    Rows of `out` without a live tile get zeros. The rows of all tensors must be contiguous.
     """
     (rows, vocab), width = matrix.shape, other.shape[1]
     is_live = live.is_live.t().contiguous() if transposed else live.is_live

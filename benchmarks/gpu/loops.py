@@ -1,11 +1,11 @@
-"""slice_kernel with another loop than the shipped one, as a candidate.
+"""Candidates for the loop of `slice_kernel`, which must return the bits of the shipped loop.
 
-    flatten      one pipelined loop over tiles and depth: the loads of the next tile run under the
-                 epilogue of this one
+    flatten      one pipelined loop over tiles and depth, so that the loads of the next tile overlap
+                 with the epilogue of the current tile
 
-The source is the shipped kernel's with some lines replaced, so that it follows what is shipped; a
-line that is not there any more is refused. It gives the shipped kernel's bits. (Warps of their own
-for the loads do not compile with the Triton 3.6 of the GPU machine.)
+A candidate is the source of the shipped kernel with some lines replaced, so it follows every change
+of the kernel. Loads by specialised warps are no candidate, because they do not compile with the
+Triton 3.6 of the GPU machine.
 """
 
 from __future__ import annotations
@@ -26,23 +26,29 @@ REPLACED: dict[str, list[tuple[str, str]]] = {
 
 
 def kernel(loop: str) -> Any:
-    """The shipped kernel with this loop."""
+    """Return the shipped kernel with a loop of `REPLACED`."""
     return rewritten(tuple(REPLACED[loop]))
 
 
 @functools.cache
 def rewritten(replaced: tuple[tuple[str, str], ...], **names: Any) -> Any:
-    """The shipped kernel with other lines, which may use these names.
+    """Return the shipped kernel with some text of its source replaced.
+
+    Args:
+        replaced: pairs of the old and the new text.
+        names: objects that the new text may use, by name.
 
     Raises:
-        ValueError: a line to replace that the shipped source does not hold exactly once.
+        ValueError: the source does not contain an old text exactly once.
     """
     source = inspect.getsource(linear.slice_kernel.fn)
     for old, new in replaced:
         if source.count(old) != 1:
-            raise ValueError(f"slice_kernel: expected {old!r} once")
+            got = source.count(old)
+            raise ValueError(f"slice_kernel: expected {old!r} once in the source, got {got} times")
         source = source.replace(old, new)
     file = f"<slice_kernel with {' '.join(new for _, new in replaced)}>"
+    # Triton reads the source of a kernel through linecache.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope = {**vars(linear), **names}
     exec(compile(source, file, "exec"), scope)
@@ -51,7 +57,10 @@ def rewritten(replaced: tuple[tuple[str, str], ...], **names: Any) -> Any:
 
 @contextlib.contextmanager
 def using_loop(loop: str) -> Iterator[None]:
-    """Inside, passes that give statistics take this loop; the guard of far rows keeps its own."""
+    """Use a loop of `REPLACED` in `linear.sweep` inside the context.
+
+    The second pass over rows with unlikely targets keeps the shipped loop.
+    """
     shipped = linear.sweep
 
     def sweep(*args: Any, **options: Any) -> None:

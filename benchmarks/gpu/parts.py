@@ -14,7 +14,7 @@ from benchmarks import ROOT
 PY = sys.executable
 VISIT_SECONDS = {1: 300, 2: 330}  # a session has 900 s, of which machine starts take up to 240
 BY_NAME = 0  # the visit of a part that runs by its name only
-PROCESSES = 16  # of the tests: the machine has 16 cores
+PROCESSES = 16  # that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 
@@ -58,8 +58,7 @@ def parts() -> dict[str, Part]:
         "support": support(2, 20),
         "steps": steps(2, 25, STEPS[1:]),
         "gemms": own(BY_NAME, 40, "gemms"),
-        "one-chunk": tune(BY_NAME, 50, "--workspaces"),
-        "tune": tune(BY_NAME, 120, "--seconds", "80"),
+        "tune": tune(BY_NAME, 120),
         "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
         "attention": bench(BY_NAME, 40, "attention"),
@@ -109,8 +108,8 @@ def own(visit: int, seconds: int, module: str) -> Part:
     return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
 
 
-def tune(visit: int, seconds: int, *options: str) -> Part:
-    command = [PY, "-m", "benchmarks.gpu.tune", *options]
+def tune(visit: int, seconds: int) -> Part:
+    command = [PY, "-m", "benchmarks.gpu.tune", "--seconds", str(seconds - 40)]
     return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
@@ -140,11 +139,9 @@ def sharded(visit: int, seconds: int, files: list[str]) -> Part:
 
 
 def sanitize(visit: int, seconds: int, *tools: str) -> Part:
-    """Return a part that runs every operation under compute-sanitizer, at small shapes.
-
-    PYTORCH_NO_CUDA_MEMORY_CACHING gives each tensor an allocation of its own. Without it, an access
-    past the end of a tensor would hit the caching allocator's next block and stay unseen.
-    """
+    """Return a part that runs every operation under compute-sanitizer, at small shapes."""
+    # PYTORCH_NO_CUDA_MEMORY_CACHING allocates each tensor separately. With torch's caching
+    # allocator, an access past the end of a tensor would hit the next block and stay unseen.
     operations = "linear_grpo_loss linear_logps linear_logps_backward logits_grpo_loss_inplace"
     options = "--shapes 64,64,512 64,72,1003 --device cuda --verify-only --backend triton"
     checked = [PY, "-m", "benchmarks", *operations.split(), *options.split()]
@@ -156,7 +153,7 @@ def sanitize(visit: int, seconds: int, *tools: str) -> Part:
 
 
 def gpu_tests() -> tuple[list[str], list[str]]:
-    """Return the test files that need a GPU: the general ones, and those of the attention."""
+    """Return the files of GPU tests in two lists: the general tests, and the attention tests."""
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
     files = sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))

@@ -1,9 +1,9 @@
-"""A recorder of what a call would run on a GPU, on any build of torch.
+"""Recorder of the work that a call would give to a GPU. It works on any build of torch.
 
-Tensors are FakeTensors that say "cuda": shapes and dtypes, no memory. Each ATen operation that is
-no view and no allocation counts as one launch, each Triton kernel as one (its launch is recorded in
-place of being started). Bytes outside of products are what must be read and written; of a kernel
-whose programs may end at once, nothing.
+All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
+counts as one launch unless it is a view or an allocation. A Triton kernel counts as one launch and
+is recorded in place of being started. The bytes of an operation are the bytes that it must read and
+write. Matrix products, and kernels whose programs may return at once, count as 0 bytes.
 """
 
 from __future__ import annotations
@@ -18,33 +18,50 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.patch import patched
+from benchmarks.gpu.patch import patched, patched_launches
 from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
-SET_SIZE = 50  # ids of a row with a support
-# Nothing runs on the device.
+SET_SIZE = 50  # number of ids in the support of a row
+# Operations that launch nothing.
 FREE = ("detach", "device", "scalar_tensor", "lift_fresh", "alias", "promote_types")
 
 
 class Launch(NamedTuple):
-    """One operation: where in the call, how many bytes outside of products, how many flops."""
+    """Recorded operation.
+
+    Attributes:
+        name: name of the ATen operation or Triton kernel.
+        phase: "outside", or the chunk in which it runs: "chunk 1", "chunk 2" and so on.
+        bytes: bytes that must be read and written. 0 for matrix products.
+        flops: flops of a matrix product.
+    """
 
     name: str
-    phase: str  # "outside" or "chunk 1", "chunk 2", …
+    phase: str
     bytes: int = 0
     flops: int = 0
 
 
 class Recorder(TorchDispatchMode):
-    """What runs inside, in order."""
+    """Dispatch mode that records every operation inside the context, in order.
+
+    Attributes:
+        launches: the recorded operations.
+        syncs: reasons why the host waits for the GPU while no later work is queued.
+        reads: reasons why the host waits for a copy that was queued before a matrix product. The
+            GPU stays busy during such a wait.
+        phase: phase of the next operation.
+        chunks: number of chunks so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
-        self.syncs: list[str] = []  # the host waits, with nothing queued behind
-        self.reads: list[str] = []  # the host waits for a copy that was queued before a product
-        self.phase, self.chunks = "outside", 0
+        self.syncs: list[str] = []
+        self.reads: list[str] = []
+        self.phase = "outside"
+        self.chunks = 0
 
     def add(self, name: str, moved: int = 0, flops: int = 0) -> None:
         self.launches.append(Launch(name, self.phase, 0 if flops else moved, flops))
@@ -60,7 +77,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
-        # The fake kernel of a product into `out` in another dtype asks for a CUDA build.
+        # A product with `out` of a different dtype needs a CUDA build, even with fake tensors.
         out = kwargs["out"] if "dtype_out" in str(function) else function(*args, **kwargs)
         if function.is_view or "empty" in name or name in FREE:
             return out
@@ -75,7 +92,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """In the place of a Triton launch."""
+        """Record a Triton launch. This replaces `grpo_fast.kernels.gpu.launch.launch`."""
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
@@ -84,8 +101,9 @@ class Recorder(TorchDispatchMode):
 
 
 class Plain(TorchFunctionMode):
-    """x[…] and ~x by operators: Python's own words for them ask a CUDA build for its device. So
-    does a method whose result the host waits for.
+    """Function mode that replaces x[...], ~x and nonzero() by operations without a CUDA build.
+
+    Python's operators on a fake CUDA tensor query the CUDA device, which a CPU build does not have.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -132,14 +150,18 @@ def all_of(given: dict[str, Any]) -> int:
 
 
 def target_rows(given: dict[str, Any]) -> int:
-    """A row of hidden and a row of dW twice, for every target; nothing for rows formed again."""
+    """Return the bytes of `add_targets_kernel`.
+
+    For each target the kernel reads a row of hidden, and reads and writes a row of dW. With
+    `product_ptr` it recomputes rows that are rare, so nothing is counted.
+    """
     rows, width = given["id_ptr"].shape[0], given["H"]
     once = given["hidden_ptr"].element_size() + 2 * given["out_ptr"].element_size()
     return 0 if given["product_ptr"] is not None else rows * width * once
 
 
 def named_rows(given: dict[str, Any]) -> int:
-    """What is named, with a row of a matrix for each, and what is written."""
+    """Return the bytes of a kernel that reads one matrix row for each id, and writes its output."""
     head = "id_ptr" in given
     names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
     row_bytes = given["H"] * given[matrix].element_size()
@@ -165,25 +187,16 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Inside, tensors are fake, and what would run on a GPU is recorded."""
+    """Make tensors fake inside the context, and record the work that a GPU would get."""
     from grpo_fast.kernels import workspace
-    from grpo_fast.kernels.gpu import (
-        coefficients,
-        exponentials,
-        gradients,
-        linear,
-        rows,
-        scale,
-        support,
-        target_rows,
-    )
+    from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
     from grpo_fast.loss import values
 
     recorder = Recorder()
 
     def copied(checks: list, validate: str) -> None:
-        """values.check_values: flags are copied to the host, and nobody waits."""
+        """Replace `values.check_values`, which copies flags to the host without waiting."""
         torch.stack([flag for flag, _ in checks])
         recorder.add("copy of flags to the host")
 
@@ -197,7 +210,7 @@ def recording() -> Iterator[Recorder]:
         waits = [recorder.reads, recorder.syncs]
 
         def read() -> list[int]:
-            while waits:  # once
+            while waits:  # only the first read waits
                 waits[queued == recorder.flops].append("active rows")
                 waits.clear()
             return []
@@ -205,7 +218,7 @@ def recording() -> Iterator[Recorder]:
         return read
 
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-        """Every row has a set, of SET_SIZE ids."""
+        """Replace `values._sizes`: every row has a support of SET_SIZE ids."""
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
 
@@ -225,10 +238,7 @@ def recording() -> Iterator[Recorder]:
     original, ended = loop.LinearHead._rows_of, loop.LinearHead._finished
     swept = loop.LinearHead.logps
     with contextlib.ExitStack() as stack:
-        for module in (
-            *(coefficients, exponentials, gradients, linear, rows, scale, support, target_rows),
-        ):
-            stack.enter_context(patched(module, launch=recorder.kernel))
+        stack.enter_context(patched_launches(recorder.kernel))
         for place, changes in (
             (linear, {"is_aligned": lambda x: True, "tiles": lambda x, *shape: x}),
             (linear, {"architecture": lambda device: "sm_90"}),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.gpu import predict, sparse, tune
+from benchmarks.gpu import predict, sparse
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import BY_NAME, parts
 from benchmarks.gpu.predict import CARDS, Card
@@ -51,7 +51,6 @@ def rendered(path: Path) -> str:
         for section in (
             bar_table(name, card, found),
             times(name, card, found),
-            one_chunk(name, card, own),
             live_tiles(name, card, own),
             gemms(name, own),
             profiles(name, own),
@@ -93,11 +92,14 @@ def judged(bar: Bar, value: float) -> str:
 
 
 def times(name: str, card: Card, found: Results) -> Iterator[str]:
-    """Yield milliseconds and workspace of the bars, predicted / measured."""
+    """Yield the table of milliseconds and workspace, predicted / measured."""
     yield f"## Times on an {name}, predicted / measured"
     yield ""
-    yield "| configuration | limit ms | ours ms | besides inputs and gradients, MiB |"
-    yield "|---|---|---|---|"
+    yield (
+        "| configuration | limit ms | ours ms | besides inputs and gradients, MiB "
+        "| predicted parts of ours, ms |"
+    )
+    yield "|---|---|---|---|---|"
     for case in predict.cases():
         guess = predict.estimate(card, case)
         rows = found.rows(case, OURS) or {}
@@ -108,31 +110,12 @@ def times(name: str, card: Card, found: Results) -> Iterator[str]:
             (guess.ours * 1e3, ours.get("median_ms")),
             (guess.workspace / predict.MIB, ours.get("workspace_mib")),
         ]
-        cells = [against(a, b) for a, b in pairs]
+        cells = [*(against(a, b) for a, b in pairs), predict.largest(guess.parts)]
         yield f"| {predict.label(case)} | {' | '.join(cells)} |"
 
 
 def against(guess: float, measured: float | None) -> str:
     return f"{guess:.1f} / {NOTHING if measured is None else f'{measured:.1f}'}"
-
-
-def one_chunk(name: str, card: Card, reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of `benchmarks.gpu.tune --workspaces`: the loss by the size of a chunk."""
-    yield f"## One chunk and several on an {name}, ms predicted / measured"
-    yield ""
-    yield "| rows, H, V | workspace | chunks | ms | × three GEMMs, predicted |"
-    yield "|---|---|---|---|---|"
-    found = [report["workspaces"] for report in reports if "workspaces" in report]
-    for hidden in tune.WORKSPACE_HIDDEN:
-        shape = Shape(tune.ROWS, hidden, tune.LINEAR_HEADS[0][1])
-        for mib in tune.WORKSPACES_MIB:
-            bounded = card._replace(workspace=mib * predict.MIB)
-            guess = predict.estimate(bounded, predict.Case("linear_grpo_loss", shape))
-            chunks, _ = predict.chunk_plan(bounded, *shape)
-            row = found[-1].get(",".join(map(str, shape)), {}) if found else {}
-            ms = against(guess.ours * 1e3, row.get(f"{mib} MiB", {}).get("median_ms"))
-            where = f"{', '.join(map(str, shape))} | {mib} MiB | {chunks}"
-            yield f"| {where} | {ms} | {guess.ours / guess.limit:.2f} |"
 
 
 def live_tiles(name: str, card: Card, reports: list[dict[str, Any]]) -> Iterator[str]:

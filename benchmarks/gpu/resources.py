@@ -1,7 +1,7 @@
-"""What a compiled kernel costs: registers, stack, spills, shared memory, tensor-core instructions.
+"""Resources of a compiled kernel: registers, spills, shared memory and tensor-core instructions.
 
-Read from the cubin by the disassembler that ships in the Triton wheel, and from the assembly's
-metadata for AMD.
+For NVIDIA they are read from the cubin by the disassembler in the Triton wheel. For AMD they are
+read from the metadata of the assembly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-# Bytes of shared memory one program may have; the compiler itself accepts more.
+# Bytes of shared memory that one program may have. The compiler does not refuse to exceed them.
 SHARED_LIMIT = {
     "sm_80": 166912,
     "sm_90": 232448,
@@ -23,12 +23,22 @@ SHARED_LIMIT = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
-# Instructions worth counting: warpgroup and warp matrix products (Hopper, before), Blackwell's, TMA
-# loads and stores, fp32 FMA.
+# Counted instructions: matrix products on Hopper, on older GPUs and on Blackwell, TMA loads and
+# stores, and fp32 multiply-adds.
 COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "FFMA")
 
 
 class Resources(NamedTuple):
+    """Resources of a compiled kernel.
+
+    Attributes:
+        registers: registers of a thread.
+        spills: instructions that load or store spilled registers (AMD: spilled registers).
+        shared: bytes of shared memory of a program.
+        matrix: number of matrix-product instructions.
+        counts: number of instructions by name (AMD: registers and spilled registers).
+    """
+
     registers: int
     spills: int
     shared: int
@@ -43,11 +53,13 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def resources(kernel: Any, *, counts_all: bool = True) -> Resources:
-    """Resources of what `kernel.warmup` returned.
+    """Return the resources of a compiled kernel.
 
-    `spills` counts LDL and STL instructions, for AMD spilled registers. Without `counts_all` a
-    kernel without local memory, matrix products and bulk copies is not disassembled, which takes
-    a third of a second; its counts are 0.
+    Args:
+        kernel: the result of `kernel.warmup`.
+        counts_all: count the instructions of every kernel. Without it, a kernel that uses no local
+            memory, matrix products or bulk copies gets counts of 0, because disassembling it takes
+            a third of a second.
     """
     if "cubin" not in kernel.asm:
         return _amd(kernel)
@@ -57,7 +69,7 @@ def resources(kernel: Any, *, counts_all: bool = True) -> Resources:
 
 @functools.cache
 def of_cubin(cubin: bytes, shared: int, counts_all: bool = True) -> Resources:
-    """Resources of a kernel compiled for NVIDIA that asks for `shared` bytes."""
+    """Return the resources of an NVIDIA kernel with `shared` bytes of shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -67,7 +79,9 @@ def of_cubin(cubin: bytes, shared: int, counts_all: bool = True) -> Resources:
         return Resources(int(usage[1]), 0, shared, 0, dict.fromkeys((*COUNTED, "LDL", "STL"), 0))
     sass = disassembled(cubin)
     if usage is None or "EXIT" not in sass:
-        raise RuntimeError("the disassembler in the Triton wheel gave nothing to read")
+        raise RuntimeError(
+            "cubin: expected the disassembler of the Triton wheel to read it, got no code"
+        )
     counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in (*COUNTED, "LDL", "STL")}
     matrix = counts["HGMMA"] + counts["HMMA"] + counts["UTCHMMA"]
     return Resources(int(usage[1]), counts["LDL"] + counts["STL"], shared, matrix, counts)

@@ -1,4 +1,4 @@
-"""A GPU session: the parts of a visit, one after the other. gpu_session.sh starts it.
+"""Runner of a GPU session: the parts of a visit, one after the other. gpu_session.sh starts it.
 
 gpu_session.json has the status and the reports of each part, and gpu_session.log has its output. A
 part that passed is skipped by the next visit. Exit status 0 means that every part passed, 1 that a
@@ -30,7 +30,7 @@ from benchmarks.measure import COMMIT_VARIABLE, commit
 from benchmarks.report.files import write
 
 COMMITTED = RESULTS / "gpu_session.json"
-LEAST = 10  # seconds: a part is not started with less
+LEAST = 10  # seconds that must be left to start a part
 
 
 class Session:
@@ -180,7 +180,7 @@ def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespac
 def chosen_parts(
     every: dict[str, Part], options: argparse.Namespace, session: Session
 ) -> dict[str, Part]:
-    """Return the parts to run. Sets the default of `options.deadline`."""
+    """Return the parts to run. If `options.deadline` is None, set it to the visit's seconds."""
     if options.part or options.dry and not options.visit:
         options.deadline = options.deadline or sum(VISIT_SECONDS.values())
         return {name: x for name, x in every.items() if name in (options.part or every)}

@@ -5,21 +5,22 @@
 #                                                bars, tests, the long step (300 s). Visit 2: smoke
 #                                                test, tests that failed before, peers, profile,
 #                                                attention, the other steps (330 s)
-#   benchmarks/gpu_session.sh --visit 2          this visit
-#   benchmarks/gpu_session.sh --part memcheck    one part (may be repeated); --again repeats a
-#                                                finished one
-#   benchmarks/gpu_session.sh --dry              start every part far enough to know that it would
-#                                                run, without the packages that such a machine lacks
+#   benchmarks/gpu_session.sh --visit 2          runs visit 2
+#   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
+#                                                repeats a finished part
+#   benchmarks/gpu_session.sh --dry              starts every part far enough to know that it would
+#                                                run; hides the packages that the GPU machine lacks
 #                                                (lacking.py); needs no GPU
 #
 # The first line of the output is the plan with its seconds. Every visit begins with a smoke test and
 # ends there if it fails (--force goes on). RISKS.md says what may go wrong and where to look.
-# Results: ${OUT:-benchmarks/results}/gpu_session.json (also the status of each part),
-# gpu_session.log and gpu_tests.json. Put these files into benchmarks/results/ before the next visit,
-# which then skips finished parts and repeats failed tests. `python -m benchmarks.gpu.report` renders
-# them. A tree that travels without .git has no commit, so pass --commit.
-# Peers are optional. benchmarks/gpu/wheels.sh fills wheels/. The wheels are unpacked into a folder of
-# PYTHONPATH.
+# The folder ${OUT:-benchmarks/results} gets gpu_session.json (results and the status of each part),
+# gpu_session.log, gpu_tests.json and, with OUT, triton-cache.tgz (compiled kernels). Put these files
+# into benchmarks/results/ before the next visit. That visit then skips finished parts, repeats failed
+# tests and compiles only changed kernels. `python -m benchmarks.gpu.report` renders the results. A
+# tree that travels without .git has no commit, so pass --commit.
+# Peers are optional. benchmarks/gpu/wheels.sh fills wheels/. This script unpacks the wheels into a
+# folder of PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
@@ -53,4 +54,20 @@ export PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}"
 # No kernel may run in Triton's interpreter by accident.
 unset TRITON_INTERPRET
 
+# Triton's cache stores absolute paths, so the folder must be the same on every visit.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/grpo_fast_triton}
+carried=benchmarks/results/triton-cache.tgz
+if [ -f "$carried" ]; then
+    mkdir -p "$TRITON_CACHE_DIR"
+    tar -xzf "$carried" -C "$TRITON_CACHE_DIR" || echo "gpu_session: $carried does not unpack" >&2
+fi
+
 "$python" -m benchmarks.gpu.session "$@"
+status=$?
+
+# A launch needs only the cubin and its metadata. The intermediate code is ten times as large.
+if [ -n "${OUT:-}" ] && [ -d "$TRITON_CACHE_DIR" ]; then
+    tar -czf "$OUT/triton-cache.tgz" --exclude='*.source' --exclude='*.ttir' --exclude='*.ttgir' \
+        --exclude='*.llir' --exclude='*.ptx' -C "$TRITON_CACHE_DIR" .
+fi
+exit "$status"

@@ -1,10 +1,10 @@
-"""Several benchmark command lines in one process.
+"""Runner of several benchmark command lines in one process, which imports torch only once.
 
     python -m benchmarks.gpu.several "linear_grpo_loss --shapes 64,64,512" "linear_logps --quick"
     [--out FILE.json] [--dry]
 
-Each command line gets a report of its own: FILE-0.json, FILE-1.json and so on. The exit code is the
-largest of all.
+Each command line writes a separate report: FILE-0.json, FILE-1.json and so on. The exit code is the
+largest one of the command lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.gpu.several", __doc__)
     parser.add_argument("lines", nargs="+", metavar="LINE")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--dry", action="store_true", help="say what each line would run")
+    parser.add_argument("--dry", action="store_true", help="list the cases of each line")
     options = parser.parse_args(arguments)
     codes = []
     for number, line in enumerate(options.lines):

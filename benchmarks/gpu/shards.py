@@ -1,12 +1,12 @@
-"""GPU tests of some files, spread over processes that share the GPU.
+"""Runner of GPU tests in several processes that share the GPU.
 
     python -m benchmarks.gpu.shards [--processes 16] [--seconds 105] [--dry] FILE ...
     python -m benchmarks.gpu.shards --failed
 
-Every result is printed as it comes and written to gpu_tests.json in $OUT, so that a run which is
-killed leaves what it has. Tests with small sizes run first. With `--failed` only those tests run
-that gpu_tests.json in benchmarks/results lists as failed or unfinished. The exit code is 0 if
-every test passed.
+Every result is printed as it comes and written to gpu_tests.json in $OUT, so a run that is killed
+keeps its results. Tests with small sizes run first. `--failed` repeats the tests that
+benchmarks/results/gpu_tests.json lists as failed or unfinished. The exit code is 0 if every test
+passed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def collected(files: list[str]) -> list[str]:
 
 
 def largest_size(test: str) -> int:
-    """Return the largest number in the parameters of a test id, the best guess of its duration."""
+    """Return the largest number in a test id's parameters, as an estimate of its duration."""
     return max(map(int, re.findall(r"\d+", test.partition("[")[2])), default=0)
 
 
 def unfinished_of(path: Path) -> list[str]:
-    """Return the tests that a former run lists as failed or unfinished."""
+    """Return the tests that an earlier run left as failed or unfinished."""
     known = json.loads(path.read_text())["results"] if path.is_file() else {}
     return [test for test, result in known.items() if result not in ("PASSED", "SKIPPED", "XFAIL")]
 
@@ -85,7 +85,7 @@ def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
                 write(out, {"benchmark": "gpu tests", "results": results})
         status = process.wait()
         timer.cancel()
-    # 3. Name what has no result.
+    # 3. List the tests without a result.
     write(out, {"benchmark": "gpu tests", "results": results})
     unfinished = [test for test, result in results.items() if result == "unfinished"]
     print(f"{len(tests) - len(unfinished)} of {len(tests)} tests ended")

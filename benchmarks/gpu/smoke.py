@@ -1,8 +1,8 @@
-"""Does anything work on this GPU at all? One head and one attention against fp64, in 20 seconds.
+"""Smoke test of a GPU: one LM head and one attention, compared with fp64, in 20 seconds.
 
     python -m benchmarks.gpu.smoke [--out FILE] [--device cpu]
 
-Exit code 1 when a result is wrong or does not come; each check is printed with its error and time.
+Each check is printed with its error and its time. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from benchmarks import measure
 from benchmarks.options import measuring
 from benchmarks.report.files import write
 
-# Relative L2 of a gradient in bf16, twice the bar of the tests, and of attention; a token's loss.
-HEAD_BAR, LOSS_BAR, ATTENTION_BAR = 6e-3, 1e-4, 1e-2
+HEAD_BAR = 6e-3  # relative L2 error of a bf16 gradient, twice the bar of the tests
+LOSS_BAR = 1e-4  # error of the loss, relative to the mean absolute loss of a token
+ATTENTION_BAR = 1e-2  # relative L2 error of the attention
 
 
 def head(device: str) -> tuple[float, str]:
-    """(largest error over its bar, in words): loss, dH and dW of a head, against fp64."""
+    """Compare loss, dH and dW of an LM head with fp64.
+
+    Returns:
+        The largest error as a fraction of its tolerance, and a description.
+    """
     from benchmarks.kernels.problem import make_problem
     from benchmarks.kernels.providers.ours import loss
     from benchmarks.kernels.runner import route_of
@@ -41,7 +46,11 @@ def head(device: str) -> tuple[float, str]:
 
 
 def attention(device: str) -> tuple[float, str]:
-    """(error over its bar, in words): the kernel that is chosen, forward and backward."""
+    """Run the self-test of the attention kernel that is chosen on this device.
+
+    Returns:
+        The error as a fraction of its tolerance, and a description.
+    """
     from grpo_fast.attention import dispatch
     from grpo_fast.attention.dispatch import Kind
 
@@ -55,13 +64,13 @@ CHECKS: dict[str, Callable[[str], tuple[float, str]]] = {"head": head, "attentio
 
 
 def checked(name: str, device: str) -> dict[str, Any]:
-    """One check, whatever comes of it."""
+    """Run a check, print its outcome and return its entry of the report."""
     started = time.monotonic()
     try:
         share, words = CHECKS[name](device)
-    except Exception as error:  # anything may fail on a first GPU; it is said, and the rest is run
+    except Exception as error:  # anything may fail on an unknown GPU; the other checks still run
         share, words = float("inf"), f"{type(error).__name__}: {error}"
-    passed = share <= 1  # NaN is not
+    passed = share <= 1  # False for NaN
     seconds = time.monotonic() - started
     print(f"{name}: {'right' if passed else 'WRONG'} in {seconds:.1f} s: {words}", flush=True)
     return {"check": name, "passed": passed, "words": words, "seconds": round(seconds, 1)}

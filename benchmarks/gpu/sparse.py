@@ -1,9 +1,9 @@
-"""The gradients of a peaked softmax from live tiles (live_tiles.py) beside the dense ones.
+"""Times of dense gradients and of gradients from live tiles (live_tiles.py), for a peaked softmax.
 
     python -m benchmarks.gpu.sparse [--out FILE] [--device cpu]
 
-Whole calls, from hidden to dH and dW, each held to its bound before it is timed. A CPU runs no
-kernel: there, the data alone.
+A call goes from hidden states to dH and dW. Its error is compared with the bound of `grad_filter`
+before it is timed. On a CPU the problem is built, but no kernel runs.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from grpo_fast.kernels.gpu.gradients import add_targets_, scaled_hidden, times, 
 from grpo_fast.kernels.types import LogitTransform
 
 ROWS, VOCAB, HIDDEN = 8192, 151936, (4096, 896)
-ROUNDING = 3e-3  # of each of the two results that are compared
+ROUNDING = 3e-3  # relative rounding error of a bf16 gradient
 
 
 class Problem(NamedTuple):
+    """Inputs of a call, and a buffer for its exponentials."""
+
     hidden: Tensor  # (T, H)
     weight: Tensor  # (V, H)
     target_ids: Tensor  # (T,)
     grad_logps: Tensor  # (T,) fp32
-    matrix: Tensor  # (T, V) where the exponentials go
+    matrix: Tensor  # (T, V), overwritten with the exponentials
 
 
 def peaked(rows: int, hidden: int, vocab: int, device: str) -> Problem:
-    """Likely tokens have low ids, as in a byte-pair vocabulary, and four of five rows are nearly
-    certain: at V = 151936 the entropy is 0.7 nats on average and 0.4 in the middle.
+    """Build a problem whose softmax resembles that of a trained model.
+
+    Low ids are likely, as in a byte-pair vocabulary, and four of five rows are nearly certain. At
+    V = 151936 the entropy has a mean of 0.7 nats and a median of 0.4.
     """
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -54,7 +58,12 @@ def peaked(rows: int, hidden: int, vocab: int, device: str) -> Problem:
 
 
 def gradients(p: Problem, tolerance: float | None) -> tuple[Tensor, Tensor, LiveTiles | None]:
-    """dH and dW of Σ grad_logps·logps; with a tolerance, from live tiles."""
+    """Return dH and dW of Σ grad_logps·logps, and the live tiles or None.
+
+    Args:
+        p: the problem.
+        tolerance: share of the mass that may be dropped; None computes the dense gradients.
+    """
     hidden, weight, ids, slopes, matrix = p
     if tolerance is None:
         found, log_sums = (
@@ -79,23 +88,26 @@ def gradients(p: Problem, tolerance: float | None) -> tuple[Tensor, Tensor, Live
 
 
 def check(p: Problem, found: tuple, exact: tuple) -> None:
-    """Hold dH and dW to the bounds of grad_filter.py.
+    """Check the errors of dH and dW against the bounds of `grad_filter`.
 
     Raises:
-        ValueError: one is further from the dense one than what was left out allows.
+        ValueError: a gradient differs from the dense one by more than the dropped mass allows.
     """
     for ours, dense, other in zip(found, exact, (p.weight, p.hidden), strict=False):
         most = found[2].dropped * other.float().norm(dim=1).max()
         most += 2 * ROUNDING * dense.float().norm()
         error = (ours.float() - dense.float()).norm()
         if not error <= most:
-            raise ValueError(f"expected an error of at most {most.item():.3g}, got {error:.3g}")
+            raise ValueError(
+                f"gradient: expected an error of at most {most.item():.3g}, got {error:.3g}"
+            )
 
 
 def timed(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any]]:
+    """Time the dense call and one call for each tolerance, and return their entries."""
     p = peaked(rows, hidden, vocab, device)
     if device == "cpu":
-        return [{"rows": rows, "hidden": hidden, "call": "dense", "reason": "a CPU"}]
+        return [{"rows": rows, "hidden": hidden, "call": "dense", "reason": "needs a GPU"}]
     shares: dict[str, float] = {"dense": 1.0}
     calls: dict[str, Callable[[], Any]] = {"dense": partial(gradients, p, None)}
     exact = gradients(p, None)

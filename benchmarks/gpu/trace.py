@@ -1,13 +1,13 @@
-"""What a call launches on a GPU, counted without one (recorder.py).
+"""Launches, waits, bytes and products of a call on a GPU, counted without a GPU (recorder.py).
 
-    python -m benchmarks.gpu.trace                  a table in Markdown
-    python -m benchmarks.gpu.trace --json           the same for a program
-    python -m benchmarks.gpu.trace --list CASE      every operation of one case, in order
+    python -m benchmarks.gpu.trace                  prints a table in Markdown
+    python -m benchmarks.gpu.trace --json           prints the same figures as JSON
+    python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 
-The call starts below autograd, which asks a CUDA build for a stream; the backward pass, which
-scales the gradients, is counted. Three things are said by hand, because they depend on values:
-every row is active, no row of dW nearly cancels, and the upstream gradient is 1. The GPU is an
-H200. Exit code 1 when one chunk takes more than its budget (ONE_CHUNK).
+The call starts below autograd, because autograd needs a CUDA build. The backward pass, which scales
+the gradients, is counted. Three facts depend on values and are therefore assumed: every row is
+active, no row of dW nearly cancels, and the upstream gradient is 1. The memory is that of an H200.
+The exit code is 1 if a case exceeds its budget (ONE_CHUNK).
 """
 
 from __future__ import annotations
@@ -31,16 +31,28 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Case(NamedTuple):
-    """One call of `linear_grpo_loss` in bf16, packed in eight completions."""
+    """Call of `linear_grpo_loss` in bf16 on eight packed completions.
+
+    Attributes:
+        rows: number of tokens.
+        hidden: hidden size.
+        vocab: vocabulary size.
+        wants: whether dH and dW are computed.
+        loss_type: loss of `LossConfig`.
+        beta: weight of the KL term.
+        mask: pass padded completions with a mask in place of packed ones.
+        calls: number of calls with the same LM head.
+        support: pass a support of SET_SIZE ids for each row.
+    """
 
     rows: int
     hidden: int
     vocab: int = 151936
-    wants: tuple[bool, bool] = (True, True)  # dH, dW
+    wants: tuple[bool, bool] = (True, True)
     loss_type: str = "dapo"
     beta: float = 0.0
     mask: bool = False
-    calls: int = 1  # heads of one weight
+    calls: int = 1
     support: bool = False
 
     def run(self) -> Recorder:
@@ -75,18 +87,29 @@ class Case(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What a trace adds up to."""
+    """Totals of a trace.
 
-    chunks: int  # by sweep
-    per_chunk: int  # launches of the largest chunk
-    outside: int  # launches, per call
-    syncs: int  # per call
-    reads: int  # per call
-    gigabytes: float  # outside of products
-    products: float  # multiples of N·V·H flops
+    Attributes:
+        chunks: number of chunks of all calls.
+        per_chunk: launches of the largest chunk.
+        outside: launches of one call outside of its chunks.
+        syncs: waits of one call with no work queued.
+        reads: waits of one call while the GPU has work.
+        gigabytes: GB that all operations except matrix products read and write.
+        products: flops of the matrix products, as a multiple of N·V·H.
+    """
+
+    chunks: int
+    per_chunk: int
+    outside: int
+    syncs: int
+    reads: int
+    gigabytes: float
+    products: float
 
     @classmethod
     def of(cls, recorder: Recorder, case: Case) -> Budget:
+        """Return the totals of the calls that `recorder` has seen."""
         found = recorder.launches
         per_chunk = [
             sum(x.phase == f"chunk {i + 1}" for x in found) for i in range(recorder.chunks)
@@ -119,7 +142,8 @@ CASES: dict[str, Case] = {
 }
 
 
-# One chunk of 8192 rows at V = 151936 with dH and dW: launches in it, launches outside of it, GB.
+# Budget of a call in one chunk of 8192 rows at V = 151936 with dH and dW: launches in the chunk,
+# launches outside of it, and GB.
 ONE_CHUNK = {
     "full, H = 4096": (19, 54, 0.76),
     "full, H = 2048": (19, 54, 0.39),
@@ -128,7 +152,7 @@ ONE_CHUNK = {
 
 
 def overrun(name: str, found: Budget) -> str:
-    """What a case takes beyond its budget in words; empty where nothing."""
+    """Return a message if a case exceeds its budget, or an empty string."""
     wanted = (1, *ONE_CHUNK[name]) if name in ONE_CHUNK else None
     taken = (found.chunks, found.per_chunk, found.outside, found.gigabytes)
     if wanted is None or all(a <= b for a, b in zip(taken, wanted, strict=True)):
@@ -136,21 +160,18 @@ def overrun(name: str, found: Budget) -> str:
     return f"{name}: expected at most {wanted} (chunks, launches in it, outside, GB), got {taken}"
 
 
-def budget(case: Case) -> Budget:
-    return Budget.of(case.run(), case)
-
-
 def report() -> tuple[str, list[str]]:
-    """(the table, what is beyond a budget)."""
+    """Return the table, and the messages of the cases that exceed their budgets."""
     beyond = []
     lines = [
-        "| case | chunks | launches per chunk | outside | syncs | reads behind work "
+        "| case | chunks | launches per chunk | outside | syncs | reads after work "
         "| GB outside of products | products (N·V·H) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, case in CASES.items():
-        b = budget(case)
-        beyond += [said] if (said := overrun(name, b)) else []
+        b = Budget.of(case.run(), case)
+        if message := overrun(name, b):
+            beyond.append(message)
         lines.append(
             f"| {name} | {b.chunks} | {b.per_chunk} | {b.outside} | {b.syncs} | {b.reads} "
             f"| {b.gigabytes:.2f} | {b.products:.2f} |"
@@ -164,7 +185,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.json:
-        print(json.dumps({name: budget(case)._asdict() for name, case in CASES.items()}))
+        totals = {name: Budget.of(case.run(), case)._asdict() for name, case in CASES.items()}
+        print(json.dumps(totals))
         return 0
     if options.list is None:
         table, beyond = report()

@@ -1,26 +1,22 @@
-"""Times kernel configurations on a GPU and prints lines for grpo_fast/kernels/gpu/configs.py.
+"""Timing of kernel configurations on a GPU, with lines for grpo_fast/kernels/gpu/configs.py.
 
-    python -m benchmarks.gpu.tune --compile sm_90   without a GPU: which candidates start (minutes)
-    python -m benchmarks.gpu.tune                   on the GPU: times those, by V, H and dtype
-    python -m benchmarks.gpu.tune --workspaces      the loss in one chunk and in three
-    python -m benchmarks.gpu.tune --dry             what would be timed
+    python -m benchmarks.gpu.tune --compile sm_90   compiles all candidates; needs no GPU (minutes)
+    python -m benchmarks.gpu.tune                   times the candidates that start, on a GPU
+    python -m benchmarks.gpu.tune --dry             lists the candidates that would be timed
 
-The package itself never tunes: timing inside a training run makes it irreproducible. What is
-printed here goes into the table by hand, with its time in the comment, in a commit of its own.
+The package never tunes itself, because timing inside a training run makes the run irreproducible.
+Copy the printed lines into the table by hand, and commit them separately.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +31,16 @@ from benchmarks.report.files import load, write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# One chunk of the bars at V = 151936: the last round of programs is as full as in the engine.
+# One chunk of the bars at V = 151936. With fewer rows the last round of programs would be emptier
+# than in training.
 ROWS = 8192
-# Three chunks and one, of the bars' 8192 rows at the hidden sizes where 1 GiB holds less than all.
-WORKSPACES_MIB, WORKSPACE_HIDDEN = (1024, 2560), (2048, 896)
-SLICES = (1024, 2048, 4096)
-# fp32 sums in another order: logps of two configurations differ by rounding alone.
+SLICES = (1024, 2048, 4096)  # columns
+# Largest difference in nats between the logps of two configurations, which differ by rounding only.
 AGREEMENT = 2e-4
 
 
 class Setting(NamedTuple):
-    """What is timed: the kernel and the sizes it works on."""
+    """Kernel, dtype and sizes that the candidates are timed at."""
 
     kind: str
     dtype: str
@@ -54,7 +49,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """What decides the bars first."""
+    """Yield all settings. Those that decide the bars are first, in case the time runs out."""
     for kind in KINDS[:2]:
         for hidden, vocab in LINEAR_HEADS:
             yield Setting(kind, "bfloat16", hidden, vocab)
@@ -65,7 +60,10 @@ def settings() -> Iterator[Setting]:
 
 
 def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
-    """The candidates that start on `arch`, by the committed report; all of them without one."""
+    """Return the candidates that start on `arch` according to the committed report.
+
+    Without a report, return all candidates of the kind and dtype.
+    """
     file, every = RESULTS / f"candidates-{arch}.json", candidates()
     if file.is_file():
         entries = [entry for report in load(file) for entry in report["cases"] if entry["starts"]]
@@ -78,7 +76,11 @@ def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
 
 
 def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
-    """Times of every candidate that agrees with the shipped configuration, fastest first."""
+    """Time every candidate that agrees with the shipped configuration.
+
+    Returns:
+        The setting, the times by candidate with the fastest first, and the failures by candidate.
+    """
     torch.manual_seed(0)
     shipped = Candidate(setting.kind, setting.dtype, ())
     call = call_of(shipped, ROWS, setting.hidden, setting.vocab, "cuda")
@@ -89,7 +91,7 @@ def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
         try:
             with using(candidate):
                 is_right = agree(call(), expected)
-        except Exception as error:  # one may be refused at launch; the others go on
+        except Exception as error:  # the GPU may refuse one candidate; time the other candidates
             failures[candidate.line] = f"{type(error).__name__}: {str(error)[:120]}"
             continue
         if is_right:
@@ -120,13 +122,13 @@ def logps_of(result: Any) -> torch.Tensor:
 
 
 def copied(result: Any) -> list[torch.Tensor]:
-    """The logps and, of "exponentials", the matrix: the next call writes over it."""
+    """Copy the logps, and the matrix of "exponentials", which the next call overwrites."""
     matrices = [] if hasattr(result, "logps") else [x for x in result[2:] if x is not None]
     return [x.clone() for x in (logps_of(result), *matrices)]
 
 
 def agree(result: Any, expected: list[torch.Tensor]) -> bool:
-    """logps within `AGREEMENT`; exponentials, in bf16, within two units in the last place."""
+    """Return whether the logps differ by at most `AGREEMENT`, and exponentials by two bf16 ulps."""
     logps, *matrices = copied(result)
     right = bool((logps - expected[0]).abs().max() <= AGREEMENT)
     for found, want in zip(matrices, expected[1:], strict=True):
@@ -135,46 +137,34 @@ def agree(result: Any, expected: list[torch.Tensor]) -> bool:
     return right
 
 
-def tune_loss(
-    changes: Mapping[str, Callable[[], AbstractContextManager]], sizes: tuple[int, ...]
-) -> dict[str, Any]:
-    """linear_grpo_loss of 8192 rows at some hidden sizes, under each of these changes."""
+def tune_slices() -> dict[str, Any]:
+    """Time `linear_grpo_loss` for each number of columns of a slice, at two hidden sizes."""
     from benchmarks.kernels.problem import make_problem
     from benchmarks.kernels.providers.ours import loss
     from benchmarks.kernels.shapes import Shape
+    from grpo_fast.kernels.gpu import linear
 
-    def step_of(change: Callable[[], AbstractContextManager], base: Step) -> Step:
+    def step_of(columns: int, base: Step) -> Step:
         def run() -> dict[str, torch.Tensor]:
-            with change():
+            with patched(linear, SLICE_COLUMNS=columns):
                 return base.run()
 
         return Step(run)
 
     rows: dict[str, Any] = {}
-    for hidden in sizes:
-        base = loss("triton")(make_problem(Shape(8192, hidden, 151936), torch.bfloat16, "cuda"))
-        steps = {name: step_of(change, base) for name, change in changes.items()}
-        rows[f"8192,{hidden},151936"] = times_of(steps, 0.5, 7)
+    for hidden in (896, 4096):
+        base = loss("triton")(make_problem(Shape(ROWS, hidden, 151936), torch.bfloat16, "cuda"))
+        steps = {f"{columns} columns": step_of(columns, base) for columns in SLICES}
+        found = rows[f"{ROWS},{hidden},151936"] = times_of(steps, 0.5, 7)
         del base, steps
         torch.cuda.empty_cache()
-    for shape, found in rows.items():
         times = ", ".join(f"{name} {row['median_ms']:.2f} ms" for name, row in found.items())
-        print(f"{shape}: {times}", flush=True)
+        print(f"{ROWS},{hidden},151936: {times}", flush=True)
     return rows
 
 
-@contextlib.contextmanager
-def workspace(mib: int) -> Iterator[None]:
-    """Inside, this much workspace bounds the chunks."""
-    os.environ["GRPO_FAST_WORKSPACE_MIB"] = str(mib)
-    try:
-        yield
-    finally:
-        del os.environ["GRPO_FAST_WORKSPACE_MIB"]
-
-
 def table_line(arch: str, found: dict[str, Any]) -> str:
-    """The fastest configuration, as a line for configs.py, and its gain over the shipped one."""
+    """Return the fastest configuration as a line for configs.py, with its gain in a comment."""
     rows, setting = found["rows"], found["setting"]
     best = next(iter(rows))
     gain = rows["shipped"]["median_ms"] / rows[best]["median_ms"]
@@ -186,18 +176,14 @@ def table_line(arch: str, found: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.gpu.tune", __doc__)
     parser.add_argument("--compile", metavar="ARCH", help="compile every candidate, without a GPU")
-    parser.add_argument("--workspaces", action="store_true", help="time one chunk against three")
-    parser.add_argument("--dry", action="store_true", help="list what would be timed")
+    parser.add_argument("--dry", action="store_true", help="list the candidates to be timed")
     parser.add_argument("--seconds", type=float, default=50, help="start no setting after this")
-    parser.add_argument("--out", help="where the JSON goes")
+    parser.add_argument("--out", help="file for the JSON")
     options = parser.parse_args(arguments)
     if options.compile:
         return compile_report(options.compile, options.out)
     is_gpu = torch.cuda.is_available()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if is_gpu else "sm_90"
-    if options.workspaces and options.dry:
-        print(f"linear_grpo_loss at H = {WORKSPACE_HIDDEN} in {WORKSPACES_MIB} MiB")
-        return 0
     plan = [(setting, survivors(arch, setting.kind, setting.dtype)) for setting in settings()]
     if options.dry:
         for setting, chosen in plan:
@@ -205,10 +191,8 @@ def main(arguments: list[str]) -> int:
             print(f"{tuple(setting)}: {len(chosen)} candidates: {lines}")
         return 0
     if not is_gpu:
-        print("tune: expected a GPU, torch sees none (--compile ARCH needs none)", file=sys.stderr)
+        print("tune: expected a GPU, got none. --compile ARCH needs no GPU.", file=sys.stderr)
         return 2
-    if options.workspaces:
-        return compare_workspaces(options.out)
     return time_all(arch, plan, options)
 
 
@@ -237,38 +221,22 @@ def time_all(arch: str, plan: list, options: argparse.Namespace) -> int:
         report["settings"].append(tune_setting(setting, [c for c in chosen if c not in refused]))
         torch.cuda.empty_cache()
         print(table_line(arch, report["settings"][-1]), flush=True)
-        if number + 1 == decisive:  # before the rest: it bears on the bars
+        if number + 1 == decisive:  # slices decide the bars, too, so the other settings wait
             report["slices"] = tune_slices()
         write(path, report)
     return 0
 
 
-def tune_slices() -> dict[str, Any]:
-    """The loss by the columns of a slice."""
-    from grpo_fast.kernels.gpu import linear
-
-    changes = {f"{n} columns": partial(patched, linear, SLICE_COLUMNS=n) for n in SLICES}
-    return tune_loss(changes, (896, 4096))
-
-
-def compare_workspaces(out: str | None) -> int:
-    """The loss by the workspace that bounds its chunks."""
-    changes = {f"{n} MiB": partial(workspace, n) for n in WORKSPACES_MIB}
-    found = tune_loss(changes, WORKSPACE_HIDDEN)
-    if out:
-        report = {**measure.header("workspaces", "cuda"), "cases": [], "workspaces": found}
-        write(Path(out), report)
-    return 0
-
-
 def not_starting(arch: str, chosen: list[Candidate]) -> set[Candidate]:
-    """Those that this machine's Triton does not compile as wanted. The others are then in its
-    cache: compiled on all cores at once; one by one would take ten times as long as to time them.
+    """Return the candidates that this machine's Triton does not compile without spills.
+
+    All candidates are compiled at once, on all cores, and stay in Triton's cache. Compiling one
+    after the other would take ten times as long as timing them.
     """
     chosen = list(dict.fromkeys(chosen))
     try:
         entries = compile_all(arch, chosen)
-    except BrokenProcessPool as error:  # a compiler that ends its process; a launch will show it
+    except BrokenProcessPool as error:  # the compiler crashed; the launch will report it
         print(f"not compiled beforehand: {error}")
         return set()
     return {

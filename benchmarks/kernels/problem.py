@@ -18,7 +18,6 @@ LOGIT_STD = 2.0
 # In a peaked row, the logit of the likeliest token exceeds the log-sum-exp of all other tokens by a
 # random number of nats, with this mean and standard deviation.
 PEAK = (4.0, 2.0)
-INACTIVE = ("masked", "zero-advantage", "clipped")
 
 
 class Variant(NamedTuple):

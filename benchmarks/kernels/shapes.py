@@ -49,7 +49,6 @@ CPU: list[Shape] = [
 GPU: list[Shape] = [
     Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
 ]
-TOKENS = (1024, 8192, 131072)
 
 
 def shape_of(text: str) -> Shape:

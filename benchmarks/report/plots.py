@@ -1,27 +1,25 @@
 """Pictures for benchmarks/README.md, and the bar chart of the main README.md.
 
-    python -m benchmarks.report.plots benchmarks/results/FILE.json … [-o FILE.png] [--bars]
+`python -m benchmarks.report.readme` draws both from the files in benchmarks/results/.
 
-Without `--bars`, the picture has four panels: time and memory over the number of tokens, time
-relative to the limit, and a roofline. All points of a curve come from one run. The roof of the
-roofline is measured on the same machine. Its bandwidth is the fastest measured copy, and its peak
-comes from benchmarks/kernels/ceiling.py. If these measurements are missing, no roof is drawn.
+The first picture has four panels: time and memory over the number of tokens, time relative to the
+limit, and a roofline. All points of a curve come from one run. The roof of the roofline is measured
+on the same machine. Its bandwidth is the fastest measured copy, and its peak comes from
+benchmarks/kernels/ceiling.py. If these measurements are missing, no roof is drawn.
 
-With `--bars` the picture compares time and memory of all providers at one shape.
+The second picture compares time and memory of all providers at one shape.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
-import os
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
 from benchmarks.kernels.ceiling import file_of
-from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, machine
 from benchmarks.report.tables import fastest_peer
 
@@ -208,32 +206,39 @@ def draw(paths: list[str], out: Path) -> Path:
     Raises:
         ValueError: the files have no measured case.
     """
+    cases = [case for case in cases_of(paths) if len(case.get("shape", ())) == 3]
+    if not cases:
+        raise ValueError("results: expected at least one measured case, got none")
+    title = f"linear_grpo_loss and its parts: {machine(cases[0]['hardware'])}"
+    with picture(out, (12, 8), (2, 2), title, commits_of(cases)) as axes:
+        draw_curves(axes[0][0], cases, "median_ms", "Milliseconds")
+        draw_curves(axes[0][1], cases, "workspace_mib", "MiB besides inputs and gradients")
+        draw_relative_times(axes[1][0], cases)
+        draw_roofline(axes[1][1], cases)
+    return out
+
+
+@contextlib.contextmanager
+def picture(
+    out: Path, size: tuple[float, float], grid: tuple[int, int], title: str, note: str
+) -> Iterator[Any]:
+    """Yield the axes of a new figure. On exit, add the title and the note, and save the figure."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    cases = [case for case in cases_of(paths) if len(case.get("shape", ())) == 3]
-    if not cases:
-        raise ValueError("results: expected at least one measured case, got none")
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8))
-    draw_curves(axes[0][0], cases, "median_ms", "Milliseconds")
-    draw_curves(axes[0][1], cases, "workspace_mib", "MiB besides inputs and gradients")
-    draw_relative_times(axes[1][0], cases)
-    draw_roofline(axes[1][1], cases)
-    hardware = machine(cases[0]["hardware"])
-    figure.suptitle(f"linear_grpo_loss and its parts: {hardware}", fontsize=11)
-    write_commits(figure, cases)
-    figure.tight_layout(rect=(0, 0.01, 1, 0.98))
+    figure, axes = pyplot.subplots(*grid, figsize=size)
+    yield axes
+    figure.suptitle(title, fontsize=11)
+    figure.text(0.99, 0.005, note, ha="right", fontsize=6, color="gray")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
-    return out
 
 
-def write_commits(figure: Any, cases: list[dict[str, Any]]) -> None:
-    commits = sorted({case["commit"] for case in cases})
-    style = {"ha": "right", "fontsize": 6, "color": "gray"}
-    figure.text(0.99, 0.005, f"measured at {', '.join(commits)}", **style)
+def commits_of(cases: list[dict[str, Any]]) -> str:
+    return f"measured at {', '.join(sorted({case['commit'] for case in cases}))}"
 
 
 def draw_bars(paths: list[str], out: Path) -> Path:
@@ -242,11 +247,6 @@ def draw_bars(paths: list[str], out: Path) -> Path:
     Raises:
         ValueError: the files have no case of this shape.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     cases = [
         case
         for case in filter(is_standard, cases_of(paths))
@@ -260,17 +260,13 @@ def draw_bars(paths: list[str], out: Path) -> Path:
     limit = next(row["median_ms"] for row in rows.values() if row["role"] == "limit")
     times = {name: rows[name]["median_ms"] / limit for name in names}
     memory = {name: rows[name]["workspace_mib"] for name in names}
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.4))
-    bars(axes[0], times, "Time relative to three bare matrix products", "{:.2f}×")
-    bars(axes[1], memory, "Memory besides inputs and gradients", "{:.0f} MiB")
-    axes[0].axvline(1, color="gray", lw=0.8)
     tokens, width, vocabulary = BARS_SHAPE
     shape = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, fp32"
-    figure.suptitle(f"Loss and gradients, {shape}: lower is better", fontsize=11)
-    write_commits(figure, cases)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(out, dpi=110)
-    pyplot.close(figure)
+    title = f"Loss and gradients, {shape}: lower is better"
+    with picture(out, (11, 3.4), (1, 2), title, commits_of(cases)) as axes:
+        bars(axes[0], times, "Time relative to three bare matrix products", "{:.2f}×")
+        bars(axes[1], memory, "Memory besides inputs and gradients", "{:.0f} MiB")
+        axes[0].axvline(1, color="gray", lw=0.8)
     return out
 
 
@@ -288,22 +284,3 @@ def bars(axes: Any, values: dict[str, float], title: str, written: str) -> None:
     axes.set_xlim(0, 1.15 * max(values.values()))
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.set_xticks([])
-
-
-def main(arguments: list[str]) -> int:
-    parser = new_parser("python -m benchmarks.report.plots", __doc__)
-    parser.add_argument("results", nargs="+", metavar="FILE", help="JSON of a benchmark")
-    parser.add_argument("-o", "--out", default=str(RESULTS / "kernels.png"))
-    parser.add_argument("--bars", action="store_true", help="the picture of README.md")
-    options = parser.parse_args(arguments)
-    picture = draw_bars if options.bars else draw
-    try:
-        print(f"written: {os.path.relpath(picture(options.results, Path(options.out)))}")
-    except ValueError as error:
-        print(f"plots: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

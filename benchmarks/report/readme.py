@@ -1,7 +1,7 @@
 """Measurement of all CPU numbers in benchmarks/README.md, and update of its tables.
 
     python -m benchmarks.report.readme                 measure everything (15 minutes)
-    python -m benchmarks.report.readme --only loss     run one step (--list shows all steps)
+    python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
     python -m benchmarks.report.readme --tables        only update tables and pictures
 
 Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
@@ -155,14 +155,10 @@ def refreshed(text: str) -> str:
 def main(arguments: list[str]) -> int:
     parser = new_parser("python -m benchmarks.report.readme", __doc__)
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
-    parser.add_argument("--list", action="store_true", help="the steps and their commands")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--deadline", type=float, default=780, help="seconds; then no step starts")
     options = parser.parse_args(arguments)
     steps = [step for step in STEPS if not options.only or step.name in options.only]
-    if options.list:
-        print("\n".join(f"{step.name:12} python {step.command}" for step in steps))
-        return 0
     status = 0 if options.tables else run_steps(steps, options.deadline)
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
     plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")

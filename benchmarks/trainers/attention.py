@@ -18,17 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE, relative_l2
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save, timed
+from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save_cases, timed
 from grpo_fast.attention import PackedGroups, PackedTree, dispatch, pack_groups, register
 from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
 
-Case = tuple[int, int, int]  # prompt tokens, tokens of a completion, number of completions
 Step = Callable[[], Any]  # returns the output and the gradients
-CPU_CASES = [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)]
-GPU_CASES = [(8192, 512, 16), (1500, 250, 16), (150, 200, 8)]
+# The numbers of a case are prompt tokens, tokens of a completion, and completions.
+CASES: dict[str, list[Case]] = {
+    "quick": [(64, 8, 4)],
+    "cpu": [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)],
+    "cuda": [(8192, 512, 16), (1500, 250, 16), (150, 200, 8)],
+}
 
 
 class Heads(NamedTuple):
@@ -60,33 +62,13 @@ DEFAULTS = Defaults(threads=1, budget=(10.0, 0.2), rounds=(15, 15))
 
 def main() -> None:
     """Time every case, print a table and write the report."""
-    options = parse_arguments()
+    options = parsed_cases(new_parser(__doc__), DEFAULTS, "P,C,G", CASES)
     rows: list[dict[str, Any]] = []
     for case in options.cases:
         for model in CPU_MODELS if options.device == "cpu" else GPU_MODELS:
             rows += time_attention(case, model, options)
             rows += time_model(case, model, options)
-    what = "attention and trunk, shared against packed, forward + backward"
-    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
-    settings["dtype"] = str(options.dtype)
-    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="P,C,G")
-    parser.add_argument("--window", type=int, help="sliding window of the attention alone")
-    options = parsed(parser, DEFAULTS)
-    on_cpu = options.device == "cpu"
-    usual = [(64, 8, 4)] if options.quick else CPU_CASES if on_cpu else GPU_CASES
-    options.cases = options.cases or usual
-    options.dtype = torch.float32 if on_cpu else torch.bfloat16
-    return options
-
-
-def case_argument(text: str) -> Case:
-    prompt, completion, group = (int(part) for part in text.split(","))
-    return prompt, completion, group
+    save_cases(options, "attention and trunk, shared against packed, forward + backward", rows)
 
 
 def packs(case: Case, device: str) -> tuple[PackedGroups, PackedGroups, Tensor]:
@@ -126,8 +108,8 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
     # In the packed layout, only the first copy of a prompt row gets the upstream gradient.
     # Otherwise the gradients of the two layouts would differ.
     copies[3] = copies[3] * first[:, None, None]
-    params = AttentionParams(model.head_dim**-0.5, options.window)
-    kind = Kind(options.device, options.dtype, model.head_dim, options.window is not None)
+    params = AttentionParams(model.head_dim**-0.5)
+    kind = Kind(options.device, options.dtype, model.head_dim)
     rows = []
     for provider in dispatch.candidates(kind):
         if provider.name in ("explicit", "flex") and kind.device == "cuda":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save_cases
 from benchmarks.trainers.options import timed as measured
 from grpo_fast import (
     DivergenceTerm,
@@ -35,35 +35,21 @@ from grpo_fast import (
 )  # fmt: skip
 
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
+CASES: dict[str, list[tuple[int, ...]]] = {
+    "quick": [(64, 64, 3000)],
+    "cpu": [(256, 512, 32000)],
+    "cuda": [(8192, 4096, 151936)],
+}
 DEFAULTS = Defaults(threads=1, budget=(2.0, 0.2), rounds=(5, 3))
 
 
 def main() -> None:
     """Time every case, print a table and write the report."""
-    options = parse_arguments()
+    options = parsed_cases(new_parser(__doc__), DEFAULTS, "N,H,V", CASES)
     if options.device == "cpu":
         measure.clock = "process"
     rows = [timed(case, options) for case in options.cases]
-    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
-    settings |= {"dtype": str(options.dtype), "clock": measure.clock}
-    what = "linear_divergence, forward and backward"
-    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = new_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="N,H,V")
-    options = parsed(parser, DEFAULTS)
-    on_cpu = options.device == "cpu"
-    usual = [(256, 512, 32000)] if on_cpu else [(8192, 4096, 151936)]
-    options.cases = options.cases or ([(64, 64, 3000)] if options.quick else usual)
-    options.dtype = torch.float32 if on_cpu else torch.bfloat16
-    return options
-
-
-def case_argument(text: str) -> tuple[int, int, int]:
-    n, h, v = (int(part) for part in text.split(","))
-    return n, h, v
+    save_cases(options, "linear_divergence, forward and backward", rows, clock=measure.clock)
 
 
 def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
@@ -100,7 +86,7 @@ def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> 
     _ = y @ w, y.T @ h
 
 
-def timed(case: tuple[int, int, int], options: argparse.Namespace) -> dict[str, Any]:
+def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
     """Verify and time all candidates of a case. Print and return the row of the report."""
     n, h, v = case
     g = torch.Generator().manual_seed(0)

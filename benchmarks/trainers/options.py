@@ -12,6 +12,8 @@ import torch
 from benchmarks import measure
 from benchmarks.report.files import write
 
+Case = tuple[int, ...]
+
 
 class Defaults(NamedTuple):
     """Default values of a benchmark's options.
@@ -53,6 +55,35 @@ def parsed(
     return options
 
 
+def parsed_cases(
+    parser: argparse.ArgumentParser, defaults: Defaults, names: str, usual: dict[str, list[Case]]
+) -> argparse.Namespace:
+    """Parse the options of a benchmark whose cases are given as numbers, such as "N,H,V".
+
+    Args:
+        parser: the parser, to which `--cases` is added.
+        defaults: defaults of the other options.
+        names: names of the numbers of a case, separated by commas.
+        usual: cases for a call without `--cases`. The keys are "quick" (for --quick), "cpu" and
+            "cuda".
+
+    Returns:
+        The options. `cases` has the cases, and `dtype` is fp32 on a CPU and bf16 on a GPU.
+    """
+
+    def case(text: str) -> Case:
+        numbers = tuple(int(part) for part in text.split(","))
+        if len(numbers) != names.count(",") + 1 or min(numbers) < 1:
+            raise argparse.ArgumentTypeError(f"expected {names}, got {text!r}")
+        return numbers
+
+    parser.add_argument("--cases", nargs="+", type=case, metavar=names)
+    options = parsed(parser, defaults)
+    options.cases = options.cases or usual["quick" if options.quick else options.device]
+    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    return options
+
+
 def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Time the steps in interleaved rounds. Return the times and the peak memory of each step."""
     samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
@@ -75,6 +106,18 @@ def set_clock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     if options.clock == "process" and options.threads != 1:
         parser.error(f"--clock process: expected --threads 1, got {options.threads}")
     measure.clock = options.clock
+
+
+def save_cases(
+    options: argparse.Namespace, title: str, rows: list[dict[str, Any]], **settings: Any
+) -> dict[str, Any]:
+    """Write and return a report with a row for each case, and with the settings of the run."""
+    common = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
+    common["dtype"] = str(options.dtype)
+    header = measure.header(title, options.device)
+    report = {**header, "settings": common | settings, "cases": rows}
+    save(options, report)
+    return report
 
 
 def save(options: argparse.Namespace, report: dict[str, Any]) -> None:

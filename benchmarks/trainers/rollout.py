@@ -1,7 +1,7 @@
 """Tokens per second of our `generate`, compared with `generate` of transformers.
 
-    python -m benchmarks.trainers.rollout
-    [--quick] [--batch 16] [--new-tokens 32] [--vocab 151936] [--json FILE]
+    python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32]
+    [--json FILE]
 
 Our `generate` also returns the sampler's logps. The model has random weights, only 4 layers and a
 realistic vocabulary, so that the decoding loop and the sampler take most of the time. The limit is
@@ -23,6 +23,7 @@ import torch
 from benchmarks import measure
 from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
+VOCABULARY = 151936
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
 # Largest allowed error of a logp in nats. The new forward pass has a different batch shape, which
@@ -142,18 +143,18 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--batch", type=int, help="completions side by side (16; --quick: 8)")
     parser.add_argument("--new-tokens", type=int, help="tokens of each (32; --quick: 8)")
-    parser.add_argument("--vocab", type=int, default=151936)
     defaults = Defaults(threads=os.cpu_count() or 1, budget=(8.0, 1.0), rounds=(9, 9))
     options = parsed(parser, defaults)
     warnings.filterwarnings("ignore")
     options.batch = options.batch or (8 if options.quick else 16)
     options.new_tokens = options.new_tokens or (8 if options.quick else 32)
-    policy = build(options.vocab, options.device)
+    policy = build(VOCABULARY, options.device)
     case = {
         "operation": "rollout",
         "allocator": "cuda" if options.device == "cuda" else "default",
         "dtype": str(policy.head.weight.dtype).removeprefix("torch."),
-        **{name: getattr(options, name) for name in ("batch", "new_tokens", "vocab", "threads")},
+        "vocab": VOCABULARY,
+        **{name: getattr(options, name) for name in ("batch", "new_tokens", "threads")},
         "rows": measure_all(policy, options),
     }
     print(table(case))

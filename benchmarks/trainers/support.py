@@ -4,8 +4,7 @@
 
 The support of a token is the set of ids that a truncating sampler could choose. A case is T,H,V,K:
 the number of tokens, hidden size, vocabulary size, and number of ids in each token's support. Half
-of the ids are drawn from 2000 frequent ids and half from the other ids. With --distinct, all are
-drawn from the whole vocabulary.
+of the ids are drawn from 2000 frequent ids and half from the other ids.
 
 Three steps are timed with and without a support: the loss, the loss with a frozen head, and the
 logps. Before the timing, the results with a support are compared with fp64 results. All steps are
@@ -21,14 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import measure
 from benchmarks.kernels import exact
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.options import Case, Defaults, new_parser, parsed_cases, save_cases
 from benchmarks.trainers.options import timed as measured
 from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps
 
-CPU_CASES = [(512, 896, v, k) for v in (32000, 151936) for k in (8, 50, 512)]
-GPU_CASES = [(8192, 4096, 151936, k) for k in (8, 50, 512)]
+CASES: dict[str, list[Case]] = {
+    "quick": [(64, 64, 3000, 20)],
+    "cpu": [(512, 896, v, k) for v in (32000, 151936) for k in (8, 50, 512)],
+    "cuda": [(8192, 4096, 151936, k) for k in (8, 50, 512)],
+}
 DEFAULTS = Defaults(threads=2, budget=(10.0, 0.2), rounds=(15, 3))
 COMPLETIONS = 8
 EPSILON = 0.2
@@ -53,40 +54,22 @@ class Problem(NamedTuple):
 
 def main() -> None:
     """Time every case, print a table and write the report."""
-    options = parse_arguments()
-    rows = [timed(case, options) for case in options.cases]
-    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
-    settings |= {"dtype": str(options.dtype), "ids": "distinct" if options.distinct else "mixed"}
-    what = "linear_grpo_loss and linear_logps, support against dense"
-    save(options, {**measure.header(what, options.device), "settings": settings, "cases": rows})
-
-
-def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--cases", nargs="+", type=case_argument, metavar="T,H,V,K")
-    parser.add_argument("--distinct", action="store_true", help="draw all ids from all")
-    options = parsed(parser, DEFAULTS)
-    on_cpu = options.device == "cpu"
-    usual = CPU_CASES if on_cpu else GPU_CASES
-    options.cases = options.cases or ([(64, 64, 3000, 20)] if options.quick else usual)
-    options.dtype = torch.float32 if on_cpu else torch.bfloat16
-    return options
+    options = parsed_cases(parser, DEFAULTS, "T,H,V,K", CASES)
+    for t, _, v, k in options.cases:
+        if t % COMPLETIONS or k > v:
+            expected = f"T a multiple of {COMPLETIONS} and K at most V"
+            parser.error(f"--cases: expected {expected}, got T={t}, K={k}, V={v}")
+    rows = [timed(case, options) for case in options.cases]
+    save_cases(options, "linear_grpo_loss and linear_logps, support against dense", rows)
 
 
-def case_argument(text: str) -> tuple[int, int, int, int]:
-    t, h, v, k = (int(part) for part in text.split(","))
-    if t % COMPLETIONS or not 0 < k <= v:
-        expected = f"expected T a multiple of {COMPLETIONS} and K from 1 to V"
-        raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
-    return t, h, v, k
-
-
-def problem_of(case: tuple[int, int, int, int], options: argparse.Namespace) -> Problem:
+def problem_of(case: Case, options: argparse.Namespace) -> Problem:
     t, h, v, k = case
     generator = torch.Generator().manual_seed(0)
-    half = 0 if options.distinct else min(k // 2, FREQUENT)
+    half = min(k // 2, FREQUENT)
     order = torch.randperm(v, generator=generator)
-    frequent, others = order[:FREQUENT], order[FREQUENT:] if half else order
+    frequent, others = order[:FREQUENT], order[FREQUENT:]
     rows = [
         torch.cat([part[torch.randperm(len(part), generator=generator)[:n]] for part, n in parts])
         for parts in [((frequent, half), (others, k - half))] * t
@@ -174,7 +157,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
     return max(exact.relative_l2(x, y) for x, y in (*pairs, (frozen, d_hidden)))
 
 
-def timed(case: tuple[int, int, int, int], options: argparse.Namespace) -> dict[str, Any]:
+def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Verify a case, time it with and without a support, and return the row of the report."""
     problem = problem_of(case, options)
     ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}

@@ -1,6 +1,6 @@
 """Time and memory of a trunk on trees of samples, compared with plain packing.
 
-    python -m benchmarks.trainers.trees [--quick] [--divide N] [--json PATH] [--plot PATH]
+    python -m benchmarks.trainers.trees [--quick] [--json PATH] [--plot PATH]
 
 A tree stores each common prefix of the samples once. Plain packing repeats it for each sample. The
 cases are a group of 16 completions of one long prompt, an agent that branches in two at each of
@@ -26,9 +26,9 @@ import torch
 from benchmarks import measure
 from benchmarks.kernels.exact import TOLERANCE
 from benchmarks.report.files import machine
-from benchmarks.report.plots import COLORS
+from benchmarks.report.plots import COLORS, picture
 from benchmarks.trainers.attention import CPU_MODELS, GPU_MODELS, Heads, trunk_steps
-from benchmarks.trainers.options import Defaults, new_parser, parsed, save, timed
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save_cases, timed
 from grpo_fast.attention import dispatch, pack_tree
 from grpo_fast.attention.dispatch import Kind
 
@@ -90,23 +90,20 @@ BAR = 0.75  # required speedup, as a fraction of the ratio of the token counts
 def main() -> int:
     """Time every case, and write the report and the picture. Return 1 if a case misses a target."""
     parser = new_parser(__doc__)
-    parser.add_argument("--divide", type=int, help="divisor of all lengths (CPU: 4, GPU: 1)")
     parser.add_argument("--plot", help="file for the picture")
     options = parsed(parser, DEFAULTS)
     on_cpu = options.device == "cpu"
     if on_cpu:
         measure.clock = "process"
-    options.divide = 64 if options.quick else options.divide or (4 if on_cpu else 1)
+    options.divide = 64 if options.quick else 4 if on_cpu else 1
     options.dtype = torch.float32 if on_cpu else torch.bfloat16
     rows = []
     for name, paths in {**CASES, **BRANCHES}.items():
         for model in CPU_MODELS if on_cpu else GPU_MODELS:
             rows.append(time_case(name, paths(options.divide), model, options))
-    settings = {name: getattr(options, name) for name in ("budget", "rounds", "threads", "divide")}
-    settings |= {"dtype": str(options.dtype), "clock": measure.clock, "layers": LAYERS}
-    what = "a trunk over trees of samples, against plain packing, forward + backward"
-    report = {**measure.header(what, options.device), "settings": settings, "cases": rows}
-    save(options, report)
+    settings = {"divide": options.divide, "clock": measure.clock, "layers": LAYERS}
+    title = "a trunk over trees of samples, against plain packing, forward + backward"
+    report = save_cases(options, title, rows, **settings)
     if options.plot:
         draw_trees(report, Path(options.plot))
     below = [row["case"] for row in rows if not (options.quick or passes(row))]
@@ -124,34 +121,29 @@ def passes(row: dict[str, Any]) -> bool:
 
 def draw_trees(report: dict[str, Any], out: Path) -> None:
     """Draw token counts and memory of the cases in `BRANCHES`, for both layouts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in report["cases"] if row["case"] in BRANCHES and "memory" in row]
     rows = [row for row in rows if row["model"] == rows[0]["model"]]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4))
-    for panel, label, value in (
-        (axes[0], "rows of the trunk", lambda row, key: row["tokens"][key]),
-        (axes[1], "MiB, forward + backward", lambda row, key: row["memory"][key]["workspace_mib"]),
-    ):
-        for key, name, color in (
-            ("flat", "packed", COLORS["peer"]), ("tree", "tree", COLORS["ours"])
-        ):  # fmt: skip
-            counts = range(1, len(rows) + 1)
-            panel.plot(counts, [value(row, key) for row in rows], "o-", color=color, label=name)
-        panel.set(yscale="log", xlabel="branches at each of 3 turns", ylabel=label)
-        panel.set_xticks(range(1, len(rows) + 1))
-        panel.grid(True, which="major", alpha=0.3)
-        panel.legend(fontsize=8, frameon=False)
     settings = report["settings"]
     note = f"{machine(report['hardware'])}, {settings['dtype']}; commit {report['commit']}"
-    figure.text(0.99, 0.01, note, ha="right", fontsize=6, color="gray")
-    figure.suptitle(f"Turns of {512 // settings['divide']} tokens, {LAYERS} layer", fontsize=10)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(out, dpi=110)
-    pyplot.close(figure)
+    title = f"Turns of {512 // settings['divide']} tokens, {LAYERS} layer"
+    with picture(out, (9, 3.4), (1, 2), title, note) as axes:
+        for panel, label, value in (
+            (axes[0], "rows of the trunk", lambda row, key: row["tokens"][key]),
+            (
+                axes[1],
+                "MiB, forward + backward",
+                lambda row, key: row["memory"][key]["workspace_mib"],
+            ),
+        ):
+            for key, name, color in (
+                ("flat", "packed", COLORS["peer"]), ("tree", "tree", COLORS["ours"])
+            ):  # fmt: skip
+                counts = range(1, len(rows) + 1)
+                panel.plot(counts, [value(row, key) for row in rows], "o-", color=color, label=name)
+            panel.set(yscale="log", xlabel="branches at each of 3 turns", ylabel=label)
+            panel.set_xticks(range(1, len(rows) + 1))
+            panel.grid(True, which="major", alpha=0.3)
+            panel.legend(fontsize=8, frameon=False)
     print(f"written: {os.path.relpath(out)}")
 
 

@@ -46,8 +46,8 @@ def load_examples(
     - sort, arithmetic: `digits`, `symbols`, `n_train`, `n_test`.
     - gsm8k, jsonl: `path` (a file or folder) or `name` (a hub id), and optionally `columns`,
       `prompt_template`, `system_prompt`, `chat`, `shots`, `shots_tokens`, `n_train`, `n_test`.
-    - open: none. The prompts are listed in this package, and both splits are equal.
-    - traces: `path`, a file of recorded rollouts of agents. Each example stands for one task.
+    - open: no attributes. This package contains the prompts, and both splits are equal.
+    - traces: `path`, a file of recorded rollouts of agents. There is one example per task.
 
     Args:
         data: the section `data` of a configuration, or any object with these attributes.
@@ -69,7 +69,7 @@ def load_examples(
         return task(split=split, seed=seed, **given)
     if data.task == "open":
         return open_examples()
-    if data.task == TRACES:  # both splits are equal, because no model answers these examples
+    if data.task == TRACES:  # nothing is sampled, so the splits may be equal
         return trace_examples(str(getattr(data, "path", None)))
     if data.task in FILES:
         return load_file_examples(data, split=split, seed=seed, count_tokens=count_tokens)
@@ -77,7 +77,7 @@ def load_examples(
 
 
 def task_symbols(data: DataSource, examples: Iterable[Example] | None = None) -> list[str]:
-    """Return the words of a task's texts, for `build_symbol_tokenizer`.
+    """Return all words of a task's prompts, answers and solutions, for `build_symbol_tokenizer`.
 
     Args:
         data: the section `data` of a configuration.

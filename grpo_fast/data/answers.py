@@ -21,7 +21,7 @@ HASHES = "####"
 TAG = "<answer>"
 BOXED = "\\boxed"
 MARKS = (HASHES, TAG, BOXED)
-USUAL_MARKS = (HASHES, TAG)  # for GSM8K: accept either mark, whichever the prompt requests
+USUAL_MARKS = (HASHES, TAG)  # for GSM8K, whose prompts may request either mark
 MAX_DIGITS = 32  # most digits of a number
 
 Number = Decimal | Fraction
@@ -31,12 +31,12 @@ _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
     rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
 )
-# In running text, a minus directly after a word or number is not a sign: "10-18" ends in 18.
+# A minus directly after a word or number is not a sign: the last number of "10-18" is 18, not -18.
 _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![0-9A-Za-z).])-[$€£¥]?)?"
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
 )
-_ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # removed at both ends only: 5*3 must not become 53
+_ENDS = "$€£¥%°*,:= \t\r\n\u00a0\u202f"  # removed only at the ends, because 5*3 must not become 53
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:\{([^{}]*)\}\{([^{}]*)\}|([0-9])([0-9]))")
 _LATEX = (("{,}", ","), (r"\left", ""), (r"\right", ""), (r"^\circ", ""), (r"^{\circ}", ""),
           (r"\(", ""), (r"\)", ""), (r"\[", ""), (r"\]", ""), (r"\$", "$"), (r"\%", "%"),

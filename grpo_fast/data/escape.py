@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 
-REASON = 400  # most characters of an exception that another message quotes
+REASON = 400  # largest number of characters that a message quotes from an exception's text
 _INVISIBLE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
 def escape_control(text: str) -> str:
-    r"""Escape control, bidi and invisible characters except \n and \t, as in \x1b and \u202e."""
+    r"""Return a text in which control, bidi and invisible characters are written as escapes.
+
+    For example, the ESC character becomes the four characters `\x1b`. Line ends and tabs are kept.
+    """
     hidden = {c for c in text if c not in "\n\t" and unicodedata.category(c) in _INVISIBLE}
     return "".join(c.encode("unicode_escape").decode() if c in hidden else c for c in text)
 

@@ -44,7 +44,10 @@ class DatasetError(ValueError):
 
 
 def need(fits: Any, where: str, expected: str, came: Any) -> None:
-    """Raise a DatasetError with the location and the expected and actual value unless `fits`."""
+    """Raise a DatasetError unless `fits` is true.
+
+    The message names the location `where`, the expected value and the actual value `came`.
+    """
     require(fits, where, expected, came, DatasetError)
 
 
@@ -69,6 +72,6 @@ class LazySequence(Sequence[Item]):
 
 
 class DataSource(Protocol):
-    """Any object with the attributes that the docstring of `load_examples` lists."""
+    """Protocol for the argument `data` of `load_examples`, whose docstring lists the attributes."""
 
     task: Any

@@ -26,7 +26,7 @@ SETTINGS = (
 
 
 class Survey(NamedTuple):
-    """Both splits of a source, and notes about them for the log."""
+    """Both splits of a data source, and warnings about them that the caller logs."""
 
     train: list[Example]
     test: list[Example]
@@ -64,7 +64,7 @@ def load_file_examples(
         why = "the examples are counted in tokens; pass a function"
         raise conflict("count_tokens=None", f"data.shots_tokens={settings.shots_tokens}", why)
     pool = [e for e in train if isinstance(e.prompt, str)]
-    # The worked examples of test prompts must not depend on the run's seed.
+    # Test prompts must have the same worked examples in every run, so do not use the run's seed.
     draws = seed if split == "train" else "test"
     return ShotPrompts(
         chosen, pool, form, budget=settings.shots_tokens, count_tokens=count_tokens, seed=draws
@@ -72,7 +72,7 @@ def load_file_examples(
 
 
 def read_examples(path: str | Path, *, data: DataSource | None = None) -> list[Example]:
-    """Return every row of one file, in order, with the prompt template applied.
+    """Return an example for each row of one file, with the prompt template applied.
 
     Args:
         path: a file in a format of `readers.FORMATS`.
@@ -86,9 +86,10 @@ def read_examples(path: str | Path, *, data: DataSource | None = None) -> list[E
 
 
 def survey(data: DataSource, needs_train: bool = True) -> Survey:
-    """Read both splits of a source, without a prompt template.
+    """Read both splits of a data source. The prompt template is not applied.
 
-    If the source has no test split, some rows are held out. The choice is the same for all seeds.
+    If the source has no test split, some rows are moved from the training split into a test split.
+    The choice of rows does not depend on the run's seed.
 
     Args:
         data: a config with `task`, `path` or `name`, `columns` and `n_test`.
@@ -132,7 +133,7 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
 
 
 def _settings(data: DataSource | None) -> Any:
-    """Return the settings of file sources. A missing setting is None."""
+    """Return the attributes of `data` that file sources use. A missing attribute becomes None."""
     return SimpleNamespace(**{name: getattr(data, name, None) for name in SETTINGS})
 
 
@@ -141,7 +142,7 @@ def _form(settings: Any) -> Form:
 
 
 def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
-    """Return a note for the log if only some of the gold answers are numbers."""
+    """Return a list with one warning if only some of the gold answers are numbers, or else []."""
     with_answer = [(e, p) for e, p in zip(examples, places, strict=True) if e.answer is not None]
     unusual = [(e, p) for e, p in with_answer if parse_number(str(e.answer)) is None]
     if not unusual or len(unusual) == len(with_answer):
@@ -155,7 +156,10 @@ def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
 def _hold_out(
     examples: list[Example], n_test: int | None, source: Any
 ) -> tuple[list[Example], list[Example]]:
-    """Hold out `n_test` examples for testing, by default a tenth of them."""
+    """Split the examples at random, and return the training and the test examples.
+
+    There are `n_test` test examples, by default a tenth of all examples.
+    """
     count = max(1, len(examples) // 10) if n_test is None else n_test
     expected = f"at most the {len(examples)} lines of {source}"
     need(count <= len(examples), "data.n_test", expected, count)

@@ -19,7 +19,7 @@ HELD_OUT_SEED = "grpo_fast held-out prompts"
 class GeneratedTask(LazySequence[Example]):
     """Base class for one split of a generated task.
 
-    Test prompts are excluded from training, unless they are all prompts of the task.
+    Test prompts are excluded from training, unless the test split contains all possible prompts.
 
     Args:
         split: "train" or "test".
@@ -66,7 +66,7 @@ class GeneratedTask(LazySequence[Example]):
     def make(self, index: int) -> Example:
         if self.split == "test":
             return self.render(self.test_prompts[index])
-        # Random hashes a string seed with SHA-512, which gives the same result in every process.
+        # Seed with a string, which Random hashes with SHA-512, so all processes get equal numbers.
         rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
@@ -78,7 +78,7 @@ class SortTask(GeneratedTask):
     """Sorting task from the CS336 lecture. For example, `3 1 2 =` has the answer `1 2 3`.
 
     Args:
-        digits: number of symbols of a prompt.
+        digits: number of symbols in a prompt.
         symbols: number of different symbols. The symbols are 0 to symbols - 1, one token each.
         **split: arguments of `GeneratedTask`.
     """

@@ -15,7 +15,8 @@ from grpo_fast.errors import require
 
 SECONDS = 3.0  # timeout of the connection to the hub
 LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
-LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # fields of a config.json
+# Fields of config.json that may contain the number of layers.
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 MOST_LAYERS = 10_000
 
 
@@ -52,12 +53,12 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
     """Check the fields of a model's config.json, including nested ones.
 
     Args:
-            fields: the fields.
-            allow_code: True allows attention kernels from the hub, which are code.
+        fields: the fields.
+        allow_code: True allows attention kernels from the hub, which are code.
 
-        Raises:
-            ValueError: the model has so many layers that they would fill the memory, or a field
-                names a kernel from the hub.
+    Raises:
+        ValueError: the model has so many layers that they would fill the memory, or a field names a
+            kernel from the hub.
     """
     for name, value in fields.items():
         if name in LAYERS and isinstance(value, int):

@@ -48,7 +48,7 @@ class Form(NamedTuple):
         return self.template.replace("{question}", question)
 
     def shot(self, example: Example) -> str:
-        """Return the text of a worked example, with the solution after the filled template."""
+        """Return a worked example as text: the template with its question, then its solution."""
         worked = example.solution or example.answer
         question = repr(str(example.prompt)[:60])
         need(worked is not None, "data.shots", "an answer to every shot", f"none to {question}")
@@ -64,7 +64,7 @@ class Form(NamedTuple):
             prefix: worked examples to insert before the question.
 
         Raises:
-            DatasetError: the prompt is chat messages, but there is a template or a prefix.
+            DatasetError: the prompt is a list of messages, but there is a template or a prefix.
         """
         if not isinstance(example.prompt, str):
             came = "rows of messages"
@@ -94,17 +94,17 @@ def in_chat(example: Example) -> Example:
 class ShotPrompts(LazySequence[Example]):
     """Examples whose prompts begin with worked examples (shots), chosen at random.
 
-    The shots of example i depend only on (seed, i). The example's question is not among its shots,
-    and no question occurs twice. Questions that differ only in case and whitespace are equal.
+    The shots of example i depend only on (seed, i). All questions of a prompt are different. Two
+    questions that differ only in case and whitespace count as equal.
 
     Args:
         examples: the examples to extend.
         pool: the worked examples to choose from, all from the training split.
-        form: the form of prompts and shots.
-        budget: largest number of tokens of all shots of a prompt. Shots are drawn until one does
-            not fit.
+        form: the template and the chat settings of prompts and shots.
+        budget: largest total number of tokens of the shots in a prompt. Shots are drawn until one
+            does not fit.
         count_tokens: returns the number of tokens of a text.
-        seed: seed of the choice.
+        seed: seed of the random choice of shots.
 
     Raises:
         DatasetError: the pool is empty, or even its shortest shots do not fit into the budget.

@@ -1,4 +1,4 @@
-"""Readers of files, folders and hub datasets. Each row comes with its location for messages."""
+"""Readers of files, folders and hub datasets, which yield rows and their locations."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def is_local(source: str) -> bool:
 def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
-    A file is the split "train". If its name contains "train" and there is a file whose name has
-    "test" instead, that file is the split "test".
+    A file becomes the split "train". If its name contains "train" and a second file exists whose
+    name has "test" instead, the second file becomes the split "test".
 
     Raises:
         DatasetError: the path does not exist, or the folder has no data.
     """
     expected = "a .jsonl, .json, .csv, .tsv or .parquet file (or .gz), or a folder with train.jsonl"
-    if not os.path.isdir(path):  # unlike Path.is_dir, returns False without permission
+    if not os.path.isdir(path):  # without permission, Path.is_dir would raise an error
         if not os.path.isfile(path):
             raise DatasetError(f"data.path: expected {expected}, found nothing at {path}")
         train, test = path, path.with_name(path.name.replace("train", "test", 1))

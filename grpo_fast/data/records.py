@@ -24,7 +24,9 @@ from grpo_fast.errors import require
 
 PROMPTS = ("prompt", "question", "problem", "query", "messages")
 VERLS_ANSWER = "reward_model.ground_truth"
-ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)  # otherwise a solution with a marked answer
+# Columns that may contain the gold answer. If a row has none of them, the answer that its solution
+# marks is used.
+ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)
 ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Half of a UTF-16 surrogate pair. JSON can contain one, but tokenizers refuse it.
@@ -61,8 +63,9 @@ def parse_record(
     solution = _value(fields, given.get("solution", "solution"))
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
-    # 2. In a row for supervised training, use the last message as the answer. In a column
-    #    `prompt`, a last message of the assistant may be a prefix for the completion instead.
+    # 2. If the messages end with the assistant's turn, as in rows for supervised training, use
+    #    this turn as the answer. In a column `prompt`, the turn may instead be the beginning of
+    #    the completion, so keep it.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         if name == "messages" or (answer is None and name != "prompt"):
             reply = prompt.pop()["content"]
@@ -74,7 +77,7 @@ def parse_record(
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     if isinstance(answer, (dict, list)) and answer_name == VERLS_ANSWER and not gsm8k:
-        answer = None  # reward functions for verl read the label
+        answer = None  # a reward function for verl reads `label` instead
     if type(answer) is int or (isinstance(answer, float) and math.isfinite(answer)):
         answer = str(answer)
     is_text = isinstance(answer, str) and answer.strip()
@@ -145,7 +148,7 @@ def _find(fields: Mapping[str, Any], names: Any) -> str | None:
 
 
 def _value(fields: Any, name: str) -> Any:
-    """Return the value of a column, or of a key inside a column (`a.b`). None if missing."""
+    """Return the value of a column or of a key inside it (`a.b`), or None if it is missing."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
     column, _, key = name.partition(".")
@@ -156,7 +159,7 @@ def _value(fields: Any, name: str) -> Any:
 def _prompt_of(value: Any, where: str) -> Prompt:
     """Validate a prompt of text or chat messages and return it.
 
-    Chat messages may also be given as JSON text, as in tables. If a message's content is a list of
+    JSON text of chat messages, as tables store it, is parsed. If a message's content is a list of
     text parts, the parts are joined.
     """
     if isinstance(value, str) and value.lstrip().startswith('[{"'):

@@ -66,7 +66,7 @@ def read_node(name: str, node: Mapping[str, Any]) -> Node:
     routes = node.get("routed_experts")
     if routes is not None:
         data = routes["data"] if isinstance(routes, Mapping) else routes.tobytes()
-        # A hash of 7 bytes fits into a signed int64.
+        # Use only 7 bytes, because a hash of 8 bytes may be too large for a signed int64.
         routes = int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
     return Node(node.get("parent"), list(ids), list(mask), list(logps),
                  advantages, support, routes or 0)  # fmt: skip

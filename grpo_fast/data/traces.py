@@ -1,8 +1,8 @@
 """Recorded rollouts of agents, as traces in the format of verifiers 0.4 (schema version 1).
 
 A trace is a tree of messages with their tokens. Each path from the root to a leaf is a branch, and
-each branch becomes a sample. If several branches contain a sampled message, only the first of them
-trains it.
+each branch becomes a sample. If several branches contain a sampled message, only the first of these
+branches trains the message's tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Branch(NamedTuple):
         advantages: (r,) fp32, or None if the trace has no advantages.
         support: None if nothing was recorded. Otherwise the ids that the sampler's truncation kept,
             token after token, (nnz,) int32, and the number of ids for each token, (r,) int64.
-        routes: (n,) int64, a hash of the experts that were recorded for the token's message, or 0.
+        routes: (n,) int64, a hash of the experts recorded for the token's message; 0 without any.
             Tokens with different hashes are not shared between branches.
     """
 
@@ -144,7 +144,7 @@ def check_traces(traces: Iterable[RecordedTrace], name: str, vocab_size: int, mo
         traces: the traces.
         name: name of the traces' file, for error messages.
         vocab_size: number of rows of the model's embedding.
-        most: number of positions of the model.
+        most: number of positions of the model, which limits the tokens of a branch.
 
     Raises:
         DatasetError: a branch is too long, or has ids that are not in the vocabulary.
@@ -184,7 +184,7 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[Node]) -> RecordedT
 
 
 def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the path from the root to each leaf, except leaves that are abandoned compactions."""
+    """Return the path from the root to each leaf. Skip abandoned attempts at a compaction."""
     # 1. Check that every parent exists and that following the parents always ends at a root. Each
     #    node is visited only once, which keeps the time linear in the number of nodes.
     for i, node in enumerate(nodes):
@@ -201,8 +201,8 @@ def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> li
             way[at] = None
             at = nodes[at].parent
         rooted.update(way)
-    # 2. Find the leaves, which have no children. Exclude a compaction attempt that no later message
-    #    continues.
+    # 2. Find the leaves, which have no children. If the agent tried to compact its context and no
+    #    later message continues the attempt, exclude the attempt.
     links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
     followed = {link["node"] for _, link in links if link["type"] == "compaction"}
     attempts = {i for i, link in links if link["type"] == "compaction_attempt"}

@@ -37,11 +37,11 @@ else:  # in a worker, import only conventions.py, because the package imports to
 RewardFunction = Callable[..., Any]
 # Reward of a completion, or of each of its tokens. None means that the function does not apply.
 Score = float | list[float] | None
-WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # reasons of a RewardFailure
+WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 
 
 class RewardFailure(RuntimeError):
-    """A call that returned no rewards. The metrics count failures by their reason, `why`."""
+    """Error of a call that returned no rewards. The metrics count errors by their reason `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ def why_of(error: BaseException) -> str:
 
 
 def import_function(path: str) -> RewardFunction:
-    """Return the function at "package.module:function" or "file.py:function".
+    """Import and return a function, given as "package.module:function" or "file.py:function".
 
     Raises:
         ValueError: there is no function at the path.
@@ -83,7 +83,8 @@ def _run_file(path: str) -> ModuleType:
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    # Dataclasses look up their module by name. An imported module with this name is not replaced.
+    # Register the module, because dataclasses look up their module by its name. Do not replace a
+    # different module that has been imported under this name.
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
@@ -133,7 +134,7 @@ def _awaited(awaitable: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(wait())  # in this thread, so that Ctrl-C cancels it
-    # The caller, such as a notebook, already runs an event loop in this thread.
+    # This thread already runs an event loop, for example in a notebook. Use a different thread.
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, wait()).result()
 
@@ -144,7 +145,7 @@ def _values(result: Any, count: int) -> list[Any]:
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, numbers.Number):
         raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
-    # In a dict or a set, the order does not tell which completion a value belongs to.
+    # Refuse a dict or a set, because its order does not say which completion a value belongs to.
     is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
     if is_unordered or not hasattr(values, "__iter__"):
         raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
@@ -172,7 +173,11 @@ def _number_or_text(value: Any) -> float | str:
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """Answer JSON requests until an EOFError. The first request loads the function."""
+    """Answer JSON requests. The first request loads the function.
+
+    Raises:
+        EOFError: the caller has closed the pipe.
+    """
     loaded: conventions.Loaded | None = None
     while True:
         request = json.loads(pipe.recv_bytes())
@@ -208,7 +213,7 @@ def _end_with_the_caller(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # The pipe may have been closed before the signal was requested.
+    # If the pipe was closed before the signal was requested, no signal is sent, so exit here.
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 

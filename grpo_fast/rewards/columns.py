@@ -20,7 +20,8 @@ from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, V
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
-# For each convention, the parameter for the gold answer and the parameters without a data column.
+# For each convention, GOLD names the parameter that receives the gold answer. GIVEN names the
+# parameters that this package fills, for which the data needs no column.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
 GIVEN = {
     OURS: SAMPLED, TRL: (*SAMPLED, *ONLY_TRL), VERL: VERLS, OPENRLHF: ("queries", "prompts"),

@@ -90,7 +90,7 @@ def convention_of(function: RewardFunction) -> str:
 
 
 class Loaded(NamedTuple):
-    """A reward function that accepts lists as keyword arguments, with its constant arguments."""
+    """Reward function that accepts lists as keyword arguments, with its convention and options."""
 
     function: RewardFunction
     convention: str
@@ -120,7 +120,7 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
 
 
 def _of_verl(compute_score: RewardFunction) -> RewardFunction:
-    """Wrap verl's `compute_score`, which scores one completion per call, for lists."""
+    """Wrap verl's `compute_score`, which scores one completion, so that it accepts lists."""
 
     async def one(**arguments: Any) -> Any:
         result = compute_score(**arguments)
@@ -140,7 +140,7 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
 
 
 def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
-    """Wrap OpenRLHF's `reward_func`, which has positional parameters, for keyword arguments."""
+    """Wrap OpenRLHF's `reward_func`, so that its positional arguments can be passed by keyword."""
 
     async def of_batch(queries: Any, prompts: Any, labels: Any, **options: Any) -> Any:
         result = reward_func(queries, prompts, labels, **options)
@@ -164,7 +164,7 @@ class RunLog:
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that exist only in TRL's convention."""
+        """Return TRL's arguments `trainer_state`, `log_extra` and `log_metric`, by name."""
         values = (SimpleNamespace(**state), self.log_extra, self.log_metric)
         return dict(zip(ONLY_TRL, values, strict=True))
 
@@ -177,7 +177,7 @@ def columns_of_others(
     labels: Sequence[Any],
     prompt_texts: Sequence[str],
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """Return the columns for functions of TRL, verl and OpenRLHF, by convention.
+    """Return the columns that functions of TRL, verl and OpenRLHF receive, for each convention.
 
     Args:
         prompts: N prompts, each a text or a list of messages.

@@ -36,7 +36,7 @@ class IsolatedReward:
         timeout: time limit of a call in seconds.
         options: arguments of every call, or of the constructor if `path` names a class. They must
             be JSON values.
-        bounded: multiply `timeout` by the number of completions of a call.
+        bounded: True multiplies `timeout` by the number of completions of a call.
         convention: one of `conventions.CONVENTIONS`. None detects it from the parameters.
 
     Raises:
@@ -116,7 +116,8 @@ class IsolatedReward:
             self._lifeline = os.fdopen(write_end, "wb", 0)
             # 2. Start Python on calling.py, with the search path of this process.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
-            # Close our copies of the worker's ends. Otherwise we could not see the worker end.
+            # Close our copies of the worker's ends. Otherwise the pipes would stay open after the
+            # worker has ended, and reading a reply would wait forever.
             with os.fdopen(read_end, "rb", 0), theirs:
                 handles = theirs.fileno(), read_end
                 self._child = subprocess.Popen(

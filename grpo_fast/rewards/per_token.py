@@ -38,6 +38,6 @@ def per_token_rewards(
         for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
-            elif score is not None:  # an empty completion has no last token
+            elif score is not None:  # reward[-1:] is empty for an empty completion
                 reward[-1:] += weight * score_sum(score)
     return [reward.float() for reward in rewards]

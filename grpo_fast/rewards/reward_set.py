@@ -127,7 +127,7 @@ class RewardSet:
         self.state = RewardsState(
             dict.fromkeys(names, 0), {name: [] for name in names}, dict.fromkeys(names, "")
         )
-        # TRL's `trainer_state` has these fields, the number of finished steps and of all steps.
+        # Fields of TRL's `trainer_state`: the number of finished steps and the number of all steps.
         self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
         self._lock = threading.Lock()
 
@@ -237,7 +237,8 @@ class RewardSet:
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
-            # Copy, because a function could change a prompt's messages, which later functions use.
+            # Copy the arguments, because a function could change a prompt's messages, which later
+            # functions use.
             arguments = copy.deepcopy(parameters.select(lists))
             if reward.convention == TRL:
                 arguments |= parameters.select(run_log.objects(self.progress))

@@ -1,4 +1,4 @@
-"""Rule-based rewards for the answer, the format and the length of a completion."""
+"""Rule-based reward functions for the answer, the format and the length of completions."""
 
 from __future__ import annotations
 
@@ -125,10 +125,11 @@ def format_tags(
 
     Args:
         completions: N completions.
-        prefills: N beginnings of the assistant's turn in the prompts. Tags in them count.
+        prefills: N texts with which the prompts begin the assistant's turn. Their tags count, too.
         tags: the tags in the required order.
         per_tag: reward for each tag.
-        number: give the last `per_tag` for a number as the answer instead of the tags' order.
+        number: False gives the last `per_tag` for the order of the tags. True gives it if the
+            answer is a number.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 

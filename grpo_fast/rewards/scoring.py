@@ -50,13 +50,13 @@ _MATHEMATICS = re.compile(
 
 
 class Scorer(NamedTuple):
-    """Rules that judge the completions for one question.
+    """Gold answer of one question, and the functions that extract answers to compare with it.
 
     Attributes:
         strict: extracts the answer from a completion in the required format, or returns None.
         lenient: extracts the answer in any format, or returns None.
         gold: the gold answer, or None if the question has none.
-        is_expression: whether the gold answer is a mathematical expression.
+        is_expression: True if the gold answer is a mathematical expression.
     """
 
     strict: Callable[[str], Hashable | None]
@@ -90,7 +90,7 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
     """Return the scorer for a gold answer.
 
     Args:
-        answer: the gold answer. If it is None, answers are extracted as text and none is right.
+        answer: the gold answer. If it is None, answers are extracted as text, but count as wrong.
         marks: marks that a strict answer may have. If empty, the full completion is the answer.
     """
     number = None if answer is None else parse_number(answer)
@@ -120,7 +120,7 @@ def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[st
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
-    """Return an answer that a scorer has extracted as text."""
+    """Convert an answer that a scorer has extracted to text. None stays None."""
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
@@ -132,7 +132,7 @@ def is_expression(answer: str) -> bool:
 
 
 def _marks_shown(task: str, example: Example) -> tuple[str, ...]:
-    """Return the marks that occur in the prompt or the solution of an example."""
+    """Return the answer marks, such as `####`, that occur in an example's prompt or solution."""
     prompt = example.prompt
     shown = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     text = "\n".join([*shown, example.solution or ""]).casefold()

@@ -122,7 +122,7 @@ def table_of(
             pieces += [prompt_ids, torch.tensor(one.ids, dtype=torch.int64)]
     lengths = torch.tensor([len(piece) for piece in pieces[1:]], dtype=torch.int64)
     segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
-    # 2. Join the supports. The mass is NaN for completions whose engine does not report it.
+    # 2. Join the supports and their probability masses. Unreported masses are NaN.
     counts = [len(one.ids) for one in completions]
     sets = [one.support and (one.support.ids, one.support.offsets.diff()) for one in completions]
     support = Support.join(sets, counts, "cpu")
@@ -153,7 +153,7 @@ def table_of(
 
 
 def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Raise the ValueError that `generate` would raise for these prompts, before a run starts.
+    """Raise a ValueError, before a run starts, if `generate` would refuse one of these prompts.
 
     To save time, only prompts that may be too long are encoded. No prompt that is too long is
     missed: a token has at least one byte, and a chat template is assumed to add less than half of
@@ -214,7 +214,7 @@ def encode_prompts(
             expected = "expected a prompt that the tokenizer and its chat template accept"
             came = str(prompt)[:60]
             raise ValueError(f"prompts: {expected}, got {came!r}: {reason(error)}") from error
-        if not encoded:  # `require` would format every long prompt
+        if not encoded:  # `require` would format even valid prompts
             raise ValueError(f"prompts: expected at least one token, got {prompt!r}")
         ids.append(encoded)
     return ids

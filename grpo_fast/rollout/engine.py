@@ -37,7 +37,7 @@ Seed = int | tuple[int | str, ...]
 
 @functools.cache
 def warn_without_support(engine: str) -> None:
-    """Warn once per process that an engine does not report the support of its tokens."""
+    """Warn once per process that an engine does not report which ids the truncation kept."""
     log.warning(
         "%s does not report the tokens that top_p and top_k kept: its log-probabilities are "
         "compared with the policy's over the whole vocabulary", engine,
@@ -67,7 +67,7 @@ class Completion(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request for G = `group_size` completions of each prompt.
+    """Request for `group_size` completions of each prompt.
 
     Attributes:
         prompts: token ids of each prompt, at least one.
@@ -75,9 +75,9 @@ class Request(NamedTuple):
         group_size: number of completions of each prompt.
         seed: seed of the random numbers. The numbers of a completion depend on this seed, on the
             batch index of its prompt and on its index among the prompt's completions.
-        places: batch index of each prompt, in increasing order. The batch contains the prompts of
-            all ranks, so that several ranks sample the same completions as one rank. None if this
-            request is the whole batch.
+        places: index of each prompt in the batch, in increasing order. The batch contains the
+            prompts of all ranks, so that several ranks sample the same completions as one rank
+            would. None if this request is the whole batch.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -110,14 +110,14 @@ class Engine(ABC):
     def sample(self, request: Request) -> list[Completion]:
         """Return `group_size` completions for each prompt, in the order of the prompts.
 
-        EngineError: the engine has stopped, or has no weights.
-            EngineError: the engine is gone, or has no weights.
+        Raises:
+            EngineError: the engine has stopped, or has no weights.
             NonFiniteLogits: the policy's logits are NaN or infinite.
         """
 
     @abstractmethod
     def update(self, policy: Any, version: int) -> None:
-        """Sample with the weights of this policy from now on.
+        """Make the engine sample with the weights of this policy from now on.
 
         Args:
             policy: a `Policy` or `SampledModel`.

@@ -135,7 +135,7 @@ def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
         p = values.softmax(-1)
         # Keep a token if the total probability of all likelier tokens is less than top_p.
         dropped = p.cumsum(-1) - p >= options.top_p
-        dropped[:, 0] = False  # needed if top_p rounds to 0 in fp32
+        dropped[:, 0] = False  # keep one token even if top_p rounds to 0 in fp32
         values = values.masked_fill(dropped, float("-inf"))
     if options.min_p > 0:  # column 0 holds the likeliest token
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
@@ -158,7 +158,8 @@ def pick(p: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = p.cumsum(-1)
     total = cumulative[:, -1]
-    # uniform * total can round up to total. No cumulative probability exceeds total, so limit it.
+    # uniform * total can round up to total, which no cumulative probability exceeds. Limit the
+    # product to the next smaller number, so that a token is found.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     # NaN gives an index past the last token, which would trigger a device-side assert on a GPU.

@@ -327,11 +327,8 @@ def measured_session(tmp_path, ours_ms):
         "launches": 70, "kernels": [{"kernel": "slice_kernel", "calls": 1, "us": 1.5e4}],
     }  # fmt: skip
     reports = [{**common, "cases": [case]}, step, {**common, "gemms": [gemm]}]
-    chunks = {
-        "8192,2048,151936": {"1024 MiB": {"median_ms": 24.4}, "2560 MiB": {"median_ms": 21.7}}
-    }
     live = {"rows": 8192, "hidden": 4096, "call": "0.01", "live": 0.25, "median_ms": 25.9}
-    reports.append({**common, "profiles": [kernels], "workspaces": chunks, "live_tiles": [live]})
+    reports.append({**common, "profiles": [kernels], "live_tiles": [live]})
     done = {"status": "done", "seconds": 80.0, "finished": "2026-11-22", "reports": reports}
     file = tmp_path / "gpu_session.json"
     file.write_text(json.dumps({"parts": {"bars": done}}))
@@ -356,9 +353,7 @@ def test_the_report_sets_what_was_measured_beside_what_was_predicted(tmp_path):
     assert "| 2.00 GiB |" in page and "| 1.50× |" in page and "/ 42.0 |" in page
     assert "| 2752 | 4096 | dH bf16 | 4.500 | 761 |" in page and "`slice_kernel`" in page
     lines = page.splitlines()
-    one, many = (next(x for x in lines if f"2048, 151936 | {mib}" in x) for mib in (2560, 1024))
-    assert "| 1 |" in one and "/ 21.7 | 1.08 |" in one
-    assert "| 3 |" in many and "/ 24.4 | 1.19 |" in many
+    assert any("dH and dW products" in line for line in lines), "the parts of a prediction"
     sparse_line = next(line for line in lines if line.startswith("| 8192 | 4096 | 0.01 |"))
     guess = sum(predict.live_tiles(card, shape, 0.25).values())
     assert f"| 0.250 | {guess * 1e3:.1f} / 25.9 |" in sparse_line

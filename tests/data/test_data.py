@@ -157,7 +157,7 @@ def test_fields_and_templates(tmp_path):
     first, second = read(prompt_template="[{question}] {y}")
     assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
     assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
-    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # as in the file
+    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # the file's row, unchanged
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read(prompt_template="plain")[1].prompt == plain
     with pytest.raises(DatasetError, match="prompt_template: expected {question}"):
@@ -255,7 +255,7 @@ def test_hub_rows(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------- Generated tasks
-# Use few different prompts, so that random prompts collide.
+# The tasks have few different prompts, so that random training prompts often equal test prompts.
 @pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
 def test_sort_answers_and_held_out_prompts(digits, symbols):
     data = dict(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)

@@ -222,7 +222,8 @@ def test_a_supervised_row_ends_with_its_answer():
     with pytest.raises(DatasetError, match="a non-empty text in field 'answer', got ''"):
         parse({"messages": [USER, reply("")]})
     row = {"messages": [USER, reply("x")]}
-    assert parse(row).prompt == [USER] and len(row["messages"]) == 2  # parsing copies the list
+    # Parsing must not change the row's list.
+    assert parse(row).prompt == [USER] and len(row["messages"]) == 2
 
 
 def test_parts_of_text_are_joined_and_missing_keys_left_out():

@@ -24,6 +24,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from tests import chromium
+from tests.docs import plain_english
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -32,8 +33,8 @@ WRITTEN = [page for page in PAGES if "```{readme}" not in page.read_text()]
 README = ROOT / "README.md"
 READMES = sorted([README, *(ROOT / "grpo_fast").rglob("README.md")])
 OTHERS = [ROOT / x for x in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
-# Public modules of the package. All names in their __all__ are public.
-DOORS = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
+# Modules whose __all__ is the public interface.
+PUBLIC_MODULES = ("grpo_fast", "grpo_fast.attention", "grpo_fast.rollout", "grpo_fast.rewards")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 NOT_RUN = "# not run: needs "
 
@@ -81,7 +82,7 @@ def documented() -> list[str]:
     return listed
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", PUBLIC_MODULES)
 def test_the_reference_has_every_public_name(door):
     module, listed = importlib.import_module(door), documented()
     missing = [name for name in module.__all__ if f"{door}.{name}" not in listed]
@@ -287,3 +288,12 @@ def test_every_recipe_is_listed():
     text = (ROOT / "grpo_fast" / "train" / "README.md").read_text()
     listed = [row[0].strip("`") for row in rows_of(text, "## Recipes")]
     assert sorted(listed) == recipe_names()
+
+
+def test_texts_have_none_of_the_old_constructions():
+    """Check docstrings, comments and messages against the list in plain_english.py."""
+    folders = ("grpo_fast", "csrc", "benchmarks", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    kinds = {".py", ".h", ".cpp", ".yaml", ".sh"}
+    lines = [line for path in paths if path.suffix in kinds for line in plain_english.found(path)]
+    assert not lines, "\n".join(lines)

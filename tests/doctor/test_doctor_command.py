@@ -108,7 +108,7 @@ def test_without_a_model_the_self_tests_decide(monkeypatch, error, status):
         (["recipe=sortt"], ["recipe: expected one of", "sort"]),
         (["recipe=sort", "rollout.temprature=1"], ["temprature", "nearest: temperature"]),
         (["recipe=sort", "rollout.temperature=0"], ["rollout.temperature"]),
-        (["/nowhere/at/all"], ["model.path"]),
+        (["/nowhere/at/all"], ["model: expected a model or a run", "no such folder"]),
     ],
 )
 def test_words_that_do_not_fit_are_refused(words, parts):

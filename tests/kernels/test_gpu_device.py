@@ -74,7 +74,7 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gib", "mib"), [(139.8, 2982), (79.25, 1690), (48.5, 1034), (48, 1024), (15, 1024), (0, 1024)]
+    ("gib", "mib"), [(139.8, 4473), (79.25, 2536), (32.5, 1040), (32, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
     """The workspace has at least 1 GiB, even if torch sees no GPU."""

@@ -102,7 +102,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 
 
 def _session(leader: int) -> set[int]:
-    """Return the processes in a worker's session. Started processes cannot leave the session."""
+    """Return the process ids of a worker's session, which started processes cannot leave."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ def test_limits_out_of_range_are_refused(options):
 
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
-    """Return a function that builds the reward from copies of the files with replaced text."""
+    """Return a function that builds the reward `code_tests` from modified copies of its files."""
     folder = tmp_path / "workers"
     folder.mkdir()
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))

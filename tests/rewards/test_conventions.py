@@ -211,7 +211,7 @@ def test_one_word_in_the_configuration(file, tmp_path):
                   {"verl": "exact_match"}, {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
         with pytest.raises(ValidationError):
             RewardConfig.model_validate(wrong)
-    # A relative path in a recipe starts at the recipe's folder.
+    # A relative path in a recipe must be resolved against the recipe's folder.
     recipe = tmp_path / "recipe.yaml"
     (tmp_path / "mine.py").write_text(MODULE)
     settings = load_recipe("sort").model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Compare length and format rewards with explicit formulas, and test rewards per token."""
+"""Tests of length and format rewards against explicit formulas, and of rewards per token."""
 
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ def found(name, *, texts=None, lengths=None, **options):
 
 
 def punishment(length, longest, cache):
-    """Compute DAPO's equation 13 case by case."""
+    """Compute DAPO's soft overlong punishment (equation 13) case by case."""
     if length <= longest - cache:
         return Fraction(0)
     if length <= longest:

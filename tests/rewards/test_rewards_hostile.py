@@ -134,7 +134,7 @@ def odd(*, prompts, completions, answers):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    """Return the module odd_rewards, in a folder from which workers can import it."""
+    """Write the module odd_rewards to a folder from which workers can import it, and return it."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "odd_rewards.py").write_text(MODULE)
     (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
@@ -147,7 +147,7 @@ def module(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["here", "isolated"])
 def odd(request, module):
-    """Return the function `odd`, once for this process and once for a worker."""
+    """Return the reward function `odd`, which runs in this process or in a worker."""
     isolated = request.param == "isolated"
     options = {"timeout": 30} if isolated else {"in_process": True}
     function = build_rewards([spec("odd_rewards:odd", **options)]).rewards[0].function
@@ -248,7 +248,8 @@ def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
 
 
 def test_the_users_interrupt_gets_through():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    # Set a handler, because background jobs ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*, prompts, completions, answers):
         raise KeyboardInterrupt

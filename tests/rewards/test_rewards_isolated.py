@@ -149,7 +149,7 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
 
 # ----------------------------------------------------------------- Processes end with the caller
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
-    """Kill a caller and check that all its workers and their child processes end.
+    """Check that all workers of a killed caller and their child processes end.
 
     The workers are idle, sleep, hold the interpreter lock, wait for a child, or import a module.
     """
@@ -208,7 +208,7 @@ def test_a_worker_that_does_not_read_takes_too_long(isolated):
     assert ask(reward, "a") == [1.0]
     time.sleep(0.5)
     with pytest.raises(TimeoutError):
-        ask(reward, "a" * 10**6)  # the request does not fit into the pipe
+        ask(reward, "a" * 10**6)  # sending blocks, because the pipe is full
     assert ask(reward, "a") == [1.0]
 
 

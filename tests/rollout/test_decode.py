@@ -1,4 +1,4 @@
-"""Compare the decoding loop with transformers' `generate`, with attention in torch and in C++.
+"""Tests that the decoding loop, with attention in torch or C++, equals transformers' `generate`.
 
 In these tests, the model's modules compute everything except attention. The C++ decoder, which
 computes full layers, is tested in `test_decoder.py`.
@@ -20,7 +20,8 @@ from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model, tiny_policy
 from tests.train.tiny_steps import taken
 
-PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens exceed a window of 6
+# The first prompt is longer than the largest attention window (6 tokens).
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]
 
 
 @pytest.fixture(autouse=True, params=["torch", "csrc"])
@@ -92,7 +93,7 @@ def test_options(policy, monkeypatch, options):
     assert_same(*both(policy, monkeypatch, **options))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has windows
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # gemma2 has sliding windows
 def test_ended_completions_leave_without_changing_the_others(family, monkeypatch):
     policy = ending_often(policy_of(family), range(1, 16))
     calls, drop_ended = [], decode.RolloutCache.drop_ended
@@ -150,7 +151,7 @@ def test_a_lora_adapter(monkeypatch):
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 def test_16_bits(how, monkeypatch):
-    """Compare the loop's logps with an fp32 forward pass on the same tokens.
+    """Check that the loop's logps are close to an fp32 forward pass on the same tokens.
 
     The sampled tokens may differ from fp32 sampling if two tokens are nearly equally likely.
     """
@@ -188,7 +189,7 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_comparison_of_a_model_ignores_eos(seed, monkeypatch):
-    """Check that every token is compared, even if all tokens of the model are EOS."""
+    """Check that the comparison does not stop at EOS, even if all tokens of the model are EOS."""
     vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
     policy = policy_of(seed=seed, vocab_size=vocab, num_key_value_heads=heads)
     policy.lm.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])

@@ -18,7 +18,8 @@ from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_policy
 
-PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]  # 9 tokens exceed a window of 6
+# The first prompt is longer than the largest attention window (6 tokens).
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ YARN = {
     ],
 )  # fmt: skip
 def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch):
-    """Compare the decoder with the modules while completions end and cache buffers grow."""
+    """Check that decoder and modules sample equal tokens while completions end and buffers grow."""
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     policy = policy_of(family, **changes)
     if "tie_word_embeddings" in changes:
@@ -166,7 +167,10 @@ def test_layers_of_other_parts_are_not_packed(family, changes, steps, monkeypatc
 
 
 def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
-    """Check Granite, which has Llama's parameters but scales the output of each layer."""
+    """Check that the decoder refuses Granite, which has Llama's parameters.
+
+    Granite also scales the output of each layer, so only the comparison can find the difference.
+    """
     policy = policy_of("granite")
     ours = sampled(policy)
     monkeypatch.setattr(decoder, "Decoder", unwanted)

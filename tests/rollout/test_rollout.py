@@ -1,4 +1,4 @@
-"""Compare the sampler with known probabilities. Test EOS, seeds, padding and NaN."""
+"""Tests of the sampler with known probabilities, and of EOS, seeds, padding and NaN."""
 
 import pytest
 import torch

@@ -111,7 +111,7 @@ def generate(policy, engine, **options):
     ],
 )  # fmt: skip
 def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
-    """Wake the engine twice with the same weights, then once with new weights.
+    """Check vLLM's calls when the engine wakes twice with the same weights and once with new ones.
 
     Sleeping at level 2 discards the weights, so they must be sent after every wake.
     """

@@ -31,7 +31,7 @@ def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
-    """Build an engine, send the weights and sample once."""
+    """Build an engine for the server, send it the weights, and sample three completions."""
     options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
     engine = build(policy, SimpleNamespace(ahead=0, vllm=options))
     engine.update(policy, 3)
@@ -135,39 +135,39 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# One field of a wrong type is tested, because all fields share a strict schema (`Reply`).
+# Only one field with a wrong type is tested, because one strict schema (`Reply`) checks all types.
 FAULTS: dict[str, tuple[str, Any]] = {
-    # token ids
+    # These responses have wrong token ids.
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),
     "id V": (GENERATE, ids(lambda t: [13, *t[1:]])),
     "id '3'": (GENERATE, ids(lambda t: ["3", *t[1:]])),
     "no ids": (GENERATE, ids(lambda t: [])),
     "too many ids": (GENERATE, ids(lambda t: [3] * 7)),
     "ids after the EOS": (GENERATE, ids(lambda t: [EOS_ID, 3])),
-    # log-probabilities
+    # These responses have wrong log-probabilities.
     "logprob 0.5": (GENERATE, logprob(0.5)),
     "logprob nan": (GENERATE, logprob(float("nan"))),
     "logprob -9999": (GENERATE, logprob(-9999.0)),
     "logprobs of others": (GENERATE, content(lambda c: [c[0] | {"token_id": 0}, *c[1:]])),
-    # completions
+    # These responses have missing, repeated or unfinished completions.
     "a choice less": (GENERATE, lambda found: found["choices"].pop() and None),
     "indices twice": (GENERATE, each_index(0, 1, 1)),
     "reason abort": (GENERATE, choice(finish_reason="abort")),
     "reason of another end": (
         GENERATE, choice(finish_reason=lambda x: OTHER_END[x["finish_reason"]])
     ),
-    # weight versions
+    # These responses name missing or wrong versions of the weights.
     "no version": (GENERATE, choice(weight_versions=[])),
     "version of control characters": (GENERATE, spans(("\x1b[2J", 0, 1))),
     "version of the past at the end": (GENERATE, spans(("now", 0, 0.5), ("past", 0.5, 1))),
     "versions of a part": (GENERATE, spans(("now", 0, 0.5))),
     "versions that go back": (GENERATE, spans(("now", 0, 2), ("now", 2, 1))),
-    # support
+    # These responses have a wrong support (`sampling_mask`).
     "mask beyond V": (GENERATE, mask(lambda t: [t, 13])),
     "mask twice": (GENERATE, mask(lambda t: [t, t])),
     "mask too short": (GENERATE, choice(sampling_mask=[])),
     "mask without the token": (GENERATE, mask(lambda t: [(t + 1) % 13])),
-    # malformed responses
+    # These responses are malformed.
     "a million errors": (GENERATE, answer(b'{"choices": [' + b"{}," * 10**6 + b"{}]}")),
     "deep JSON": (GENERATE, answer(DEEP)),
     "half of the JSON": (GENERATE, answer(b'{"choices": [')),
@@ -200,7 +200,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "an error of control characters": (
         GENERATE, raw(b'HTTP/1.1 400 No\r\n\r\n{"error": "\\u001b[2J"}')
     ),
-    # facts about the server
+    # The server reports wrong facts about itself.
     "world_size 0": ("/get_world_size", answer({"world_size": 0})),
     "no weight_version": ("/weight_info", answer({})),
     "logprobs_mode of control characters": (

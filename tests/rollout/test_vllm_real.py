@@ -151,7 +151,7 @@ def test_servers_sample_with_the_weights_they_are_sent(server, options):
 
 
 def test_stale_weights_of_a_server_are_refused(server, options, caplog):
-    """Simulate another client that has given the server weights under another name."""
+    """Check that weights are sent again after another client has renamed the server's weights."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
@@ -163,7 +163,7 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
 
 
 def test_a_teachers_log_probabilities(server, options):
-    """Compare a teacher's log-probabilities with ours, also where the prompt is cached."""
+    """Check that a teacher's log-probabilities equal ours, also if vLLM has cached the prompt."""
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 9)

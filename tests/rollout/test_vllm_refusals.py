@@ -135,7 +135,10 @@ def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
 
 
 def test_a_call_from_a_notebook_sends_the_key_and_uses_no_proxy(server, monkeypatch):
-    """Call a server inside a running event loop, as a notebook's cell does."""
+    """Check that a call inside a running event loop, as in a notebook, sends the API key.
+
+    The environment's proxies must not be used.
+    """
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("VLLM_API_KEY", "word\n")  # a key read from a file may end with a newline

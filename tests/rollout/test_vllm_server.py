@@ -183,7 +183,7 @@ def test_a_server_that_dies_is_replaced_by_the_others(policy, servers, caplog):
 
 
 def test_a_server_killed_while_it_samples_and_restarted(policy, server):
-    """Restart a server, which then has its initial weights and must first receive new ones."""
+    """Check that a restarted server receives the current weights before it samples."""
     spoil(policy)
     engine = engine_of(policy, server, version=5)
     expected = generate(policy, engine)
@@ -287,7 +287,7 @@ def test_completions_that_the_server_cut_off_or_aborted(policy, server, engine):
 
 @pytest.mark.parametrize("last", [START, UPDATE, FINISH])
 def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, last):
-    """Simulate a trainer that died after its call of `last`, so that the update is not finished."""
+    """Check that weights are sent again after a trainer died directly after its call of `last`."""
     dead = engine_of(policy, server, patience=0.0)
     answer = server.answer
 
@@ -306,12 +306,13 @@ def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, las
     engine = engine_of(policy, server, version=1, patience=0.0)
     assert not server.is_paused and not server.is_updating
     assert difference(policy, generate(policy, engine)) < 1e-5
-    # Finishing an update resets half-loaded layers. Its name must differ from all real weights.
+    # To reset half-loaded layers, the engine finishes the open update. The name of this update must
+    # differ from the names of all real weights.
     assert "left-in-the-middle" in server.versions
 
 
 def test_the_timeout_is_for_the_whole_transfer(policy, server, monkeypatch):
-    """Check a transfer whose buckets each arrive in time, but all of them together do not."""
+    """Check that the timeout limits the whole transfer instead of each bucket."""
     monkeypatch.setattr(transfer, "BUCKET", 1)
     answer = server.answer
     server.answer = lambda path, body: (time.sleep(0.2 * (path == UPDATE)), answer(path, body))[1]

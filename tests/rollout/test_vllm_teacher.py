@@ -24,7 +24,10 @@ def teacher_of(policy: Any, server: StandIn, topk: int, **options: float) -> Tea
 
 @pytest.mark.parametrize("topk", [0, 1, 3, 8, 99])
 def test_rows_are_the_models_log_probabilities(policy, server, topk):
-    """Compare rows with the model. A row has the completion's token, then the likeliest ids."""
+    """Check that every row has the model's log-probabilities in the documented order.
+
+    The first entry is the completion's token. The likeliest ids follow.
+    """
     V = len(policy.head.weight)
     found = teacher_of(policy, server, topk).scores(SAMPLES)
     K = min(topk, V)
@@ -114,7 +117,7 @@ IMPLAUSIBLE = {
 
 @pytest.mark.parametrize(("topk", "logp"), IMPLAUSIBLE)
 def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
-    """Check that impossible values are refused, which would make loss and gradient exactly 0."""
+    """Check that impossible log-probabilities are refused. They would make loss and gradient 0."""
     assert len(policy.head.weight) == 13
     made = teacher_of(policy, server, topk)
     server.faults[GENERATE] = each(logp)

@@ -29,7 +29,7 @@ def policy(tmp_path: Path):
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
-    """Compare a run with failing servers and a run without failures.
+    """Check that a run with failing servers has the same results as a run without failures.
 
     Every completion must be sampled with the weights of its step and must be used exactly once.
     """
@@ -63,7 +63,7 @@ def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_pat
     ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
              "loss.corrections=[{high: 3}]"]  # fmt: skip
     calm = run(tmp_path / "calm", *settings_for(*servers), *ahead)
-    # The samples are one step older than the policy.
+    # The samples come from weights that are one step older, so log-probabilities must differ.
     assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4
     servers[0].faults = {GENERATE: [None] * 12 + [500]}
     rough = run(tmp_path / "rough", *settings_for(*servers), *ahead)

@@ -247,7 +247,7 @@ class StandIn:
                     self.close_connection = True
                     return
                 if isinstance(fault, int):
-                    stand_in.is_updating &= path != "/update_weights"  # as vLLM does
+                    stand_in.is_updating &= path != "/update_weights"  # vLLM ends a failed update
                     self.say(fault, {"error": {"message": f"told to say {fault}"}})
                     return
                 try:

@@ -60,7 +60,8 @@ def test_a_models_chat_template_that_fails(run, tmp_path, template, said):
 
 def test_a_text_that_the_tokenizer_cannot_take(run):
     result = invoke("eval", str(run), "task=arithmetic", "n=2")
-    assert refused(result, "prompts: expected what the tokenizer", "WordLevel error: Missing [UNK]")
+    said = "prompts: expected a prompt that the tokenizer", "WordLevel error: Missing [UNK]"
+    assert refused(result, *said)
 
 
 # ------------------------------------------------------------------------------ Folder of a model

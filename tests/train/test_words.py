@@ -54,7 +54,6 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
         ("train", "advantages=centred", "got 'centred'; nearest: centered"),
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
-        ("train", "log.trackers=[wandbb]", "log.trackers.0: expected one of tensorboard, wandb"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
         # Words that do not have the form key=value.

@@ -1,8 +1,9 @@
-"""Process that runs an answer, as a program or as a server of functions that a judge calls.
+"""Process that runs the code of a completion, which is called the answer.
 
-This process contains only the answer's code. It has no tests, no expected values and an empty
-environment. Even if the answer takes over this process, it can only change the plain data that the
-process sends to the judge.
+The answer runs as a program, or the judge calls its functions. The judge is the process that runs
+the tests. The answer's process contains only the answer's code. It has no tests, no expected values
+and an empty environment. Even if the answer takes over this process, it can only change the plain
+data that the process sends to the judge.
 """
 
 import builtins
@@ -50,7 +51,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function of the tests, which may in turn call functions of the answer."""
+        """Call a function that the tests passed as an argument. It may call the answer in turn."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":

@@ -1,9 +1,9 @@
 """Unit tests as a reward, which is the fraction of a row's tests that the completion's code passes.
 
-Each answer runs in a separate process (`answer.py`), which never contains the tests. A second
-process (`judge.py`) runs the tests and calls the answer's functions. If the answer is a program,
-this module compares its output. A misbehaving answer can lower only its own reward, because a test
-that was not reached counts as failed.
+The code of a completion is called its answer. Each answer runs in a separate process (`answer.py`),
+which never contains the tests. A second process (`judge.py`) runs the tests and calls the answer's
+functions. If the answer is a program, this module compares its output. A misbehaving answer can
+lower only its own reward, because a test that was not reached counts as failed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
         request = {"code": code, "program": False, **limits}
         with _process("answer", request, left, subprocess.DEVNULL):
             with _process("judge", {"tests": tests, **limits}, right, results) as judge:
-                # Close our copies: an open copy would hide from a process that its peer has ended.
+                # Close our copies of the sockets. Otherwise neither process would notice that the
+                # other has ended.
                 left.close()
                 right.close()
                 _wait(judge, seconds)
@@ -215,7 +216,10 @@ def _process(
 
 
 def _wait(child: subprocess.Popen, seconds: float) -> None:
-    """Wait for a process. The sandbox limits its run time; this limit includes the start."""
+    """Wait until a process ends, for at most `seconds` plus the time limit for its start.
+
+    The sandbox ends the process after `seconds`, so this wait normally does not time out.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(seconds + START_S)
 
@@ -224,5 +228,5 @@ def _wait(child: subprocess.Popen, seconds: float) -> None:
 if share_of_tests("def f(): return 1", "assert f() == 1", 60.0, 512) != 1:
     raise OSError("code_tests: the sandbox does not run an answer")
 if not sandbox.landlock_version():
-    sandbox.hide_memory()  # this process holds all tests
+    sandbox.hide_memory()  # answers could read the tests from this process's memory
     print("code_tests: this kernel has no Landlock: answers can read files", file=sys.stderr)

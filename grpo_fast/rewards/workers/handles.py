@@ -3,7 +3,8 @@
 import operator
 
 MISSING = object()
-# Methods of strings, lists and sets whose argument is often the expected value of a test.
+# Methods of strings, lists and sets whose argument is often the expected value of a test. A handle
+# without the right to see expected values (`may_judge`) does not have these methods.
 JUDGING = frozenset(
     "startswith endswith issubset issuperset isdisjoint difference symmetric_difference "
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "
@@ -85,7 +86,7 @@ def made_by(handle):
 
 
 def may_judge(handle):
-    """Return whether this object may look up keys and values of the tests."""
+    """Return whether methods of this object may receive keys and expected values of the tests."""
     judge, _, role = state_of(handle)
     return judge.uses_objects and role != VALUE
 

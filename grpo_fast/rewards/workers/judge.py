@@ -76,7 +76,7 @@ class Judge(wire.Peer):
         return error
 
     def apply_changes(self):
-        """Copy the changes that the answer made to arguments of finished calls."""
+        """Update the tests' variables with the changes that calls made to their arguments."""
         changes = self.changes
         self.changes = []
         for before, after in changes:

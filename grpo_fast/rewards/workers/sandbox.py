@@ -54,8 +54,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 def confine(request):
     """Confine this process for the rest of its life.
 
-    If the kernel refuses, write the reason to standard error and end the process. Otherwise
-    standard error is redirected to /dev/null.
+    If the kernel refuses the sandbox, write the reason to standard error and end the process.
+    Otherwise standard error is redirected to /dev/null.
 
     Args:
         request: a dict with "memory" (in bytes), "seconds" (limit of processor time and of elapsed
@@ -85,7 +85,7 @@ def limit(request):
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
         resource.setrlimit(kind, (most, most))
-    # The process that started this one may have ignored or blocked the signal.
+    # Reset SIGALRM, which ends this process in time. The parent process may have blocked it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])

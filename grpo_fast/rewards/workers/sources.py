@@ -54,7 +54,7 @@ def _is_test(statement, defined, answers):
 
 
 def names_of_answer(source):
-    """Return the names that tests use from the answer. Tests do not define these names.
+    """Return the names that the answer must define, because tests use but do not define them.
 
     The answer must not define functions that judge it, such as `isinstance`, `math` or `Counter`.
     Names of builtins, modules and well-known types therefore count only if the tests use no other
@@ -82,7 +82,11 @@ def borrowed(source):
 
 
 def modules_of(source):
-    """Return the undefined names that tests use only as `name.attribute`, except CapWords."""
+    """Return the undefined names that tests use as modules, such as `math` in `math.pi`.
+
+    A name counts as a module if all its uses are of the form `name.attribute`. Names in CapWords
+    are excluded, because they are classes.
+    """
     nodes = list(ast.walk(ast.parse(source)))
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
     others = {n.id for n in nodes if isinstance(n, ast.Name) and id(n) not in bases}
@@ -129,8 +133,9 @@ def free_names(source):
 class _ApplyChanges(ast.NodeTransformer):
     """AST transformer that adds a call of APPLY_CHANGES after each statement.
 
-    Changes that the answer makes to its arguments reach the tests only after the statement.
-    Therefore `assert f(x) == sorted(x)` sorts the original x, even if f has emptied its copy.
+    A function f of the answer receives copies of its arguments. Its changes to a copy reach the
+    tests' variable only after the statement. Therefore `assert f(x) == sorted(x)` sorts the
+    original x, even if f has emptied its copy.
     """
 
     def generic_visit(self, node):

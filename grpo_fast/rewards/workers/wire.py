@@ -32,7 +32,7 @@ FROM_TEXT = {
 
 
 class Malformed(Exception):
-    """The message has an invalid format or ends early."""
+    """Error of a message that has an invalid format or ends early."""
 
 
 def encode(value, refer, depth=0):
@@ -136,7 +136,7 @@ class Peer:
             self.serve(*parts)
 
     def serve(self, operation, args):
-        """Execute a request and send its reply, which is an error or the result and changes."""
+        """Execute a request. Reply with its result and its changed arguments, or with its error."""
         try:
             call = self.operation(operation)
             args = self.decode(args)

@@ -85,7 +85,7 @@ class Layer:
 
     Attributes:
         settings: settings of the layer's attention.
-        chunks: keys and values, (H_kv, T, D) each, of packed prompts during prefill.
+        chunks: pairs of keys and values, (H_kv, T, D) each, that prefill collects.
         prompts: keys and values after prefill, (N, H_kv, L, D) each, or in the tiled layout of the
             C++ kernel.
         completions: keys and values, (B, H_kv, room, D) each, or in the tiled layout. Empty before
@@ -130,10 +130,11 @@ class RolloutCache:
         self.seat(counts)
 
     def seat(self, counts: Sequence[int]) -> None:
-        """Arrange the B completions in a grid. Each prompt has a line as long as the largest group.
+        """Arrange the B completions in a grid with one line for each prompt.
 
-        Sets `taken`, the grid index of each completion, (B,) int64. If all groups have equal size,
-        `taken` is None, and the completions need no copy to form the grid.
+        Every line has as many places as the largest group has completions. This method
+        sets `taken`, the grid index of each completion, (B,) int64. If all groups have equal size,
+        `taken` is None, because the completions form the grid without a copy.
         """
         self.counts = list(counts)
         self.seats = max(counts)
@@ -229,7 +230,7 @@ class RolloutCache:
         masked = self.masked_places(settings.window)
         if masked is not None:
             scores[..., : prompt_k.shape[2]].masked_fill_(masked, -torch.inf)
-        # 3. Apply one softmax to both, then add the two weighted sums of values.
+        # 3. Apply one softmax to the scores of both parts, then add their weighted sums of values.
         weights = scores.softmax(-1).to(v.dtype)
         on_prompt, on_completion = weights.split([prompt_k.shape[2], completion_k.shape[2]], -1)
         out = self.to_rows(product(on_prompt, prompt_v))
@@ -277,14 +278,21 @@ class RolloutCache:
         return (self.places >= self.ends) | (self.places <= now - window)
 
     def to_grid(self, x: Tensor) -> Tensor:
-        """Move completions, (B, H_kv, r, d), into a grid of zeros, (N, H_kv, G·r, d)."""
+        """Copy rows of the completions into a grid of zeros, and return the grid.
+
+        Args:
+            x: (B, H_kv, r, d), r rows for each completion.
+
+        Returns:
+            (N, H_kv, G·r, d), where G is the largest number of completions of a prompt.
+        """
         if self.taken is not None:
             grid = x.new_zeros(len(self.counts) * self.seats, *x.shape[1:])
             x = grid.index_copy_(0, self.taken, x)
         return x.unflatten(0, (-1, self.seats)).transpose(1, 2).flatten(2, 3)
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Move the contents of the grid, (N, H_kv, G·r, d), to completions, (B, H_kv, r, d)."""
+        """Return the rows of the completions, (B, H_kv, r, d). This is the inverse of `to_grid`."""
         x = x.unflatten(2, (self.seats, -1)).transpose(1, 2).flatten(0, 1)
         return x if self.taken is None else x.index_select(0, self.taken)
 

@@ -51,7 +51,7 @@ class SupportRecorder:
         self.rows.append(rows.repeat_interleave(counts))
 
     def of_completions(self, lengths: Sequence[int]) -> list[tuple[Support | None, Tensor | None]]:
-        """Return the support and the mass of each completion's first tokens.
+        """Return the support of each completion's first n tokens, and its probability mass.
 
         Args:
             lengths: number n of tokens of each completion.
@@ -133,8 +133,9 @@ def decode(
     decoded = Decoded(tokens, torch.zeros_like(numbers), SupportRecorder(*numbers.shape))
     every = CHECK_EVERY.get(device.type, CHECK_EVERY_ON_GPU)
     trunk = policy.lm.base_model
-    # 2. Choose how a step is computed, by the C++ decoder or by the model's modules. The decoder
-    #    is compared with the modules separately, so comparisons of this loop use the modules.
+    # 2. Compute the steps with the C++ decoder if it supports the model, otherwise with the model's
+    #    modules. A comparison of this loop (`starts`) uses the modules, because the decoder is
+    #    compared with them separately.
     decoder = None if starts else decoder_of(trunk, head, cache, forward)
     step = decoder or functools.partial(forward, trunk)
     product = decoder.product if decoder else functools.partial(linear_of, head)
@@ -215,7 +216,7 @@ def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> 
 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:
-    """Return hidden·Wᵀ + bias of the LM head, without scale and softcap."""
+    """Return the LM head's product hidden·Wᵀ + bias, without its scale and softcap."""
     return linear(hidden.to(head.weight.dtype), head.weight, head.bias)
 
 

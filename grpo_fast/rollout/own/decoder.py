@@ -28,7 +28,9 @@ from grpo_fast.rollout.own.cache import RolloutCache
 # A function (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states.
 Step = Callable[[Any, Tensor, Tensor, RolloutCache], Tensor]
 
-CLOSE = 1e-4  # tolerance, relative to the largest hidden state: fp32 sums in a different order
+# Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
+# state. The two differ slightly, because they add fp32 numbers in different orders.
+CLOSE = 1e-4
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -43,7 +45,7 @@ _verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the 
 
 
 class Decoder:
-    """Decoder with a packed copy of the weights, which needs as much memory as a gradient.
+    """Decoder with a packed copy of the weights, which needs as much memory as the weights.
 
     Args:
         trunk: the model without its LM head.
@@ -55,8 +57,8 @@ class Decoder:
         self.trunk = trunk
         self.head = head
         self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
-        # The angles can be computed in advance, because packed attention accepts only position
-        # embeddings that depend on nothing but the position.
+        # Compute the angles of all positions in advance. This is possible because packed attention
+        # accepts only position embeddings that depend on nothing but the position.
         angles = trunk.rotary_emb(head.weight, places[None])
         self.cos, self.sin = (a[0].contiguous() for a in angles)  # (P, D)
 
@@ -126,7 +128,7 @@ def is_supported(trunk: Any, head: Head, cache: RolloutCache) -> bool:
 
 
 def configuration_of(trunk: Any) -> Hashable:
-    """Return the key under which a comparison's result is cached."""
+    """Return a description of a model, which is the key of its cached comparison result."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 
@@ -171,8 +173,8 @@ def weights_of(layer: Any) -> cpp.LayerWeights:
 def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
     """Return whether decoder and modules agree on the hidden states of random tokens.
 
-    Random weights are used. The model is cut to the first layers, as many as are needed to
-    include every combination of layer settings.
+    The comparison uses random weights. It uses only the model's first layers, as many as are
+    needed to include every combination of layer settings.
     """
     # 1. Copy the trunk with fewer layers, and choose random tokens and the positions to try.
     twin = copy.copy(trunk)

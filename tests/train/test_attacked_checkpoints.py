@@ -58,7 +58,7 @@ def is_refused(folder: Path, said: str, *words: str) -> None:
 
 
 def sign(checkpoint: Path) -> None:
-    """Rewrite the manifest with the hashes of the current files."""
+    """Rewrite the manifest with the hashes of the current files, as an attacker would."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = (path for path in checkpoint.rglob("*") if path.is_file())
     manifest["files"] = {
@@ -114,7 +114,7 @@ def test_a_wrong_state_is_refused_with_the_name_of_the_field(folder, newest, pat
     assert checkpoints_in(folder) == before
 
 
-TENSORS = {  # a function that edits the tensors, and a part of the message
+TENSORS = {  # for each case a function that edits the tensors, and a part of the message
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT}: expected .* got none"),
     "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more: expected no such tensor"),
     "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*15"),
@@ -213,7 +213,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_json_without_an_end(folder, newest, tmp_path, name):
-    """Check JSON nested a million times, a number of a million digits, and text that is no JSON."""
+    """Check that deep JSON, a number of a million digits and text that is not JSON are refused."""
     for text in ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":
@@ -260,7 +260,7 @@ def test_a_run_is_exported_from_its_newest_complete_checkpoint(folder, newest, t
 
 
 def test_an_exported_config_is_data(newest, tmp_path, monkeypatch):
-    """Check that a checkpoint's config builds no endless layers and loads no hub kernel."""
+    """Check that export refuses a config with too many layers or a kernel of the hub."""
     used: list[str] = []
     words = "export", str(newest), str(tmp_path / "out")
     change(newest, "settings.model.config.num_hidden_layers", 10**7)

@@ -126,7 +126,7 @@ class Padded:
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
-        """Return the inputs of the model, without its options."""
+        """Prepare the model for the layout of this provider. The default does nothing."""
 
     def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
         """((B, C) logps of the completion tokens, the logits they came from)."""

@@ -39,7 +39,7 @@ class Options(NamedTuple):
     must have their default values.
     """
 
-    wanted: list[bool]  # which of the differentiable tensors need a gradient
+    wanted: list[bool]  # for each differentiable tensor: does it need a gradient
     backend: str = "auto"
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
@@ -47,7 +47,7 @@ class Options(NamedTuple):
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
-    inplace: bool = False  # the gradient is written over the logits
+    inplace: bool = False  # write the gradient over the logits
     divergence: DivergenceTerm | None = None  # the teacher has one row for each flat target
 
 
@@ -61,7 +61,7 @@ class RowOptions(NamedTuple):
     softcap: float | None
     logit_scale: float
     return_entropy: bool
-    entropy_over_vocabulary: bool  # entropies ignore the support
+    entropy_over_vocabulary: bool  # entropies over all ids, even with a support
     backend: str
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None

@@ -38,7 +38,7 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    filtered: Tensor | None = None  # (2,) share and columns that grad_filter left out
+    filtered: Tensor | None = None  # (2,) shares that grad_filter skipped and kept
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # (K,) fp32: factor by which each of K gradients must be multiplied. None: 1. See
     # kernels/head/half_range.py.

@@ -69,7 +69,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """Return the error of every rank if the ranks in `who` have an invalid argument."""
+    """Return the error of every rank if the first, the last or every rank has a bad argument."""
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():

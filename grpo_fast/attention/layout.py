@@ -33,7 +33,7 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Rows of keys that occur several times in one attention call."""
+    """Keys of one attention call, given by row numbers that may repeat."""
 
     rows: Tensor  # (Tk,) int64: the row that each copy comes from
     order: Tensor  # (Tk,) int64: sorts the copies by their row

@@ -37,9 +37,10 @@ class Segments(NamedTuple):
 
 
 class Trie:
-    """Prefix tree.
+    """Prefix tree of N sequences.
 
-    Node 0 is the empty prefix, and the end of a child is greater than its parent's end.
+    A node contains consecutive tokens that the same sequences share. Its end is the length of the
+    prefix up to its last token. Node 0 is the empty prefix.
 
     Args:
         lengths: lengths of the N sequences.

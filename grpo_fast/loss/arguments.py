@@ -33,7 +33,7 @@ def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | Non
 
 
 class Options(NamedTuple):
-    """Options of a loss call that do not belong to the objective.
+    """Options of a loss call that are not part of `LossConfig`.
 
     A torch.compile graph can carry the fields listed in `schema.TYPES`. In a graph the other fields
     must have their default values.
@@ -52,7 +52,10 @@ class Options(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """Options of a logps call. A torch.compile graph can carry the fields in `schema.TYPES`."""
+    """Options of a logps call.
+
+    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`.
+    """
 
     hidden_rows: Tensor | None  # the shape of target_ids
     target_ids: Tensor  # (B, L) or (T,)

@@ -211,7 +211,7 @@ class LogpsPass:
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
-        """Compute the logps.
+        """Compute the logps of all rows, and their entropies if requested.
 
         Args:
             keep: whether to cache logits for the backward pass.

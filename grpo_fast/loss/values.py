@@ -74,7 +74,7 @@ def raise_pending() -> None:
 
 
 def check_values(checks: list[Check], validate: str) -> None:
-    """Raise a ValueError for the first flag that is set.
+    """Raise a ValueError for the first check whose error flag is set.
 
     Flags on a GPU are queued for a later call unless `validate` is "full".
     """

@@ -138,7 +138,7 @@ class Padded:
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
-        """Change the model before it is used. Subclasses may override this method."""
+        """Prepare the model for the layout of this provider. The default does nothing."""
 
     def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
         """Compute the logps of the completion tokens. Return logps (B, C) and logits (B, C, V)."""

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 # function is differentiable.
 Attention = Callable[..., Tensor]
 
-# Largest relative L2 error of output and gradients with which a kernel passes its self-test.
+# A kernel passes its self-test if the relative L2 errors of output and gradients are at most this
+# large.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
@@ -54,7 +55,7 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """A kernel with a test that tells which inputs it supports."""
+    """A kernel together with a test for the inputs that it supports."""
 
     name: str  # for the log
     takes: Callable[[Kind], bool]  # returns whether the kernel supports a kind of input
@@ -201,8 +202,8 @@ def _has_distribution(name: str) -> bool:
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
     """Return whether an input is on the CPU, has one of these dtypes, and no window or softcap.
 
-    Without a window a causal span has as many keys as queries. A kernel may then align queries and
-    keys at the top instead of at the bottom.
+    Such an input suits kernels that align queries and keys at the top instead of at the bottom.
+    Without a window both alignments are equal, because a causal span has as many keys as queries.
     """
     has_extras = kind.has_window or kind.has_softcap
     return kind.device == "cpu" and kind.dtype in dtypes and not has_extras

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Largest accepted difference from the model's own logps in nats, by the dtype of the computation.
+# The logps computed with a `Head` may differ from the model's own logps by this many nats,
+# depending on the dtype of the computation.
 CHECK_TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
 }  # fmt: skip
@@ -44,8 +45,8 @@ def head_of(lm: Any) -> Head:
 
     The result includes the transforms that models apply after the head: `final_logit_softcapping`
     (Gemma), `logit_scale` (Cohere, multiplies), `logits_scaling` (Granite, divides) and
-    `lm_head_multiplier` (Falcon-H1, multiplies). If your model has a different transform, compare
-    its logits once.
+    `lm_head_multiplier` (Falcon-H1, multiplies). If your model has a different transform, check
+    once that `linear_logps` with this head gives the logps of the model.
 
     Args:
         lm: a transformers causal LM.

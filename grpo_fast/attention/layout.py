@@ -33,7 +33,7 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Rows of keys that occur several times in one attention call."""
+    """Keys of one attention call, given by row numbers that may repeat."""
 
     rows: Tensor  # (Tk,) int64: the row that each copy comes from
     order: Tensor  # (Tk,) int64: sorts the copies by their row
@@ -41,8 +41,8 @@ class Copies(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, total: int) -> Copies:
-        # Use a stable sort. It adds the gradients of a row's copies in a fixed order, so that the
-        # result is reproducible bit by bit.
+        # Use a stable sort, so that `sum_copies` adds the gradients of a row's copies in a fixed
+        # order. The result is then reproducible bit by bit.
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def sum_copies(self, grad: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Call(NamedTuple):
     """One varlen attention call over parts of a row."""
 
     spans: Spans
-    queries: slice  # rows
-    keys: slice | Copies  # rows
+    queries: slice  # rows of the queries
+    keys: slice | Copies  # rows of the keys
 
     def take(self, x: Tensor) -> Tensor:
         """Return the keys or values of the call, (Tk, …), as a view of x or as copies."""
@@ -186,12 +186,13 @@ class TreeLayout:
         calls = [
             Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
         ]
-        # These are (segment, ancestor) pairs at distance 1. Each iteration of the loop moves the
-        # ancestors one level up.
+        # Collect (segment, ancestor) pairs at distance 1. Each iteration of the loop replaces the
+        # ancestors with their parents.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
-            # Siblings with the same ancestor are adjacent rows, so they form one span of queries.
+            # Group the queries by ancestor. Siblings with the same ancestor are adjacent rows, so
+            # they form one span.
             queries = [0] * (end - first)
             for segment, ancestor in run:
                 queries[ancestor - first] += self.lengths[segment]

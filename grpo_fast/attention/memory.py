@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Tiled MLPs have no dropout, so the recomputation does not need the state of the random generator.
+# Do not save the state of the random generator, because tiled MLPs have no dropout.
 RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
@@ -57,8 +57,8 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         kind = type(model).__name__
         raise ValueError(f"tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in mlps:
-        # Bind the method to the module. The reference model is a deep copy, and copying a bound
-        # method binds the copy to the copied module.
+        # Bind the method to the module, because the reference model is a deep copy. Copying a bound
+        # method binds the copy to the copied module, but a closure would still use the original.
         tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
         module.forward = tiled
 

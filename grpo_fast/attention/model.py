@@ -21,12 +21,13 @@ from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
-# Avoid "flash", "sdpa", "flex_attention" and "|", which have a special meaning in transformers.
+# The name must not contain "flash", "sdpa", "flex_attention" or "|", because transformers gives
+# them a special meaning.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Names of the noise on the inputs of MoE routers (Mixtral, PhiMoE).
+# These attributes set the noise on the inputs of MoE routers (Mixtral, PhiMoE).
 JITTER = {"jitter_noise", "input_jitter_noise"}
 
 
@@ -94,7 +95,7 @@ def packed_attention(
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
-    # With a cache there would be more keys than queries.
+    # Reject batches of several rows, and a cache, which would give more keys than queries.
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
             f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "
@@ -108,7 +109,8 @@ def packed_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__}: packed attention is causal, this layer is not")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # Under autocast, RoPE returns fp32 queries and keys, but the values have 16 bits.
+    # Convert to the dtype of the values. Under autocast, RoPE returns fp32 queries and keys, but
+    # the values have 16 bits.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     # In latent attention (DeepSeek) the values have a smaller last dimension than the keys. Pad
     # them with zeros, and remove the padding below.

@@ -260,7 +260,8 @@ def _pack(
         bounds = torch.tensor([starts[s] for s in path[-2::-1]], dtype=torch.int64)
         offset = torch.tensor([offsets[s] for s in path[::-1]], dtype=torch.int64)
         positions = trained - 1  # the previous token predicts a token
-        # Use right=True, because the first position of a segment belongs to that segment.
+        # Use right=True, because the first position of a segment belongs to that segment and not to
+        # its parent.
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
     # Copy the tokens of each segment from any sample that contains the segment.
     pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
@@ -300,7 +301,7 @@ def trie_of(
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
     """Check samples, and return them with the trie of their ids before the last trained token."""
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    # The last trained token and the tokens after it predict nothing, so leave them out.
+    # Leave out the last trained token and the tokens after it, because they predict nothing.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
         expected = f"a number for each of {len(words)} samples"

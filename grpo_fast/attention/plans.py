@@ -56,8 +56,8 @@ def plan_packs(
         shared: whether the completions of a group share the rows of their prompt.
 
     Returns:
-        For each row the list of its shares. Rows are ordered by their first group, and shares by
-        group.
+        For each row a list of shares, which are groups or parts of groups. Rows are ordered by
+        their first group, and shares by group.
 
     Raises:
         ValueError: a budget below 1, a group without completions, or an empty prompt or completion.

@@ -50,7 +50,10 @@ class Spans:
     def of(
         cls, queries: Sequence[int], keys: Sequence[int], device: Any = "cpu", *, causal: bool
     ) -> Spans:
-        """Build spans from their lengths. Keys without queries are allowed, but not the reverse."""
+        """Build spans from their lengths.
+
+        A span of keys may have no queries, but a span of queries must have keys.
+        """
         cu_q, cu_k = (
             torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device)
             for x in (queries, keys)

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.layout import TreeLayout
 
-# Names of configuration fields that may change the treatment of a position.
+# Configuration fields whose names match this pattern may change how a model treats a position.
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
-# Positions near limits that are in the code of a model instead of its configuration.
+# Trials also test these positions, because a limit may be in the code of a model instead of its
+# configuration.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
-# Size of the random pool that fills large weights. It is prime, so that no two rows are equal.
+# Large weights repeat a pool of this many random numbers. The size is prime, so that rows begin at
+# different places of the pool and no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
@@ -51,7 +53,7 @@ def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
     """Return the first positions of a trial's sequences.
 
-    They are chosen so that at each limit one prompt and one completion cross it.
+    For each limit in the configuration, one prompt and one completion cross the limit.
 
     Args:
         lm: the model.
@@ -68,7 +70,8 @@ def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
 def room_of(lm: nn.Module, bound: float) -> float:
     """Return the number of positions that a model accepts.
 
-    On a GPU, reading past the end of a position table would abort the process.
+    A trial must not exceed this number, because reading past the end of a position table on a GPU
+    would abort the process.
     """
     if not any("rotary" in type(m).__name__.lower() for m in lm.modules()):
         return min([bound, FARTHEST, *limits_of(lm.config, TABLES)])
@@ -123,7 +126,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
         with random_weights(policy.lm) as are_random:
             if are_random:
                 elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
-    # Use the model's weights if random weights were impossible or have overflowed.
+    # Use the result with the model's weights if random weights were impossible or overflowed.
     if math.isnan(elsewhere):
         elsewhere = gap(starts)
     return at_start, max(at_start, elsewhere)
@@ -169,8 +172,8 @@ def _random_weight(name: str, like: Tensor, seed: int) -> Tensor:
     if like.dim() < 2:
         values = 0.25 * values + (not name.endswith("bias"))  # norm weights near 1, biases near 0
     else:
-        # Some classes store weights as (in, out), others as (out, in). The geometric mean works for
-        # both.
+        # Scale by the geometric mean of both sizes, because some classes store weights as (in, out)
+        # and others as (out, in).
         width = min(like.shape[-1], (like.shape[-1] * like.shape[-2]) ** 0.5)
         values = values * (1.5 * width**-0.5)
     return values.to(like.device)

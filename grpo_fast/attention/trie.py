@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A node becomes a segment if it saves at least this fraction of the rows below it. Otherwise its
-# children copy its tokens. Every level costs one more merge of the rows below it, which takes about
-# 1% of the time of a row.
+# A node becomes a segment if storing its tokens once saves at least this fraction of the rows below
+# the node. Otherwise its tokens are copied into its children. The reason is that every level costs
+# one more merge of the rows below it, which takes about 1% of the time of a row.
 MERGE_COST = 1 / 128
 
 
@@ -37,9 +37,10 @@ class Segments(NamedTuple):
 
 
 class Trie:
-    """Prefix tree.
+    """Prefix tree of N sequences.
 
-    Node 0 is the empty prefix, and the end of a child is greater than its parent's end.
+    A node contains consecutive tokens that the same sequences share. Its end is the length of the
+    prefix up to its last token. Node 0 is the empty prefix.
 
     Args:
         lengths: lengths of the N sequences.
@@ -52,8 +53,8 @@ class Trie:
     def __init__(self, lengths: Sequence[int], order: Sequence[int], common: Sequence[int]) -> None:
         self.ends, self.parents, self.sequences = [0], [-1], [list[int]()]
         path = [0]  # nodes from the root to the previous sequence
-        # 1. Insert the sequences. A sequence leaves the path of the previous sequence at depth
-        # `depth`.
+        # 1. Insert the sequences. A sequence shares the first `depth` tokens with the previous
+        # sequence, and leaves the path of the previous sequence after these tokens.
         for number, depth in zip(order, common, strict=True):
             below = -1
             while self.ends[path[-1]] > depth:
@@ -92,7 +93,8 @@ class Trie:
             ids: int64 tensors of shape (n,) or (n, k). With shape (n, k), two positions are equal
                 if all k numbers are equal.
         """
-        # Byte order differs from numeric order, but it also makes equal prefixes adjacent.
+        # Sort by bytes. Byte order differs from numeric order, but it also makes equal prefixes
+        # adjacent.
         words = [x.contiguous().numpy().tobytes() for x in ids]
         order = sorted(range(len(ids)), key=lambda i: (words[i], i))
         shared = [_common(ids[a], ids[b]) for a, b in pairwise(order)]

@@ -15,7 +15,7 @@ from torch import nn
 SMALLEST = 3  # tokens: smaller than the prompts of every trial
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
 POSITIONS = ("floor_scale", "log_scaling_n_floor", "original_max_position_embeddings")
-NAMES = re.compile("window|chunk|floor|original_max")  # names of copies of these fields in modules
+NAMES = re.compile("window|chunk|floor|original_max")  # attributes that may copy these fields
 
 
 def window_as_mask(
@@ -96,7 +96,8 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
     sized = [
         (owner, name, size)
-        # Modules often copy a size from their configuration.
+        # Also change attributes of modules, because modules often copy a size from their
+        # configuration.
         for owner in (*owners, *map(vars, modules))
         for name, size in owner.items()
         if type(size) is int and size in small and NAMES.search(str(name))

@@ -295,9 +295,10 @@ def linear_grpo_loss(
 
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
-    The loss is Σ_t w_t·(sampling_ratio_t·ℓ_t + beta·KL_t) - entropy_coef·Σ_t H_t/N. The config
-    selects ℓ (`loss_type`), KL (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ.
-    The losses page has the formulas.
+    The loss is Σ_t w_t·(sampling_ratio_t·ℓ_t + beta·KL_t) - entropy_coef·Σ_t H_t/N, where H_t is
+    the entropy at token t and N is the number of tokens. The config selects ℓ (`loss_type`), KL
+    (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ. The losses page has the
+    formulas.
 
     Gradients of hidden, lm_head_weight and bias are computed in the forward pass, for the tensors
     that require grad. Rows whose gradient is zero are skipped in the matrix products. Double
@@ -340,13 +341,14 @@ def linear_grpo_loss(
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
             full vocabulary.
-        grad_filter: a number in (0, 1). In each chunk of rows, vocabulary columns that together
-            hold at most this share of Σ|d-logits| are left out of the gradient products. Loss and
-            logps stay exact, but the last bits of the gradient depend on how rows are batched.
+        grad_filter: a number in (0, 1). In each chunk of rows, the vocabulary columns with the
+            smallest gradients are excluded from the gradient products. Together they hold at most
+            this share of Σ|d-logits|. Loss and logps stay exact, but the last bits of the gradient
+            depend on how rows are batched.
             Cannot be combined with `group`. None: no filter.
-        divergence: a term coef·Σ_t w_t·D_t that is added to the loss, the divergence from a teacher
-            (see `DivergenceTerm`). The call then costs 8·N·V·H flops. Cannot be combined with
-            `grad_filter`. None: no such term.
+        divergence: a `DivergenceTerm`, which adds coef·Σ_t w_t·D_t to the loss, where D_t is the
+            divergence from a teacher. The call then costs 8·N·V·H flops. Cannot be combined with
+            `grad_filter`. None: no divergence.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
             of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).

@@ -33,13 +33,13 @@ def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | Non
 
 
 class Options(NamedTuple):
-    """Options of a loss call that do not belong to the objective.
+    """Options of a loss call that are not part of `LossConfig`.
 
     A torch.compile graph can carry the fields listed in `schema.TYPES`. In a graph the other fields
     must have their default values.
     """
 
-    wanted: list[bool]  # which of the differentiable tensors need a gradient
+    wanted: list[bool]  # for each differentiable tensor: does it need a gradient
     backend: str = "auto"
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
@@ -47,12 +47,15 @@ class Options(NamedTuple):
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
-    inplace: bool = False  # the gradient is written over the logits
+    inplace: bool = False  # write the gradient over the logits
     divergence: DivergenceTerm | None = None  # the teacher has one row for each flat target
 
 
 class RowOptions(NamedTuple):
-    """Options of a logps call. A torch.compile graph can carry the fields in `schema.TYPES`."""
+    """Options of a logps call.
+
+    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`.
+    """
 
     hidden_rows: Tensor | None  # the shape of target_ids
     target_ids: Tensor  # (B, L) or (T,)
@@ -61,7 +64,7 @@ class RowOptions(NamedTuple):
     softcap: float | None
     logit_scale: float
     return_entropy: bool
-    entropy_over_vocabulary: bool  # entropies ignore the support
+    entropy_over_vocabulary: bool  # entropies over all ids, even with a support
     backend: str
     support_ids: Tensor | None = None
     support_offsets: Tensor | None = None

@@ -2,9 +2,9 @@
 
 `operators.py` has the versions for torch.compile.
 
-A loss computes its gradients in the forward pass. The first backward multiplies them by the
-upstream scalar and returns the same tensors, so that they become `.grad` without a copy. A second
-backward (`retain_graph=True`) computes the gradients again.
+A loss computes its gradients in the forward pass. The first backward multiplies these gradients by
+the upstream scalar and returns the same tensors, so that autograd stores them as `.grad` without a
+copy. A second backward (`retain_graph=True`) computes the gradients again.
 
 The forward pass of logps caches the logits, or their exponentials, for as many rows as fit into the
 workspace. The first backward uses the cache and recomputes the remaining rows. The linear functions
@@ -42,7 +42,8 @@ Context = Any  # an autograd context: torch and this module set attributes on it
 RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
-# These are the loss, the logps, the entropy, the metrics of grad_filter and the divergence.
+# The tuple contains the loss, the logps, the entropy, the metrics of grad_filter and the
+# divergence.
 FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # ---- Losses: gradients are computed in the forward pass
@@ -100,8 +101,8 @@ apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """Return a pair (gradient, unit) for each tensor.
 
-    A unit is the power of two by which a gradient must be multiplied later. None stands for 1. The
-    gradient is None where the pass returned an empty tensor, which means "not needed".
+    The unit is a power of two by which the backward pass must multiply the gradient, or None for 1.
+    The gradient is None where the pass returned an empty tensor, which means "not needed".
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -132,7 +133,7 @@ def scaled_gradients(
     if grad_loss is None:
         return [None] * len(needs_grad)
     # Use the stored gradients only once. Autograd stores these tensors as `.grad`, and a second
-    # backward would modify them in place.
+    # backward would scale them in place.
     gradients = ctx.gradients
     ctx.gradients = None
     gradients = form_again() if gradients is None else gradients
@@ -147,10 +148,10 @@ def scaled_gradients(
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """Multiply a gradient by the upstream scalar in place, without a GPU sync.
 
-    On the CPU, an upstream scalar of 1 costs nothing.
+    On the CPU, the multiplication is skipped if the upstream scalar is 1.
     """
-    # item() on a GPU tensor would be a sync. Subclasses such as traced tensors have no readable
-    # value.
+    # Call item() only on plain CPU tensors. On a GPU tensor it would sync, and subclasses such as
+    # traced tensors have no readable value.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -192,7 +193,8 @@ class LogpsPass:
         self.places = places or active_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
-        # One tensor means logits, three mean a head.
+        # A single tensor contains logits. Three tensors are the hidden states, weight and bias of a
+        # head.
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
             self.sweep = LogitsSweep.of(
@@ -209,7 +211,7 @@ class LogpsPass:
         )  # fmt: skip
 
     def outputs(self, keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], RowStats]:
-        """Compute the logps.
+        """Compute the logps of all rows, and their entropies if requested.
 
         Args:
             keep: whether to cache logits for the backward pass.
@@ -220,7 +222,7 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # This check finds targets with logit -inf, which only the logps reveal.
+        # Check the logps, because a target with logit -inf is not visible in the arguments.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -246,7 +248,10 @@ class LogpsPass:
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
     def _selected(self, x: Tensor) -> Tensor:
-        """Set rows without a target to 0. Only a CUDA graph still contains these rows."""
+        """Set rows of x without a target to 0.
+
+        Only calls in a CUDA graph still contain such rows. Other calls removed them before.
+        """
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
@@ -288,8 +293,8 @@ class LogpsFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if d_logps is None and d_entropy is None:
             return (None,) * (3 + len(needs))
-        # Read the saved tensors even if the cache makes them unnecessary. Autograd then raises an
-        # error if one of them was modified in the meantime.
+        # Read the saved tensors even if the cache makes them unnecessary. Reading them makes
+        # autograd raise an error if one of them was modified in the meantime.
         saved = ctx.saved_tensors
         cached = ctx.cached
         ctx.cached = None
@@ -298,8 +303,8 @@ class LogpsFunction(torch.autograd.Function):
             and d_entropy is not None
             and not cached[0].sweep.has_entropy_gradient
         ):
-            # Cached exponentials give only the gradient of the logps. The entropy gradient needs
-            # the logits, so compute them again.
+            # Drop cached exponentials if the entropy needs a gradient. Exponentials give only the
+            # gradient of the logps, so the logits must be computed again.
             cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:
@@ -312,7 +317,8 @@ class LogpsFunction(torch.autograd.Function):
             cached = work, work.saved_stats(*outputs)
         work, stats = cached
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
-        # A pass returns an empty tensor for a gradient that is not needed. Autograd expects None.
+        # Replace empty tensors by None. A pass returns an empty tensor for a gradient that is not
+        # needed, but autograd expects None.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
 

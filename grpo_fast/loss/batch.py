@@ -25,7 +25,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class TokenBatch(NamedTuple):
-    """T active tokens with their logits rows, their inputs of the objective, and the objective."""
+    """T active tokens of a call, with their rows of logits, their loss inputs, and the config."""
 
     rows: ActiveRows
     tokens: Tokens
@@ -61,8 +61,8 @@ class TokenBatch(NamedTuple):
     def in_range(self) -> TokenBatch:
         """Return the batch with scaled token weights, so that fp16 gradients do not underflow.
 
-        The scale is a power of two that moves the largest weight into the range 0.5 to 1.
-        `tokens.unit` holds the factor.
+        The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
+        stored in `tokens.unit`, so that it can be undone.
         """
         return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
 
@@ -101,7 +101,8 @@ def active_target_rows(
     flat = target_ids.reshape(-1)
     ignored = flat == checks.IGNORED_TARGET
     records = is_capturing(flat)
-    # The size of nonzero() depends on values, so a CUDA graph cannot record it.
+    # Keep all rows in a CUDA graph. The size of nonzero() depends on values, so a graph cannot
+    # record it.
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
     places = _ActiveTokens(len(flat), index, flat, flat)
     if isinstance(transform.temperature, Tensor):
@@ -169,7 +170,7 @@ def _active_tokens(inputs: BatchInputs, validate: str) -> _ActiveTokens:
     lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
     if index is not None:
         segments = segments.index_select(0, index)
-        # With a mask, the length of a completion is the number of its active tokens.
+        # With a mask, count only the active tokens of a completion as its length.
         lengths = torch.bincount(segments, minlength=count)
     return _ActiveTokens(like.numel(), index, lengths, segments)
 
@@ -192,7 +193,7 @@ def _active_index(mask: Tensor | None, validate: str) -> Tensor | None:
 def _segments(
     like: Tensor, cu_seqlens: Tensor | None, count: int, validate: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the number of rows of each completion (B,) and the completion of each row (N,)."""
+    """Return the number of rows of each completion (B,), and the completion of each row (N,)."""
     device = like.device
     num_rows = like.numel()
     if cu_seqlens is None:
@@ -201,8 +202,8 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
-    # Use side="right" and only the inner offsets. Empty completions then get no row, and the index
-    # of a completion stays below B even if the offsets on a GPU are wrong.
+    # Use side="right" and only the inner offsets. An empty completion then gets no row, and the
+    # index of a completion stays below B even if the offsets on a GPU are wrong.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 

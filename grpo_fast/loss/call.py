@@ -56,8 +56,8 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
             if unknown is not None:
                 raise _unknown_keyword(name, unknown, parameters)
             is_outside = word is not None or not is_traceable
-            # Importing torch._dynamo takes seconds. If it has not been imported, nothing is
-            # compiled, and the function needs no protection from tracing.
+            # Protect the function from tracing only if torch._dynamo has been imported. Otherwise
+            # nothing is compiled, and importing it here would take seconds.
             if is_outside and "torch._dynamo" in sys.modules:
                 untraced_function: Callable[P, R] = untraced(function)
                 return untraced_function(*args, **keywords)
@@ -194,7 +194,8 @@ def loss(
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        # The mean is over the active tokens. Inactive tokens have a divergence of 0.
+        # Compute the mean over the active tokens. Inactive tokens have a divergence of 0, so they
+        # do not change the sum.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)
     shaped = _shaped(detached(logps), like)

@@ -22,8 +22,8 @@ from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Largest accepted sum of K probabilities. The sum may exceed 1 because inference servers round to
-# 16 bits.
+# Largest accepted sum of a teacher's K probabilities. Inference servers round log-probabilities to
+# 16 bits, so the sum may slightly exceed 1.
 MAX_PROBABILITY_SUM = 1 + 1e-3
 
 
@@ -188,7 +188,8 @@ def form_divergence(
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            # 2. Use the rows of the head, or the sets of ids of the support.
+            # 2. Compute over the full vocabulary, or over each row's set of ids if there is a
+            # support.
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
             term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
@@ -242,7 +243,7 @@ def checked_teacher(
         return _checked_topk(teacher, weight.shape[0], like)
     if not isinstance(teacher, TeacherHead):
         raise argument_error("teacher", "a TeacherHead or a TeacherTopK", type(teacher).__name__)
-    # 1. Check that no teacher tensor requires grad.
+    # 1. Check that no teacher tensor requires grad, because no gradient would reach it.
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
@@ -252,12 +253,12 @@ def checked_teacher(
     )
     names = ("teacher.hidden", "teacher.weight", "teacher.bias")
     checks.head(teacher.hidden, teacher.weight, teacher.bias, names, is_shard=is_shard)
-    # 2. Both distributions must be over the same ids.
+    # 2. Check that teacher and student have the same vocabulary.
     fits = len(teacher.weight) == len(weight)
     expected = f"the {len(weight)} rows of lm_head_weight"
     came = f"{len(teacher.weight)}; slice both heads to the ids that the two tokenizers share"
     require(fits, "teacher.weight", expected, came)
-    # 3. The teacher must have one row per student row.
+    # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
     checks.temperatures(like, teacher.temperature)
     checks.logit_options(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
@@ -278,8 +279,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     is_whole = has_id.all(1) if K == vocab else has_id.new_zeros(len(logps))
     largest = logps.amax(1)
     sums = logps.double().exp().sum(1)
-    # A log-probability of -inf marks an unused place without an id. Give unused places distinct
-    # negative ids, so that they do not count as duplicates.
+    # Give unused places distinct negative ids, so that they do not count as duplicates. A
+    # log-probability of -inf marks an unused place.
     places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
@@ -324,10 +325,10 @@ def _rows(
     support: Support | None,
     vocab: int,
 ) -> ActiveRows:
-    """Return all rows as active rows.
+    """Return an `ActiveRows` that contains all rows.
 
-    Kernels expect a target in every row, but a divergence has no targets. Each row gets the first
-    id of its set as the target, or 0.
+    The kernels expect a target in every row, but a divergence has no targets. Each row therefore
+    gets the first id of its set as a dummy target, or 0 without a set.
     """
     count = like.numel()
     index = None

@@ -17,7 +17,8 @@ from grpo_fast.loss import checks
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Size of a block of logits on the CPU. The second kernel can then read the block from the cache.
+# Use blocks of logits of this size on the CPU, so that the second kernel reads the block from the
+# cache.
 CPU_BLOCK_BYTES = 4 << 20
 
 
@@ -48,16 +49,13 @@ class LogitsSweep:
         route: Route,
         full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """Return the object that processes the given rows.
-
-        Rows with a support are processed separately.
-        """
+        """Return the sweep over these rows, which processes rows with a support separately."""
         if rows.support is None:
             return cls(logits, out, rows, route)
         if full_entropy:
             full = cls(logits, out, rows._replace(support=None), route)
             return FullEntropySweep(cls.of(logits, None, rows, route), full)
-        # Rows without a support use the dense kernels.
+        # Compute the rows without a support by the dense kernels.
         others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)

@@ -43,7 +43,7 @@ from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# Outputs of a loss operator, which are followed by its gradients.
+# These are the outputs of every loss operator. The gradients of its tensors follow them.
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
@@ -51,7 +51,7 @@ D_HEAD = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
 
 
 class LossPass(NamedTuple):
-    """A loss as an operator.
+    """Description of one loss, from which its operator is registered.
 
     Attributes:
         tensors: schema of the differentiable tensors.
@@ -160,7 +160,7 @@ def _register(
     backward: Callable[[Context, Row, Sequence[Tensor | None]], Sequence[Tensor | None]]
     | None = None,
 ) -> None:
-    """Define an operator.
+    """Define a custom operator with its fake implementation and its backward.
 
     Args:
         name: name of the operator in torch.ops.grpo_fast.
@@ -234,7 +234,8 @@ def _register_loss(name: str, loss: LossPass) -> None:
         batch = build_batch(loss, tensors, options, *_unpack_arguments(row))
         result = loss.run(*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
-        # An operator must return a tensor for every output, and no two outputs may share memory.
+        # Return an empty tensor for a missing output. An operator must return a tensor for every
+        # output, and no two outputs may share memory.
         nothing = result.loss.new_empty(0)
         optional = result.entropy, result.filtered, metrics, result.units
         extras = [nothing.clone() if x is None else x for x in optional]
@@ -265,7 +266,8 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
-        # Pass keep=False, because an operator cannot cache tensors between forward and backward.
+        # Pass keep=False, because an operator cannot store cached logits between forward and
+        # backward.
         return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:

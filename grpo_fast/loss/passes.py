@@ -38,7 +38,7 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    filtered: Tensor | None = None  # (2,) share and columns that grad_filter left out
+    filtered: Tensor | None = None  # (2,) shares that grad_filter skipped and kept
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # (K,) fp32: factor by which each of K gradients must be multiplied. None: 1. See
     # kernels/head/half_range.py.
@@ -118,8 +118,8 @@ def _with_divergence(
         result = _swept(linear_sweep(tensors, rows, route, **sweep), batch, options, wanted)
         teacher |= dict(wanted=wanted, keep_fp32=True)
         each, more = supported_divergence(tensors, rows, route, **teacher)
-        # Round only the sum, because two rounded terms would have twice the error. In fp16 the sum
-        # stays in fp32, because `in_units` rounds it later.
+        # Round only the sum of both gradients, because two rounded gradients would have twice the
+        # error. In fp16 the sum stays in fp32, because `in_units` rounds it later.
         likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)

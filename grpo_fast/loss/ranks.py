@@ -32,9 +32,8 @@ ERROR = b"-"
 
 
 def is_sharded(x: object) -> bool:
-    """Return whether x is a DTensor."""
-    # Importing torch.distributed.tensor is slow. Code that has a DTensor has already imported it,
-    # so this attribute test is enough.
+    """Return whether x is a DTensor, without importing torch.distributed.tensor."""
+    # Importing torch.distributed.tensor is slow, so test an attribute that only DTensors have.
     return hasattr(type(x), "full_tensor")
 
 
@@ -160,7 +159,8 @@ class Agreement:
         sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
-        # After the exchange every rank has all sizes, so all ranks raise the error together.
+        # Check the sizes after the exchange. Every rank then has all sizes, so all ranks raise the
+        # error together.
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
@@ -214,7 +214,7 @@ class Agreement:
         assert self.group is not None
         self.is_open = False  # if the collective fails, no rank waits for another message
         ranks = distributed.get_world_size(self.group)
-        # NCCL can send only tensors on a GPU.
+        # Move the message to the GPU for NCCL, which cannot send CPU tensors.
         is_cuda = distributed.get_backend(self.group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
         # Messages have a fixed size, because all_gather needs equal shapes.
@@ -238,5 +238,5 @@ NO_GROUP = Agreement(None)
 
 
 def checksum(x: Tensor) -> int:
-    """Return a number that depends on the ids and their order. The sum wraps around at 64 bits."""
+    """Return a checksum of ids that depends on their order. The sum wraps around at 64 bits."""
     return int((x * torch.arange(1, len(x) + 1, device=x.device)).sum())

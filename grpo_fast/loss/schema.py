@@ -46,8 +46,8 @@ NUM_OPTIONS = len(names_of(Options))
 def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
     """Return the fields that a graph carries, in the order of the operator's arguments.
 
-    Raises a ValueError if a different field does not have its default value. `call.public` runs
-    such calls outside of graphs.
+    Raises a ValueError if a field that a graph cannot carry does not have its default value.
+    `call.public` runs such calls outside of graphs.
     """
     for name, value in zip(options._fields, options, strict=True):
         # Test the name first. The value of a field in TYPES may be a traced tensor, which has no

@@ -74,7 +74,7 @@ def raise_pending() -> None:
 
 
 def check_values(checks: list[Check], validate: str) -> None:
-    """Raise a ValueError for the first flag that is set.
+    """Raise a ValueError for the first check whose error flag is set.
 
     Flags on a GPU are queued for a later call unless `validate` is "full".
     """
@@ -116,13 +116,14 @@ def is_positive(x: Tensor) -> Tensor:
 
 
 def is_not_finite(x: Tensor) -> Tensor:
-    # This form needs two kernel launches fewer than ~torch.isfinite(x). NaN < inf is False.
+    # Use this form instead of ~torch.isfinite(x), because it needs two kernel launches fewer. NaN <
+    # inf is False, so NaN is bad, too.
     return ~(x.abs() < torch.inf)
 
 
 # Each argument has the expected values, a description of bad values, and the test for bad values.
-# old_logps may be -inf, because the ratio is clamped. An infinite ref_logp would give an infinite
-# KL.
+# old_logps may be -inf, because the ratio is clamped. ref_logps must be finite, because an infinite
+# value would give an infinite KL.
 ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
 RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
@@ -134,8 +135,9 @@ RULES: ValueRules = {
     "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
-# Logps of logits are log-probabilities, so they are at most 0. `RULES` has no such bound, because
-# `grpo_loss` also accepts log-densities of continuous actions, which may be positive.
+# This limit applies to functions that compute logps from logits, so that logps are at most 0.
+# `RULES` has no upper limit for logps, because `grpo_loss` also accepts log-densities of continuous
+# actions, which may be positive.
 ROUNDING = 1e-2  # nats above 0 that rounding to 16 bits may cause
 _LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
 LOGPS_RULES = RULES | {

@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo_fast.errors import argument_error, choice, kind_of, nearest_name, number, require
 
 # The function of a mode expects (N, G) fp64 rewards, where NaN marks a completion without a reward.
-# Such completions are excluded from means, deviations and counts. Their advantages may have any
-# value here, because `group_advantages` sets them to 0.
+# Such completions are excluded from means, deviations and counts. A mode may return any advantage
+# for them, because `group_advantages` replaces it with 0.
 
 
 def count(r: Tensor) -> Tensor:
@@ -26,13 +26,13 @@ def highest(r: Tensor) -> Tensor:
 
 
 def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale `a` to mean 0 and standard deviation 1 over the entries in `known`."""
+    """Shift and scale `a` so that its entries in `known` have mean 0 and standard deviation 1."""
     counted = a[known]
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
 
 def raw_rewards(r: Tensor) -> Tensor:
-    """Compute A = r."""
+    """Return the rewards unchanged, A = r."""
     return r
 
 
@@ -66,12 +66,12 @@ def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor
 
 
 def maximum(r: Tensor) -> Tensor:
-    """Compute A = r - mean at the group's maximum and 0 elsewhere (CS336, the text)."""
+    """Compute A = r - mean for the group's best completions, and 0 for others (CS336, text)."""
     return torch.where(r == highest(r), centered(r), 0.0)
 
 
 def maximum_reward(r: Tensor) -> Tensor:
-    """Compute A = r at the group's maximum and 0 elsewhere (CS336, the code)."""
+    """Compute A = r for the group's best completions, and 0 for others (CS336, code)."""
     return torch.where(r == highest(r), r, 0.0)
 
 
@@ -96,7 +96,8 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     only one other reward, A is not divided.
     """
     diagonal = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
-    # The shape is (N, G, G). Row i has the rewards of the group without the reward of completion i.
+    # Build an (N, G, G) tensor in which row i has the rewards of the group, with NaN instead of the
+    # reward of completion i.
     others = torch.where(diagonal, torch.nan, r[:, None, :])
     a = r - others.nanmean(-1)
     deviations = others - others.nanmean(-1, keepdim=True)
@@ -143,7 +144,8 @@ def gdpo(
 def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
-    # Rounding of the mean could leave a tiny advantage, which a division by eps would amplify.
+    # Compare the rewards instead of the advantages. Rounding of the mean could leave a tiny
+    # advantage, which a division by eps would amplify.
     return torch.where(lowest == highest(r), 0.0, a)
 
 
@@ -175,7 +177,7 @@ def passk(r: Tensor) -> Tensor:
     Source: https://arxiv.org/abs/2503.19595 with k = G
     """
     top = r.nan_to_num(nan=-torch.inf).topk(min(2, r.shape[-1]), dim=-1)
-    # A group with a single reward has no second best, so the gap is 0.
+    # Set the gap to 0 in a group with a single reward, because it has no second best reward.
     gap = torch.where(count(r) > 1, top.values[:, :1] - top.values[:, -1:], 0.0)
     return torch.zeros_like(r).scatter(-1, top.indices[:, :1], gap)
 
@@ -198,7 +200,7 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# For each numeric option, the expected values and the test.
+# Each numeric option has a description of its allowed values, for the error message, and a test.
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eps": ("a finite number >= 0", lambda x: x >= 0),
     "value": ("a finite number", lambda x: True),
@@ -206,8 +208,8 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "clip_high": ("None or a number >= 0", lambda x: x >= 0),
 }
 
-# These modes do not compare completions within a group. A group with one completion, or with equal
-# rewards, still has a signal.
+# These modes do not compare completions within a group, so a group with one completion or with
+# equal rewards keeps its advantages.
 WITHOUT_GROUPS = ("rewards", "baseline")
 
 
@@ -325,7 +327,8 @@ def check_options(mode: str, options: Mapping[str, Any]) -> None:
         elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         elif name == "weights":
-            # Test the type, because a string is a sequence as well.
+            # Accept only lists and tuples. A string is a sequence, too, so a test for sequences
+            # would accept it.
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:

@@ -17,7 +17,7 @@ Total = float | Tensor  # a number, or a 0-d tensor on a device
 
 
 class Counts(NamedTuple):
-    """Numbers by which an aggregation may divide."""
+    """Totals by which an aggregation may divide the token weights."""
 
     active: int  # active tokens of this call, at least 1
     tokens: Total  # num_items_in_batch; if None, `active`
@@ -40,19 +40,20 @@ class Aggregation(NamedTuple):
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    # 1 / (B·|o_b|): mean over completions of the mean over tokens (DeepSeekMath)
+    # The weight is 1/(B·|o_b|), the mean over completions of the mean over tokens (DeepSeekMath).
     "sequence_mean": Aggregation(lambda counts: counts.completions, by_length=True),
-    # 1 / Σm: mean over the active tokens of this call (TRL)
+    # The weight is 1/(active tokens of this call), the mean over these tokens (TRL).
     "token_mean_local": Aggregation(lambda counts: counts.active),
-    # 1 / (B·max_completion_length): no length bias (Dr. GRPO)
+    # The weight is 1/(B·max_completion_length), which has no length bias (Dr. GRPO).
     "fixed_length": Aggregation(lambda counts: counts.completions * counts.max_length),
-    # 1 / Σm of the whole step: every token has the same weight (DAPO)
+    # The weight is 1/(active tokens of the whole step), equal for every token (DAPO).
     "token_mean_global": Aggregation(lambda counts: counts.tokens),
-    # 1 / (prompts·tokens of the prompt's completions): mean over prompts (SkyRL)
+    # The weight is 1/(prompts·tokens of all completions of the prompt), the mean over prompts
+    # (SkyRL).
     "prompt_mean": Aggregation(
         lambda counts: counts.completions / counts.group_size, by_length=True
     ),
-    # 1 / B: mean over completions of the sum over tokens (LUSPO)
+    # The weight is 1/B, the mean over completions of the sum over tokens (LUSPO).
     "sequence_sum": Aggregation(lambda counts: counts.completions),
 }
 

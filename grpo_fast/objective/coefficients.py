@@ -43,7 +43,7 @@ class RowTerms(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Loss, its derivatives, and the terms that metrics report."""
+    """Loss of the active tokens, its derivatives, and the terms that the metrics report."""
 
     loss: Tensor  # 0-d fp32
     grad_logps: Tensor  # (T,) dL/dlogp
@@ -75,7 +75,7 @@ def token_loss(
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
     elif objective.ratio_kind == "detached_mean":
-        # The mean log ratio is clamped, and a clamped mean has slope 0.
+        # Set the slope to 0 where the mean log ratio is clamped.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
     # 3. Weight the loss, and convert the slope to dL/dlogp.
@@ -87,8 +87,8 @@ def token_loss(
         grad = ratio.slope_to_logps(weights * slope, tokens)
     else:
         grad = weights * slope
-    # Comparisons and masks in the loss functions turn NaN into finite values. Restore the NaN,
-    # because otherwise a broken model would not be noticed.
+    # Restore NaN in the result. Comparisons and masks in the loss functions turn NaN into finite
+    # values, so a broken model would not be noticed.
     is_nan = logps.isnan() | ratio.log.isnan()
     grad, policy = (torch.where(is_nan, torch.nan, x) for x in (grad, weights * loss))
 
@@ -121,7 +121,8 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # These corrections do not read logps, which are not known yet, so pass old_logps instead.
+        # Pass old_logps instead of the logps, which are not known yet. These corrections do not
+        # read the logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:
@@ -164,8 +165,8 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
             kl = kl * ratio
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
-    # Comparisons and zero weights hide a NaN logp. Restore the NaN, so that a broken model is
-    # noticed.
+    # Restore NaN where the logp is NaN. Comparisons and zero weights hide a NaN, so a broken model
+    # would not be noticed.
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
@@ -211,8 +212,7 @@ def weighted_kl(
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    # Other ratio kinds have no differentiable ratio of a token or completion, so use the token's
-    # ratio.
+    # Use the ratio of the token if the loss has no differentiable ratio of a token or completion.
     has_ratio = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
     r = torch.exp(ratio.log if has_ratio else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r
@@ -221,7 +221,7 @@ def weighted_kl(
 
 
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
-    """Return the weight (T,) of each token's entropy in the mean over the kept tokens."""
+    """Return the weight (T,) of each token's entropy in the mean over the tokens in `keep`."""
     kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
     share = tokens.entropy_weight
     if share is None:

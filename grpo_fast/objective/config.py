@@ -38,9 +38,9 @@ NULLABLE = (
     "group_size",
 )  # fmt: skip
 
-# Options that only some losses read. A different loss would ignore them silently, so it is an error
-# to change them. The clip range is exempt, because users keep one range while they try several
-# losses, and because `replace` keeps the default of epsilon_high.
+# Only some losses read these options. Another loss would ignore them silently, so it is an error to
+# change them. The clip range is exempt, because users keep one range while they try several losses,
+# and because `replace` keeps the default of epsilon_high.
 LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
@@ -173,7 +173,10 @@ class LossConfig:
     entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by value. A temperature tensor equals only itself, as its hash requires."""
+        """Compare by value, except that a temperature tensor equals only itself.
+
+        Tensors are hashed by identity, and equal configs must have equal hashes.
+        """
         if not isinstance(other, LossConfig):
             return NotImplemented
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
@@ -289,7 +292,7 @@ class LossConfig:
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
             "ratio_max": 1.0 + high if offset else high,
-            # TRL has the same lower bound. With λ = 0, φ would grow without limit.
+            # Use the same lower bound as TRL. With λ = 0, φ would grow without limit.
             "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
             "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
         }

@@ -13,7 +13,7 @@ from grpo_fast.errors import argument_error, choice, conflict, names_nearest, nu
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
-# For each level, the function that pools log ratios. It maps (T,) to (T,).
+# For each level, this function pools the log ratios of a completion. It maps (T,) to (T,).
 LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "token": lambda tokens, x: x,
     "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
@@ -96,7 +96,7 @@ class Correction:
     def is_read(self, tokens: Tokens) -> bool:
         """Return whether the correction has an effect.
 
-        It has none without sampling_logps, unless its ratio is "current/behaviour".
+        Without sampling_logps, only a correction with ratio "current/behaviour" has an effect.
         """
         return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
 
@@ -113,7 +113,7 @@ class Correction:
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
         """Return a mask (T,) of the tokens whose ratio is inside the bounds."""
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
-        if self.low:  # a low of 0 has no logarithm, and excludes nothing
+        if self.low:  # skip a low of 0, which excludes nothing and has no log
             kept = log_ratio >= math.log(self.low)
         if self.high is not None:
             kept = kept & (log_ratio <= math.log(self.high))
@@ -123,7 +123,8 @@ class Correction:
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
         """Return the factor (T,) of the policy loss of each token."""
-        # Clamp before exp, because a large log ratio would give inf, and inf·0 is NaN.
+        # Clamp the log ratio before exp. Otherwise a large log ratio would give inf, and inf·0 is
+        # NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
             return torch.where(inside, ratio, 0.0)
@@ -159,7 +160,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
             corrections.append(Correction(**x))
         else:
             raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
-    # 3. Reject two importance weights, which would correct twice.
+    # 3. Reject two importance weights, which would correct for the same difference twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Above this d, k3 continues as its tangent. The value then stays finite, and the gradient still
-# pulls the policy towards the reference.
+# Above this value of d, k3 continues as its tangent. Its value then stays finite, and its gradient
+# still pulls the policy towards the reference.
 K3_GUARD = 20.0
 INF = float("inf")
 
@@ -41,7 +41,7 @@ def clamped(value, slope, d, most, reach):
 def k1(d, most=INF, reach=INF):
     """Compute -d, an unbiased estimate with high variance."""
     near = tl.clamp(d, -reach, reach)
-    # Do not return 1.0, because the slope must have the shape of d, and must be NaN where d is NaN.
+    # Compute the slope 1 as near·0 + 1, so that it has the shape of d, and is NaN where d is NaN.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
     return value, slope
 
@@ -55,7 +55,7 @@ def absolute(d, most=INF, reach=INF):
 
 
 def k2(d, most=INF, reach=INF):
-    """Compute d²/2. Its gradient is an unbiased estimate of the gradient of the KL."""
+    """Compute d²/2, whose gradient is an unbiased estimate of the gradient of the KL."""
     near = tl.clamp(d, -reach, reach)
     value, slope = clamped(0.5 * near * near, -near, d, most, reach)
     return value, slope
@@ -84,8 +84,9 @@ def k1_straight_through(d, most=INF, reach=INF):
     return value, -d
 
 
-# These are exact KLs over the full vocabulary instead of estimators. `linear_divergence` computes
-# them. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖ policy).
+# These names select exact KLs over the full vocabulary, which `linear_divergence` computes, instead
+# of estimators. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖
+# policy).
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 
 KL_ESTIMATORS: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {

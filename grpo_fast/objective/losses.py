@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch as tl
 
-# Log ratios are clamped to this value before exp. The slope ignores the clamp, so that the gradient
-# still pulls the policy back.
+# Clamp log ratios to this value before exp. The slope ignores the clamp, so that the gradient still
+# pulls the policy back.
 LOG_RATIO_MAX = 20.0
-# Bound of the mean log ratio of gspo_token (https://arxiv.org/abs/2507.18071). Above this bound the
-# slope is 0.
+# Clamp the mean log ratio of gspo_token (https://arxiv.org/abs/2507.18071) to this value. Above it
+# the slope is 0.
 MEAN_LOG_RATIO_MAX = 10.0
 
 # The signature is (logp, log_ratio, advantage, *params) -> (loss, slope), for numbers, tensors or
@@ -32,12 +32,12 @@ LEVELS = ("token", "sequence", "sequence_sum")
 
 
 def reinforce(logp, log_ratio, advantage):
-    """Compute -A·lp (REINFORCE, Williams 1992; "naive" in CS336)."""
+    """Compute -A·logp and its slope (REINFORCE, Williams 1992; "naive" in CS336)."""
     return -advantage * logp, -advantage
 
 
 def unclipped(logp, log_ratio, advantage):
-    """Compute -r·A (CS336)."""
+    """Compute -r·A with the importance ratio r, and its slope (CS336)."""
     loss = -tl.exp(log_ratio) * advantage
     return loss, loss
 
@@ -67,13 +67,16 @@ def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c
 
 
 def cispo(logp, log_ratio, advantage, ratio_min, ratio_max):
-    """Compute -sg(clamp(r))·A·lp (MiniMax-M1, https://arxiv.org/abs/2506.13585)."""
+    """Compute -sg(clamp(r))·A·lp, where sg stops the gradient of the ratio r.
+
+    Source: MiniMax-M1, https://arxiv.org/abs/2506.13585
+    """
     slope = -tl.clamp(tl.exp(log_ratio), ratio_min, ratio_max) * advantage
     return slope * logp, slope
 
 
 def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
-    """Compute -A·σ(τ(r-1))·4/τ (SAPO, https://arxiv.org/abs/2511.20347)."""
+    """Compute -A·σ(τ(r-1))·4/τ with sigmoid σ (SAPO, https://arxiv.org/abs/2511.20347)."""
     ratio = tl.exp(log_ratio)
     tau = tl.where(advantage > 0, temperature_pos, temperature_neg)
     exponent = tau * (ratio - 1.0)
@@ -94,7 +97,7 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 
 
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Clip the log ratio on one side, the side to which A pushes it.
+    """Clip the log ratio from above at ε_high if A >= 0, and from below at -ε_low if A < 0.
 
     `coefficients.py` computes the loss -A·exp(mean of the clipped log ratios) from the result.
 
@@ -111,7 +114,7 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
     """Compute -A·sg(min(r, 20))·lp inside a trust region of p - p_old, as verl does.
 
-    Outside of the trust region on the side to which A pushes p, the loss is 0.
+    The loss is 0 if p is outside of the trust region and A would push p further away from p_old.
     """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
@@ -121,7 +124,10 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute the loss of dppo_tv with the binary KL of (p_old, p) as the distance, as in verl."""
+    """Compute the loss of `dppo_tv`, but measure the trust region by the binary KL of (p_old, p).
+
+    verl does the same.
+    """
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
     p_old = tl.exp(logp - log_ratio)
@@ -138,7 +144,7 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """Compute -(lp·A - β/2·lr²) with lr = log_ratio (Kimi k1.5; DRO)."""
+    """Compute -(lp·A - β/2·lr²) with the log ratio lr (Kimi k1.5; DRO)."""
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 

@@ -35,8 +35,8 @@ def token_metrics(
         config: the objective.
         num_rows: N, the number of all rows of the call.
     """
-    # 1. Compute the loss again from the logps of the call. A call whose metrics are never read then
-    # has no additional cost.
+    # 1. Compute the loss again from the logps of the call, only now that the metrics are read. A
+    # call whose metrics are never read then has no additional cost.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -81,8 +81,8 @@ def token_metrics(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """Return the names of the metrics of a call, in the order of `token_metrics`."""
     objective = OBJECTIVES[config.loss_type]
-    # A torch.compile graph returns the values without names. A different order here would assign
-    # the names to the wrong values.
+    # Keep the order of `token_metrics`. A torch.compile graph returns the values without names, so
+    # a different order would assign the names to the wrong values.
     names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
     names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []
@@ -159,7 +159,7 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        # An empty completion has a mean of 0. Replace it, because it must not become the minimum.
+        # Replace the mean 0 of an empty completion by 1, because it must not become the minimum.
         filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()

@@ -55,7 +55,7 @@ def importance_ratio(
     raw = logps - old_logps
     kind = OBJECTIVES[config.loss_type].ratio_kind
     if kind == "sum":
-        # The clamps and their order are the same as in TRL's get_gamma_weights.
+        # Clamp to the same bounds and in the same order as TRL's get_gamma_weights.
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
@@ -64,7 +64,7 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if kind == "detached_mean":
-        # The mean has no gradient. The slope applies to the logp of the token instead.
+        # Treat the mean as a constant. The slope applies to the logp of the token instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)

@@ -20,7 +20,8 @@ class Tokens(NamedTuple):
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
-    # A 0-d power of two that multiplies the loss and its derivatives. None: 1.
+    # A 0-d power of two that multiplies the loss and its derivatives, so that fp16 gradients do not
+    # underflow. None: 1.
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:

@@ -108,7 +108,7 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
         saver.mark(before=before, after=before)
     _log(saver, evaluate)  # a resumed run may have a finished step that was not logged
     for number in range(saver.state.step + 1, saver.config.steps + 1):
-        step, metrics = make_step(number, collector, trainer)  # 2. to 6.
+        step, metrics = make_step(number, collector, trainer)  # parts 2 to 6 of a run
         # 7. Log the step, and evaluate if an evaluation is due. Store the step and its rows in the
         # run's state first, so that an error while logging or evaluating does not lose the step.
         saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))

@@ -1,6 +1,6 @@
 """Tiny random models of every causal LM class in the installed transformers.
 
-All models are built from one generic configuration.
+One generic configuration is used for all classes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 
 from tests import tiny
 
-# This window is shorter than most prompts of the sweep.
+# The window of all models must be shorter than most prompts of the sweep, so that it has an effect.
 WINDOW = 16
-LARGEST = 20_000_000  # parameters; a larger class has its size in a field that is not listed here
+LARGEST = 20_000_000  # parameters; a larger model has an unknown size field
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
     **dict.fromkeys(("embedding_dim", "embedding_size", "hidden_dim", "word_embed_proj_dim"), 32),
@@ -41,14 +41,14 @@ SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
-    # Limits of positions at which a model changes its computation. Sequences of the sweep are
-    # longer.
+    # At these positions a model changes its computation. The sequences of the sweep are longer, so
+    # that they reach the changed computation.
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 24),
     "original_max_position_embeddings": 64,
     "hidden_size_per_layer_input": 8,
     "rotary_dim": 4,
     "query_pre_attn_scalar": 16,
-    # Windows are shorter than the sequences, so that a wrong mask is visible.
+    # Windows are shorter than the sequences, so that a wrong mask changes the results.
     **dict.fromkeys(("sliding_window", "window_size", "attention_window_size"), WINDOW),
     **dict.fromkeys(("sliding_window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("keep_window_size", "local_attention_window_len"), WINDOW),
@@ -63,7 +63,7 @@ SIZES = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
-# Fields for families that need other sizes than the generic ones.
+# Some families need other sizes than the generic ones. The next constants have their fields.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 # In latent attention, queries and keys have width 16, and values have width 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
@@ -77,17 +77,18 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MLA),
     **dict.fromkeys(("axk1", "axk2", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"), MLA),
     "reformer": {"is_decoder": True},
-    "qwen2_moe": {"decoder_sparse_step": 2},  # experts and a plain MLP in turns
+    "qwen2_moe": {"decoder_sparse_step": 2},  # alternates MoE and plain MLP layers
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 
 
-# Models for other tests: the models of `tests.tiny`, and families with a special property.
+# MODELS are used by other tests. They are the models of `tests.tiny`, and families with a special
+# property.
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(tiny.FAMILIES, {}),
-    # It has both layer types with different RoPE, and norms of q and k.
+    # This family has both layer types with different RoPE, and norms of q and k.
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {},  # every other layer without RoPE
     "phi3": {},  # fused projections
@@ -104,8 +105,8 @@ def causal_lms() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-# RoPE types whose angles or attention change with the position. Each family is tested with all of
-# these types.
+# These RoPE types have angles or attention that change with the position. Each family is tested
+# with all of these types.
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
     "llama3": {
@@ -116,7 +117,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
-    """Return the configuration of this model type, in which every known field is tiny.
+    """Return the configuration of a model type in which all known sizes are tiny.
 
     Args:
         rope: a key of ROPES, which replaces the RoPE type of the family.
@@ -129,7 +130,7 @@ def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
 def _small_rope(known: dict[str, Any], rope: str | None) -> dict[str, Any]:
     """Return RoPE parameters with small limits.
 
-    They are nested by layer type if the family has several RoPE types.
+    The parameters are nested by layer type if the family has several RoPE types.
     """
     if any(isinstance(part, dict) for part in known.values()):
         return {name: part and _small_rope(part, rope) for name, part in known.items()}
@@ -158,8 +159,8 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
 def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
     """Return a random causal LM of this type in evaluation mode.
 
-    Its weights make a wrong mask visible. If the generic sizes do not fit, the error of the class
-    is raised.
+    Its weights are large enough that a wrong mask changes the logps. If the class rejects the
+    generic sizes, its error is raised.
     """
     from transformers import AutoModelForCausalLM
 
@@ -181,6 +182,6 @@ def small_model(kind: str) -> Any:
     if kind in tiny.FAMILIES:
         return tiny.tiny_model(kind)
     model = family_model(kind, num_hidden_layers=2, sliding_window=6, **MODELS[kind])
-    # torch's grouped matrix product does not support fp64.
+    # Use eager experts, because torch's grouped matrix product does not support fp64.
     model.set_experts_implementation("eager")
     return model

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.spans import AttentionParams
 
-# For each name of a provider, the function (q, k, v, layout, params) → output.
+# ATTENTION has for each provider name the function (q, k, v, layout, params) → output.
 ATTENTION: dict[str, Callable] = {p.name: p.attend for p in dispatch.PROVIDERS}
 
 
@@ -24,9 +24,10 @@ def two_levels(
 
 
 def layout_of(lengths: Sequence[int], shape: Sequence[int]) -> TreeLayout:
-    """Build a layout from `shape`, which has parents if it contains a root (-1).
+    """Build a layout from `shape`, which lists either parents or numbers of completions.
 
-    Otherwise `shape` is the argument `sharing` of `two_levels`.
+    If it contains a root (-1), it is the list of parents. Otherwise it is the argument `sharing` of
+    `two_levels`.
     """
     return TreeLayout.of(lengths, parents=shape) if -1 in shape else two_levels(lengths, shape)
 
@@ -51,7 +52,7 @@ def results(
     params: AttentionParams,
     dtype=None,
 ) -> list[Tensor]:
-    """Return output, dq, dk and dv for the result of `inputs`.
+    """Run an attention function on the tensors of `inputs`, and return output, dq, dk and dv.
 
     Args:
         dtype: the dtype of the computation. None: the dtype of the inputs.

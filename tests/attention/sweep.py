@@ -36,8 +36,9 @@ from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
 TOLERANCE = 2e-3  # nats in fp32; a wrong mask differs by tenths
-# The lengths are ragged. Most prompts and completions exceed the window, and some groups share
-# nothing. There are lengths before and after every limit of `families.SIZES`: 16, 24, 64 and 256.
+# The lengths vary. Most prompts and completions exceed the window, and groups with one completion
+# share nothing. Some sequences are shorter and some longer than each limit of `families.SIZES`: 16,
+# 24, 64 and 256.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
@@ -60,7 +61,7 @@ class Verdict(NamedTuple):
 
 
 def groups_of(model: Any) -> list[Group]:
-    """Return random groups with the LENGTHS that fit into the model's table of positions."""
+    """Return random groups with those LENGTHS that fit into the model's table of positions."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     room = trial.room_of(model, positions(model.config.get_text_config()))
     generator = torch.Generator().manual_seed(1)
@@ -74,7 +75,7 @@ def groups_of(model: Any) -> list[Group]:
 
 @torch.no_grad()
 def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
-    """Return logps (R,) of the completion tokens, by transformers' eager attention.
+    """Return logps (R,) of the completion tokens from the eager attention of transformers.
 
     The batch is padded on the right.
     """
@@ -93,7 +94,7 @@ def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
 
 
 def judge(family: str, **changes: Any) -> Verdict:
-    """Build a family, run the trainer's checks, compare the results, and return the verdict."""
+    """Build a model of the family, run the trainer's checks on it, and return the verdict."""
     try:
         model = family_model(family, **changes)
         groups = groups_of(model)
@@ -102,7 +103,7 @@ def judge(family: str, **changes: Any) -> Verdict:
         return Verdict(family, NOT_BUILT, _line(error))
     try:
         policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
-        policy.eos_ids = frozenset()  # every completion is longer than the window
+        policy.eos_ids = frozenset()  # no end token, so that every completion exceeds the window
         self_check(policy)
     except Exception as error:
         return Verdict(family, REFUSED, _line(error))
@@ -127,9 +128,10 @@ def judge_ropes(family: str) -> Verdict:
 
 @torch.no_grad()
 def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
-    """Return the largest differences from `truth` in nats, by name.
+    """Return the largest differences from the reference logps `truth`, in nats, by name.
 
-    The differences are of packed rows, with and without shared prompts, and of the sampling loop.
+    The compared logps come from packed rows, with and without shared prompts, and from the sampling
+    loop.
     """
     found = {}
     for name, shared in (("shared", True), ("unshared", False)):

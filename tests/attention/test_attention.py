@@ -58,8 +58,8 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
         (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
         (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
-        # FA2 and FA4 both install a module named flash_attn. One of them must not be mistaken for
-        # the other.
+        # FA2 and FA4 both install a module named flash_attn. Installing one must not make the other
+        # appear available.
         (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
         (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (90, "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
@@ -114,9 +114,9 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
 
 @pytest.mark.parametrize(("index", "expected"), [(3, 3), (None, 2)])
 def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
-    """The self-test runs in a new thread.
+    """Check that the thread of the self-test selects the GPU of the tensors.
 
-    Without a selected GPU it would use another rank's GPU 0.
+    A new thread starts with GPU 0, which belongs to a different rank.
     """
     current = threading.local()  # CUDA's device is per thread, 0 at first
 
@@ -141,7 +141,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Record the kinds of input for which a kernel is selected, without running a kernel."""
+    """Record for which kinds of input a kernel is selected. No kernel is run."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)
@@ -166,7 +166,7 @@ def test_the_first_call_may_come_without_gradients(fresh_choice, mode):
 
 
 def test_a_window_that_no_query_reaches_is_none(kinds):
-    # The longest context of a query has 4 + 3 keys.
+    # The longest context has 4 + 3 keys, so a window of 7 or more must be dropped.
     q, layout = (torch.ones(9, 1, 8), two_levels([4, 3, 2], [2]))
     for window in (None, 8, 7, 6):
         dispatch.packed_rows_attention(q, q, q, layout, scale=1.0, window=window)

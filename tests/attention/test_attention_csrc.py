@@ -1,7 +1,7 @@
 """Test packed attention in C++ against the explicit kernel in fp64.
 
 The tests cover sizes at the borders of tiles, blocks and registers, strides, NaN, and errors. The
-bits of a row must depend only on its own segment.
+bits of a row must not depend on other segments.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def given_of(layout, heads=(4, 2), depth=32):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_values_against_fp64(name, heads, poisoned_memory):
-    """The error is at most twice the error of torch's kernel in the same dtype.
+    """Check that the error is at most twice the error of torch's kernel in the same dtype.
 
-    For gradients it is at most three times that error. The tolerance also includes the rounding of
-    a dot product of D terms, because some of these rows have very few terms.
+    For gradients it may be three times that error. The tolerance also includes the rounding of a
+    dot product of D terms, because some of these rows have very few terms.
     """
     layout = layout_of(*LAYOUTS[name])
     given = given_of(layout, *heads)

@@ -37,9 +37,9 @@ def layout(request):
 
 
 def definition(q, k, v, layout, params):
-    """Compute attention row by row, without code of the package.
+    """Compute attention row by row from the definition, without code of the package.
 
-    A query sees its segment and its ancestors up to its own position.
+    A query sees its segment and the ancestors of the segment, up to the query's own position.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, start, paths = [], 0, {-1: []}
@@ -73,7 +73,7 @@ def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
 @pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0)], ids=str)
 @pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
 def test_flex_is_explicit(name, params):
-    """Test only the forward, because flex_attention has no backward on a CPU."""
+    """Check the forward of flex_attention, which has no backward on a CPU."""
     layout = layout_of(*LAYOUTS[name])
     *qkv, _ = inputs(layout)
     assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
@@ -101,7 +101,10 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
 def test_strided_inputs(layout, attention):
-    """q, k and v are slices of a fused projection, and the gradient is an expanded scalar."""
+    """Check strided inputs.
+
+    q, k and v are slices of a fused projection, and the gradient is an expanded scalar.
+    """
     kernel = attention.keywords["kernel"]
 
     def backward(grad, *rest):
@@ -118,7 +121,10 @@ def test_strided_inputs(layout, attention):
 
 
 def test_explicit_chunks_change_nothing(monkeypatch):
-    """Long prompts are split into chunks of queries, which skip the keys that they cannot see."""
+    """Check that splitting long prompts into chunks of queries does not change the results.
+
+    A chunk skips the keys that its queries cannot see.
+    """
     layout = two_levels([150, 140, 3, 130], [2])
     given = inputs(layout)
     for params in RULES:
@@ -142,9 +148,9 @@ def test_explicit_under_autocast_stays_in_fp32():
 
 
 def test_blocks_of_flex_cover_what_is_visible(layout):
-    """A block of keys is listed if and only if a query sees one of its keys.
+    """Check that a block of keys is listed if and only if a query sees one of its keys.
 
-    A full block needs no mask.
+    A block that is listed as full must need no mask.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):
         number = -(-layout.total // flex.BLOCK)

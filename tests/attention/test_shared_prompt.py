@@ -1,6 +1,6 @@
 """Test shared prompts against one forward pass per completion in fp64, for several families.
 
-The logps and the gradients of all parameters must be equal.
+The logps of all completions and the gradients of all parameters must be equal.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from grpo_fast.attention import pack_groups, plan_packs, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
-# Completions are ragged, from one token on. There are several groups in a row, and some groups
-# share nothing.
+# The completions have different lengths, from one token on. Some groups have only one completion,
+# so they share nothing.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
 @pytest.fixture
 def everything_in_fp64(monkeypatch):
-    """Compute in fp64 where transformers uses fp32 (norms, RoPE, softmax).
+    """Use fp64 where transformers uses fp32, in norms, RoPE and softmax.
 
-    Results can then be equal up to fp64 rounding.
+    The results can then be equal up to fp64 rounding.
     """
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
@@ -42,7 +42,7 @@ def random_groups():
 
 
 def samples_of(groups):
-    """Return the completions of all groups as samples of a tree, pairs (ids, trained)."""
+    """Return the completions of all groups as samples for `pack_tree`, pairs (ids, trained)."""
     return [(p + c, [0] * len(p) + [1] * len(c)) for p, completions in groups for c in completions]
 
 
@@ -75,7 +75,10 @@ def gradients(model, loss):
 
 
 def assert_close(got, expected, bar=1e-12):
-    """Compare relative to the largest entry, so that one tolerance fits logps and gradients."""
+    """Check that the differences are small relative to the largest entry.
+
+    The same tolerance then suits logps and gradients.
+    """
     for name, value in expected.items():
         error = float((got[name] - value).detach().abs().max())
         assert error <= bar * max(1.0, float(value.detach().abs().max())), (name, error)
@@ -95,7 +98,10 @@ def test_equals_one_by_one(everything_in_fp64, family, shared):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
 def test_groups_split_over_packs(everything_in_fp64, family, shared):
-    """If a group exceeds the budget, logps and summed gradients equal the results of one pack."""
+    """Check that a group that is split over several rows gives the logps and gradients of one row.
+
+    The gradients of the rows are summed.
+    """
     model, groups = tiny_model(family).double(), random_groups()
     whole = pack_groups(groups)
     expected = by_pack(model, whole)
@@ -113,7 +119,7 @@ def test_groups_split_over_packs(everything_in_fp64, family, shared):
 
 
 def test_lora(everything_in_fp64):
-    """Only adapters are trained, so some of q, k and v do not require grad."""
+    """Check a LoRA model, in which some of q, k and v do not require grad."""
     import peft
 
     config = peft.LoraConfig(
@@ -137,7 +143,7 @@ def test_fp32_and_autocast_stay_within_rounding():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
 def test_the_readme_runs_as_it_stands(family):
-    """The README's example works with a plain head, a softcap and a logit scale."""
+    """Check that the README's example runs with a plain head, a softcap and a logit scale."""
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15

@@ -1,7 +1,7 @@
 """Test trees of samples against one forward pass per sample in fp64, for several families.
 
-The logps and the gradients of all parameters must be equal. Other tests check the rows of a tree,
-and the input that raises an error.
+The logps of all samples and the gradients of all parameters must be equal. Further tests check the
+rows of a tree, and the errors for invalid input.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ __all__ = ["everything_in_fp64"]
 
 
 def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
-    """Return samples that are paths of random tries.
+    """Return samples whose ids are paths through random tries.
 
-    Samples end inside nodes, repeat, are prefixes of other samples, and have different masks.
+    Samples may end inside nodes, be equal, or be prefixes of other samples. They have different
+    masks.
     """
     paths = []
     for _ in range(rng.randint(1, 3)):
@@ -86,7 +87,7 @@ def comb(turns, tokens=3):
 def objective(logps, lengths, old, advantages, kind):
     """Return a PPO clip loss per token, or a GSPO loss per sample.
 
-    For both losses, summing advantages over shared tokens would be wrong.
+    With both losses, a model that adds up the advantages of a shared token would be wrong.
     """
     total = logps.sum() * 0
     for lp, before, advantage in zip(
@@ -101,7 +102,10 @@ def objective(logps, lengths, old, advantages, kind):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
-    """Test windows, softcaps, both objectives, copied nodes and recomputed gradients."""
+    """Check random trees against one forward pass per sample.
+
+    The test covers windows, softcaps, both objectives, copied nodes and recomputed gradients.
+    """
     model, rng = small_model(family).double(), random.Random(family)
     for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
         samples, kind = random_samples(rng), ("ppo", "gspo")[number % 2]
@@ -134,7 +138,7 @@ def test_the_same_bits_every_time_and_with_gradients_recomputed(family):
 
 
 def contexts(pack):
-    """Yield the context of each loss term: the ids of the rows that its row sees, by position."""
+    """Yield the context of each loss term, the ids that its predicting row sees, in order."""
     seen, position, ids = visible(pack.layout), pack.layout.position_ids[0], pack.input_ids[0]
     for row in pack.predicting.tolist():
         rows = seen[row].nonzero()[:, 0]
@@ -187,8 +191,8 @@ def test_rows_by_hand():
     pack = pack_tree(samples, apart=later, merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
     assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
-    # Two shared tokens become a segment if they save two of a hundred rows. They are copied if they
-    # save two of three hundred rows.
+    # Two shared tokens must become a segment if they save two of a hundred rows. They must be
+    # copied if they save only two of three hundred rows.
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
         assert len(pack_tree(two).layout.lengths) == segments
@@ -233,8 +237,8 @@ def test_rows_of_a_budget(seed, budget):
 
 
 def test_a_plan_cuts_below_the_branch_that_exceeds_it():
-    # The tree has a trunk of 4 tokens, a branch of 2 with two leaves of 3, and a leaf of 2. The
-    # total is 4 + 2 + 6 + 2.
+    # The tree has a trunk of 4 tokens, a branch of 2 with two leaves of 3, and a leaf of 2. It has
+    # 4 + 2 + 6 + 2 = 14 tokens.
     paths = [[1, 2, 3, 4, 5, 6, n, n, n, 0] for n in (7, 8)] + [[1, 2, 3, 4, 9, 9, 0]]
     samples = [(path, [0] * (len(path) - 1) + [1]) for path in paths]
     assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
@@ -249,7 +253,7 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
     samples, start = comb(1200), time.process_time()
     pack = pack_tree(samples, merge_cost=0)
     assert len(pack.layout.lengths) == 2399 and len(pack.layout.calls) == 1200
-    assert time.process_time() - start < 10  # 1.3 s on an idle machine of this kind
+    assert time.process_time() - start < 10  # takes 1.3 s on an idle machine
     assert len(plan_trees(samples, 500)) > 20
     ids = list(range(5000))
     nested = [(ids[: n + 2], [0] * (n + 1) + [1]) for n in range(0, 4998, 2)]
@@ -258,7 +262,10 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
-    """Relative to fp64, a path split into nodes has the accuracy of a single segment."""
+    """Check that in 16 bits a path split into many nodes is as accurate as a single segment.
+
+    The errors are measured against fp64.
+    """
     whole, params = TreeLayout.of([8 * depth]), AttentionParams(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
     given_ = inputs(whole, dim=16, dtype=torch.bfloat16)
@@ -271,7 +278,7 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
 
 
 def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
-    """A fused loss over a tree equals the loss of the flattened samples.
+    """Check that a fused loss over a tree equals the loss of the separate samples.
 
     Each loss term has a support.
     """

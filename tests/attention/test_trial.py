@@ -1,4 +1,7 @@
-"""Test trials: the limits that they reach, their random weights, and the errors that they find."""
+"""Test trials, which compare a faster computation with the model's own.
+
+The tests check the limits that a trial reaches, its random weights, and the errors that it finds.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def test_tables_of_positions_are_not_left():
 
 
 def test_tables_without_a_bound_in_the_configuration_are_not_left():
-    """Whisper's decoder and MPT store their maximum lengths in different fields."""
+    """Check that a trial stays inside position tables whose sizes have different field names.
+
+    Whisper's decoder and MPT are examples.
+    """
     for family, most in (("whisper", 448), ("mpt", 256)):
         starts = trial.starts_of(family_model(family), float("inf"))
         assert starts and max(starts) + trial.LENGTH <= most, family
@@ -87,7 +93,8 @@ def test_random_weights_are_put_back_after_an_error():
         assert are_random
         layers = [dict(layer.named_parameters()) for layer in model.model.layers]
         for name, p in layers[0].items():
-            # All layers share the memory of one layer.
+            # All layers must share the memory of one layer, so that memory does not grow with
+            # depth.
             assert layers[2][name].data_ptr() == p.data_ptr()
             assert not torch.equal(p, before[f"model.layers.0.{name}"])
             assert p.isfinite().all() and p.std() > 0.01
@@ -154,7 +161,7 @@ def changed_attention(monkeypatch: Any, scale: Any) -> None:
 
 
 def by_length(module: Any, positions: Any, tokens: int) -> Any:
-    """Scale by the position in the row instead of position_ids, as Llama 4 does."""
+    """Scale by the index in the row, as Llama 4 does, instead of by position_ids."""
     places = torch.arange(tokens)
     return 1 + 0.1 * (places // module.config.floor_scale).log1p()[None, :, None]
 
@@ -227,9 +234,9 @@ def test_checks_put_modes_weights_and_attention_back():
 
 
 def test_limits_of_the_sweep_are_small():
-    """The sequences of the sweep have up to 261 tokens, so they exceed every limit."""
+    """Check that the limits are at most 256, so that sequences of the sweep exceed them."""
     for family in ("ministral3", "llama", "phi3", "gemma3_text", "llama4_text"):
         limits = trial.limits_of(tiny_config(family).get_text_config())
-        # The RoPE parameters of ministral3 contain its maximum length, but no code reads this
-        # field.
+        # Ignore 262144. The RoPE parameters of ministral3 contain this maximum length, but no code
+        # reads it.
         assert limits and max({*limits} - {262144}) <= 256, (family, limits)

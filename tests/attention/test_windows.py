@@ -1,4 +1,4 @@
-"""Test the window of a layer, and a part of the sweep over all families.
+"""Test the window of a layer, and the sweep on some of its families.
 
 The window is read from the mask that the model requests.
 """
@@ -31,7 +31,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
     [
         ("qwen2_moe", {}),  # the window is only in the mask, in every other layer
         ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
-        # Training adds random numbers to the input, which must be disabled.
+        # In training mode the router adds random numbers to its input. Disable this noise.
         ("mixtral", {"router_jitter_noise": 0.5}),
         ("seed_oss", {}),  # dropout under a different name
         ("qwen2", {"max_window_layers": 1}),  # in the mask, and as a keyword of some layers
@@ -77,7 +77,7 @@ def test_a_window_that_is_in_the_mask_of_all_layers_alone(monkeypatch):
     assert sweep.judge("phimoe").kind == sweep.RIGHT
 
 
-@pytest.mark.parametrize("window", [WINDOW, 4096])  # the checks use 9 and 7 tokens
+@pytest.mark.parametrize("window", [WINDOW, 4096])  # 4096 is longer than any sequence
 def test_a_lost_window_is_found_by_the_self_checks(monkeypatch, window):
     policy = Policy(
         family_model("qwen2_moe", sliding_window=window), build_symbol_tokenizer(["0", "1"])
@@ -141,7 +141,7 @@ def test_what_transformers_asks_for(build, more, expected):
 # ------------------------------------------------------------------------------------------------
 # small windows
 def windowed(*windows):
-    """Return a model with one layer for each window, each with a separate configuration."""
+    """Return a model with one layer per window. Each layer has a separate configuration."""
     model = nn.ModuleList(nn.Identity() for _ in windows)
     for layer, window in zip(model, windows, strict=True):
         layer.config = SimpleNamespace(sliding_window=window, max_window_layers=2, hidden_size=64)
@@ -176,7 +176,10 @@ def test_sizes_that_are_no_window_stay():
 # ------------------------------------------------------------------------------------------------
 # the sweep itself
 def test_the_sweep_sees_a_wrong_window(monkeypatch):
-    """The lengths of the sweep exceed the window, and its weights make a wrong mask visible."""
+    """Check that the sweep notices a wrong window.
+
+    Its sequences exceed the window, and its weights make a wrong mask change the logps.
+    """
     monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
     assert sweep.judge("phimoe").kind == sweep.WRONG

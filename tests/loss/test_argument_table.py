@@ -1,10 +1,10 @@
 """Test every keyword of the public functions in every mode of execution.
 
-The result must equal the result of plain eager execution, or an error must be raised. The keywords
-come from the signatures, so that a new keyword without a value here fails. The tests use the real
-torch.compile. Without fullgraph, an error becomes a graph break, and the frames after it are
-compiled separately. Such a graph break once lost `support` between a guard and the call that it
-guarded.
+Each test checks that the result equals the result of plain eager execution, or that an error is
+raised. The keywords come from the signatures, so that a new keyword without an entry in `VALUES`
+fails. The tests use the real torch.compile. Without fullgraph, an error becomes a graph break, and
+the frames after the break are compiled separately. Such a graph break once lost `support` between a
+guard and the call that it guarded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ TENSORS = {
     "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
     "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
-# For each keyword, a value that is not its default.
+# VALUES has a value for each keyword, different from the default, so that a lost keyword changes
+# the result.
 VALUES = {
     "softcap": 3.0,
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one for each row
@@ -73,8 +74,8 @@ IN_CONFIG = {
     "temperature": VALUES["temperature"], "softcap": 3.0, "logit_scale": 1.3, "entropy_coef": 0.1,
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
-NEUTRAL = ("group", "backend", "validate", "inplace")  # these change no number
-# Keywords without which a value of VALUES has no effect.
+NEUTRAL = ("group", "backend", "validate", "inplace")  # results do not depend on these
+# Some values of VALUES only have an effect together with the keywords listed here.
 WITH = {"entropy_over": {"support": VALUES["support"], "return_entropy": True}}
 NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
@@ -125,7 +126,7 @@ class Call:
 
 
 def answer(call, run=None, *, backward=True):
-    """Return all outputs of a call and the gradients of its tensors."""
+    """Run a call, and return all its outputs and the gradients of its tensors."""
     leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
     outputs = (run or call)(*leaves)
     found = [x.detach() for x in outputs if x is not None]
@@ -151,9 +152,9 @@ def autocast(call, patch):
 
 
 def recorded(call, patch):
-    """Run a call on the CPU as if it were recorded in a CUDA graph.
+    """Run a call on the CPU with the code path for CUDA graphs.
 
-    tests/gpu/test_cuda_graphs.py checks that recorded calls do not sync.
+    tests/gpu/test_cuda_graphs.py checks on a GPU that such calls do not sync.
     """
     # Skip modules of other packages: the lazy modules of transformers raise on any attribute.
     ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
@@ -186,8 +187,8 @@ MODES = {
     "reentrant": checkpointed(True),
     "no_grad": without_gradients,
 }
-# A keyword that fits into one full graph gives the same graph without fullgraph. Without fullgraph,
-# test only the other keywords.
+# Without fullgraph, test only the keywords that may break the graph. The other keywords give the
+# same graph with and without fullgraph.
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
@@ -204,7 +205,7 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-# Compiling takes a second. Keywords that several functions share are compiled only for the linear
+# Compiling a call takes a second. Compile keywords that several functions share only for the linear
 # functions. test_compile.py compiles the other functions.
 FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
@@ -220,7 +221,8 @@ CELLS = [
 @pytest.mark.parametrize(("function", "name", "mode"), CELLS)
 def test_a_cell(function, name, mode, group, monkeypatch):
     call = Call(function, name, group)
-    # In a pass without gradients grad_filter drops nothing, and its metrics must say so.
+    # Without gradients, grad_filter drops no columns, and its metrics must report 0 dropped
+    # columns.
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
     outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
@@ -246,7 +248,7 @@ def test_inductor_keeps_the_support(fullgraph):
 
 @pytest.mark.parametrize("function", LEAVES)
 def test_each_value_tells(function, group):
-    """Each value changes the result, so that the other tests would notice a lost keyword."""
+    """Check that each value changes the result, so that other tests would notice a lost keyword."""
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
         without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))

@@ -1,4 +1,4 @@
-"""Test that chunks of the head keep skipped rows in place and use their own coefficients."""
+"""Test that skipped rows do not shift the rows or coefficients of the chunks of the LM head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 
 
 
 def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **options):
-    """Return a case in which every second completion has advantage 0, so its rows are skipped."""
+    """Return a case in which the rows of every second completion are skipped (advantage 0)."""
     case = make_case(22, mask=mask, **options_for(loss_type, level, **options))
     idle = torch.arange(7) % 2 == 1
     return case.but(advantages=torch.where(idle, 0.0, case.advantages + 0.05))
@@ -25,9 +25,10 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
        mask={"gaps": GAPS, "whole": torch.ones(7, 20, dtype=torch.bool)}.items(),
        backend=BACKENDS)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
-    """Rows that are skipped in the matrix products do not shift dH, dW and db of five chunks.
+    """Check dH, dW and db over five chunks in which some rows are skipped in the matrix products.
 
-    If no row is skipped, a chunk is addressed by a slice instead of an index tensor.
+    The test also runs without skipped rows, because chunks then use slices instead of index
+    tensors.
     """
     case = many_rows(mask, loss_type, level)
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
@@ -37,6 +38,10 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
-    """With sixteen rows per block, every block has different coefficients and entropy gradients."""
+    """Check loss and gradients if the logits are processed in blocks of sixteen rows.
+
+    Every block has different coefficients and entropy gradients, so a mixed-up block would be
+    noticed.
+    """
     monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

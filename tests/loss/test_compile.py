@@ -29,7 +29,7 @@ def compiled(step, backend="aot_eager"):
 
 
 def training_step(case, backend="torch"):
-    """Return a small step: a layer below the loss, the loss, a metric, and an upstream factor."""
+    """Return a small training step with a layer before the loss, a metric and a loss factor."""
 
     def step(x, layer, weight, bias):
         own = {"hidden": torch.tanh(x @ layer), "lm_head_weight": weight, "bias": bias}
@@ -105,7 +105,7 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 
 
 def test_what_no_schema_carries_is_refused():
-    """An option that a graph would lose raises an error."""
+    """Check that an option that a compiled graph would lose raises an error."""
     plain = Options([True], grad_filter=0.1)
     assert schema.options_of(schema.graph_fields(plain)) == plain
     for name in ("shard", "inplace", "divergence"):
@@ -118,13 +118,13 @@ def test_what_no_schema_carries_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
-    """Run torch.library.opcheck with the arguments of the operators in public calls."""
+    """Check the operators with torch.library.opcheck, on arguments from public calls."""
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
     real, checked = operators.build_batch, []
 
     def build(loss, tensors, options, config, given):
-        # Restore the function first, because the operator calls it, too.
+        # Restore `build_batch` before opcheck runs, because the operator calls it, too.
         monkeypatch.setattr(operators, "build_batch", real)
         name = next(name for name, known in operators.LOSSES.items() if known is loss)
         packed = operators._pack_arguments(config, given)
@@ -147,7 +147,10 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 
 
 def test_global_precision_settings_do_not_reach_fp32_results():
-    """float32_matmul_precision affects the model. The loss needs fp32 for ratios near 1."""
+    """Check that torch.set_float32_matmul_precision does not change the loss.
+
+    The setting is meant for the model. The loss needs fp32 products for ratios near 1.
+    """
     case = make_case(119, H=64, **options_for("grpo"))
     plain = run("linear", case)
     before = torch.get_float32_matmul_precision()

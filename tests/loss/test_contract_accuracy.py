@@ -20,9 +20,9 @@ GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     """Return a problem whose logits have the standard deviation `std`.
 
-    In any fp32 GEMM a logit of size z has an error of about z·6e-8·√H/4, and its probability has
-    the same relative error. At std 1 the absolute tolerances of the contract are reachable. At std
-    2.5 the results are compared with torch's error.
+    In any fp32 GEMM, a logit of size z has an error of about z·6e-8·√H/4, and its probability has
+    the same relative error. At std 1, errors are small enough for the absolute tolerances of the
+    contract. At std 2.5 they are not, so results are compared with the error of torch.
     """
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, H, generator=g).to(dtype)
@@ -32,7 +32,7 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     return hidden, weight, ids, advantages
 
 
-# 896 and 2048 are hidden sizes of the models in the recipes, and 8192 is the largest size of the
+# The recipes use models with hidden sizes 896 and 2048, and 8192 is the largest size of the
 # contract. 33 is not a multiple of any vector width.
 @pairs(
     backend=BACKENDS, H=[33, 896, 2048, 8192], dtype=[torch.bfloat16, torch.float16, torch.float32]
@@ -61,7 +61,7 @@ def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
 
 
 def exact_of(hidden, weight, ids, advantages, options, old=None):
-    """Return the fp64 oracle for one completion."""
+    """Return the results of the fp64 oracle for a problem with a single completion."""
     mask = torch.ones(1, len(ids), dtype=torch.bool)
     own = hidden[None], weight, ids[None], advantages[None], options
     return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
@@ -101,9 +101,9 @@ def test_gradients_against_fp64_overall_and_worst_row(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch):
-    """dW is summed in fp32 over 32 chunks, so that only the final store rounds.
+    """Check that dW is summed in fp32 over 32 chunks and rounded only once, when it is stored.
 
-    bf16 sums would have 2.8 times the error.
+    Sums in bf16 would have 2.8 times the error.
     """
     from grpo_fast.kernels.head import loop as linear
 
@@ -122,9 +122,9 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
        one_minus_p=[1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])  # fmt: skip
 def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
-    """The target column of d-logits is −(1 − p) within 0.4% for p up to 1 − 1e-6.
+    """Check that the target column of d-logits is −(1 − p) within 0.4% for p up to 1 − 1e-6.
 
-    At 1 − 1e-6, p in fp32 has only two digits left.
+    At p = 1 − 1e-6, the fp32 difference 1 − p has only two correct digits left.
     """
     V, T = 257, 8
     g = torch.Generator().manual_seed(0)
@@ -148,10 +148,11 @@ def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
 @pytest.mark.parametrize("all_active", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rival_that_resembles_the_target_in_bf16(backend, all_active):
-    """dH = g·p·(w_rival - w_target) is ten times smaller than its two terms.
+    """Check dH if the weights of the target and of its most likely rival are almost equal.
 
-    A p with 8 bits would therefore cause an error of 1%. With few active rows, the rows and their
-    dominant columns are gathered.
+    dH = g·p·(w_rival - w_target) is then ten times smaller than its two terms, so a p with 8 bits
+    would cause an error of 1%. If few rows are active, the test covers the code path that gathers
+    the rows and their dominant columns.
     """
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 64, generator=g)

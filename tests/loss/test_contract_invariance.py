@@ -1,8 +1,8 @@
 """Test the bitwise guarantees of the contract.
 
-On-policy ratios are exact, a row depends only on itself (L0), and dW is the same from run to run
-(L1). Every comparison uses torch.equal, without tolerances. test_contract_poison.py covers masked
-slots.
+On-policy ratios are exactly 1. The results of a row do not depend on other rows (level L0), and dW
+is the same in every run (level L1). Every comparison uses torch.equal, without tolerances.
+test_contract_poison.py tests masked tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16)
     level=["token", "sequence"], kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
 )  # fmt: skip
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
-    """The ratio is exactly 1 if old and ref logps come from linear_logps or logits_logps.
+    """Check that the ratio is exactly 1 if old_logps and ref_logps come from a logps function.
 
-    The logps are computed from the same rows in a different pass and a different packing.
+    The logps are computed in a separate pass and with a different packing of the same rows.
     """
     options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
     case = make_case(85, H=33, V=517, dtype=dtype, **options)
@@ -73,9 +73,9 @@ def token_problem(dtype, N, H, V, seed=0):
 
 
 def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
-    """Return lp, dH, dW and db of the rows in `index` as one batch.
+    """Return lp, dH, dW and db of the rows in `index`, computed as one batch.
 
-    The total of the optimizer step is always 1000 tokens.
+    num_items_in_batch is always 1000, so that the token weights do not depend on the batch.
     """
     hidden, weight, ids, A, old = problem
     A = A if advantages is None else advantages
@@ -95,8 +95,8 @@ def assert_rows(found, expected, index=slice(None)) -> None:
     assert all(torch.equal(x, y[index]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
-# (H, V) is divisible by the vector width, or not divisible, or a real hidden size with an odd
-# vocabulary.
+# The first (H, V) is divisible by the vector width, and the second is not. The third has the hidden
+# size of a real model and an odd vocabulary size.
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
 N = 150
 EVERY = torch.arange(N)
@@ -104,7 +104,7 @@ EVERY = torch.arange(N)
 
 @pairs(backend=BACKENDS, dtype=DTYPES, H__V=SIZES, entropy_coef=[0.0, 0.2])
 def test_a_row_does_not_see_its_batch(H, V, dtype, entropy_coef, backend, monkeypatch):
-    """Other rows, packing and chunks do not change the bits of a row."""
+    """Check that other rows, the packing and the chunk size do not change the bits of a row."""
     problem, g = token_problem(dtype, N, H, V), torch.Generator().manual_seed(1)
     whole = rows_of(problem, EVERY, backend, entropy_coef=entropy_coef)
     subsets = [EVERY[:1], EVERY[5:12], EVERY[:31], EVERY[7:40], EVERY[64:129], EVERY.flip(0)]
@@ -133,7 +133,7 @@ def test_a_row_does_not_see_whether_gradients_are_wanted(H, V, dtype, backend):
 
 @pairs(backend=BACKENDS, dtype=DTYPES, fraction=[0.05, 0.5, 0.95])
 def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend, fraction):
-    """Skipping rows without a coefficient does not change a bit of dH of the other rows."""
+    """Check that skipping rows with coefficient 0 does not change a bit of dH of the other rows."""
     problem = token_problem(dtype, N, 64, 512)
     expected = rows_of(problem, EVERY, backend)[1]
     off = torch.rand(N, generator=torch.Generator().manual_seed(int(100 * fraction))) < fraction
@@ -191,9 +191,9 @@ TOKEN_LEVEL = [x for x, level in LOSS_LEVELS if level == "token"]
 
 @pytest.mark.parametrize("loss_type", sorted({*TOKEN_LEVEL} - {"vespo", "gmpo", "gspo_token"}))
 def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
-    """dL/dlogp of a token does not depend on neighbouring tokens.
+    """Check that dL/dlogp of a token does not depend on neighbouring tokens.
 
-    SIMD loops and their scalar tails must compute the same function.
+    The SIMD loop and the scalar loop for the remaining tokens must therefore give the same bits.
     """
     options = options_for(loss_type, "token", "token_mean_global", beta=0.3)
     case = make_case(87, mask=torch.ones(1, 67, dtype=torch.bool), **options).but(num_items=100)

@@ -1,4 +1,4 @@
-"""Test that NaN, infinities and invalid ids in masked slots do not change a bit of the results."""
+"""Test that NaN, infinities and invalid ids at masked tokens do not change a bit of the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BAD_IDS = (-100, -1, 10**6, 2**40)
 
 
 def poisoned(case: Case, seed: int = 0) -> Case:
-    """Return the case with NaN, ±inf, huge numbers and invalid ids in every masked slot."""
+    """Return the case with NaN, ±inf, huge numbers and invalid ids at every masked token."""
     off = ~case.mask
     g = torch.Generator().manual_seed(seed)
 
@@ -96,7 +96,10 @@ def test_masked_poison_is_inert_in_the_store_free_path(backend):
 
 @pairs(loss_type=[x for x, level in LOSS_LEVELS if level == "token"], backend=BACKENDS)
 def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_type):
-    """One pass reads all rows. Masked rows have NaN logits, for which most slopes are NaN."""
+    """Check every loss on given logits whose masked rows are NaN.
+
+    The kernel reads all rows in one pass, and most slopes of a NaN row are NaN.
+    """
     case = make_case(25, **options_for(loss_type))
     bad = case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan))
     clean, dirty = (run("logits", x, backend=backend) for x in (case, bad))

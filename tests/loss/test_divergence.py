@@ -17,10 +17,11 @@ from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# torch is accurate to the last digits in fp64. The other backends have the accuracy of fp32.
+# With fp64 tensors, torch is accurate to the last digits. The other backends compute in fp32, so
+# their tolerance is larger.
 WAYS = {"fp64": (torch.float64, "torch", 1e-12),
         **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
-ROWS = 6 if IS_INTERPRETER else 37  # each is one program in Triton's interpreter
+ROWS = 6 if IS_INTERPRETER else 37  # Triton's interpreter runs one program per row
 PLAIN = dict(temperature=1.0, softcap=None, logit_scale=1.0)
 RULES = {
     "plain": (PLAIN, PLAIN),
@@ -40,7 +41,7 @@ def final(raw: Tensor, rule: dict) -> Tensor:
 def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
     """Return the divergence of each row (N,) by its definition.
 
-    Columns that are -inf on both sides are left out.
+    Columns in which both distributions have probability 0 are excluded from the sum.
     """
     here = (lp > -math.inf) | (lq > -math.inf)
     lp, lq = (x.masked_fill(~here, -60.0) for x in (lp, lq))
@@ -70,7 +71,7 @@ def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, se
 
 
 def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
-    """Return (loss, values, gradients of hidden, weight and bias) of `linear_divergence`."""
+    """Call `linear_divergence`, and return its loss, its values and the three gradients."""
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     teacher = TeacherHead(*sides[3:], **rules[1])
     out = linear_divergence(*leaves[:2], options.pop("teacher", teacher), kind, beta=beta,
@@ -117,9 +118,10 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """Compare a teacher with K ids, with and without a tail category, with the textbook formula.
+    """Check a teacher with K ids against the textbook formula, with and without a tail category.
 
-    Without the tail the K probabilities are renormalised. Unused places have id 0.
+    Without the tail category, the K probabilities are renormalised. Unused places of the K have id
+    0.
     """
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
     y = sides[3] @ sides[4].T + sides[5]
@@ -170,7 +172,11 @@ def test_a_nan_outside_of_the_k_is_seen(has_tail):
 
 
 def test_leaves_of_near_logits_keep_their_digits():
-    """At d = 1e-5 the value is p·d²/2. A difference of fp32 products would lose all its digits."""
+    """Check that the divergence of nearly equal distributions keeps its digits in fp32.
+
+    At a logit difference of d = 1e-5 the value is p·d²/2. A difference of fp32 products would lose
+    all digits of this value.
+    """
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])
     q = p.double() * (-d.double()).exp()
     for kind, beta in KINDS:
@@ -184,7 +190,10 @@ def test_leaves_of_near_logits_keep_their_digits():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the C++ kernels")
 def test_a_near_teacher_has_torchs_digits_on_the_cpu():
-    """At |d| = 1e-4, log(1 + x) with a rounded 1 + x would have a relative error of 3e-4."""
+    """Check that the CPU kernels are as accurate as torch for a teacher close to the student.
+
+    At |d| = 1e-4, computing log(1 + x) from a rounded 1 + x would have a relative error of 3e-4.
+    """
     torch.manual_seed(0)
     z, y, weight = 1e-4 * torch.randn(9, 48), 1e-4 * torch.randn(9, 48), torch.eye(48)
     for kind, beta in KINDS:
@@ -202,9 +211,10 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """If one token has all probability except `gap`, p·log(p/q) and 1 - p must not cancel in fp32.
+    """Check values and gradients if one token has all probability except `gap`.
 
-    The gradient must not cancel, either. The teacher's logit of that token is `doubt` nats lower.
+    The terms p·log(p/q) and 1 - p must not cancel in fp32. The teacher's logit of this token is
+    `doubt` nats lower.
     """
     g = torch.Generator().manual_seed(0)
     V, N = 2049, 4 if IS_INTERPRETER else 16  # several blocks of columns
@@ -223,7 +233,11 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
 def test_logits_far_apart(kind, beta, backend, spread):
-    """Logits are between -80 and 80. For half of the rows the teacher has similar logits."""
+    """Check values for logits between -80 and 80.
+
+    In the first half of the rows, the teacher's logits are close to the student's. In the second
+    half they are independent.
+    """
     z, y = ((2 * torch.rand(16, 1000) - 1) * spread for _ in range(2))
     y[:8] = z[:8] + 0.01 * torch.randn(8, 1000)
     eye, none = torch.eye(1000), torch.zeros(1000)
@@ -232,7 +246,7 @@ def test_logits_far_apart(kind, beta, backend, spread):
     _, values, grads = ours(sides, kind, beta, weights=torch.ones(16), backend=backend)
     assert (values >= 0).all()
     assert ((values - true).abs() <= 2e-5 * true)[8:].all()
-    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # the last digits of the logits
+    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # logits are rounded
     lost = (grads[0] - expected[0]).abs().sum(-1)
     assert (lost <= 1e-4 * (expected[0].abs().sum(-1) + 0.01)).all()
 
@@ -249,9 +263,10 @@ def test_it_is_zero_at_the_teacher_itself(way, dtype):
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_that_one_side_excludes(kind, beta, backend):
-    """A column with -inf on both sides contributes 0.
+    """Check vocabulary columns in which the student, the teacher or both have logit -inf.
 
-    With -inf on one side, the result is as the docstring of `linear_divergence` says.
+    A column that is -inf on both sides contributes 0. A column that is -inf on one side gives the
+    result that the docstring of `linear_divergence` describes.
     """
     for student, teacher in itertools.product((0.0, -math.inf), repeat=2):
         sides = sides_of(ROWS, dtype=torch.float32)
@@ -282,9 +297,11 @@ def test_nan_is_seen(backend, side):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 1e-6])  # needs a unit in fp16
+@pytest.mark.parametrize(
+    "scale", [1.0, 1e-6]
+)  # with 1e-6, fp16 gradients underflow unless they are scaled
 def test_16_bits(dtype, scale):
-    """Products of 16-bit numbers give fp32 logits, so only the gradients are rounded."""
+    """Check 16-bit inputs. Their products give fp32 logits, so only the gradients are rounded."""
     sides, weights = sides_of(dtype=dtype), torch.linspace(0.1, 2, 37) * scale
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     out = linear_divergence(*leaves[:2], TeacherHead(*sides[3:]), "jsd", bias=leaves[2],
@@ -305,9 +322,9 @@ def test_a_teacher_of_another_dtype():
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
-    """The last row of a prompt predicts tokens of several completions.
+    """Check hidden_rows with the padded layout, and an empty micro-batch.
 
-    A micro-batch may be empty.
+    With hidden_rows, the last row of a prompt predicts tokens of several completions.
     """
     sides = sides_of(N=6)
     rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
@@ -342,7 +359,7 @@ def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
 
 
 def test_checkpointing_and_no_double_backward():
-    """A recomputed forward gives the same gradients, and a second derivative raises an error."""
+    """Check gradients under checkpointing, and that double backward raises an error."""
     from torch.utils.checkpoint import checkpoint
 
     sides = sides_of(dtype=torch.float32)
@@ -372,9 +389,9 @@ def test_a_graph_of_torch_compile_refuses_it():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
-    """32 chunks of (32, 32768) use at most 9 bytes per logit of a chunk.
+    """Check that memory does not exceed 9 bytes per logit of one chunk.
 
-    The memory of the head and of dW is not counted.
+    The call has 32 chunks of (32, 32768) logits. The memory of the head and of dW is not counted.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -461,9 +478,10 @@ def test_the_losses_refuse_what_they_cannot_see():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_a_samplers_sets(way):
-    """Sets have every size from one id to the full vocabulary.
+    """Check divergences over the sets of ids of a sampler.
 
-    An empty set means the full vocabulary.
+    The sets have sizes from one id to the full vocabulary. An empty set means no restriction, that
+    is, the full vocabulary.
     """
     sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # rows 0, 5, … have weight 0
     sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]

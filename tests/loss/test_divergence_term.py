@@ -33,7 +33,7 @@ def teacher_of(case, *, topk=False):
 
 
 def weights_of(case):
-    """Return w_t of `token_mean_global`, which is 1 over the number of active tokens."""
+    """Return w_t of aggregation `token_mean_global`, 1/(number of active tokens)."""
     return case.mask.double() / case.mask.sum()
 
 
@@ -89,9 +89,9 @@ def test_dtypes_and_a_support(dtype):
 
 
 def test_one_pass_and_hidden_rows(monkeypatch):
-    """The logits of student and teacher are computed only once.
+    """Check that the logits of student and teacher are computed only once.
 
-    The teacher has one row per target.
+    The student uses hidden_rows, and the teacher has one row per target.
     """
     case = make_case(4, **options_for("dapo"))
     B, L = case.ids.shape

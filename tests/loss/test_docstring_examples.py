@@ -1,4 +1,4 @@
-"""Test that the examples in the docstrings of the public names print the results shown."""
+"""Test that the docstring examples of all public names print the results that they show."""
 
 import doctest
 

@@ -37,9 +37,9 @@ from tests.loss_cases import (
 SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
 RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
-# The tolerance allows fp32 arithmetic and half a unit in the last place for each rounding to 16
+# This tolerance allows for fp32 arithmetic and for half a unit in the last place per rounding to 16
 # bits. Gradients are rounded when they are stored, and once more if the upstream gradient is not 1.
-# These batches are so small that a relative L2 error can be the error of a single number.
+# The batches are so small that the relative L2 error of a tensor may be due to a single number.
 ARITHMETIC = 3e-5
 CORRECTIONS = [
     *oracles.WORDS.values(),
@@ -51,7 +51,7 @@ CORRECTIONS = [
      {"kind": "reject", "high": 2.0, "level": "product", "ratio": "current/sampling"}],
 ]  # fmt: skip
 OFF_POLICY = len(oracles.WORDS)
-WORKSPACE_BYTES = linear.workspace_bytes  # a patch for one call stays for the next
+WORKSPACE_BYTES = linear.workspace_bytes  # saved, because each call patches it
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -92,7 +92,7 @@ def calls(draw):
         "bias": draw(st.booleans()),
         "sampling": has_sampling,
         "support": draw(st.booleans()),
-        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # selects one of the two forms
+        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # forces one of the two implementations
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -107,9 +107,9 @@ def calls(draw):
 
 
 def decisions_are_clear(case, expected) -> bool:
-    """Return False if rounding could change which side of a bound a value is on.
+    """Return False if rounding could move a value across a clip or mask bound.
 
-    Such a case is skipped, because a difference would not be an error.
+    The oracle may then choose a different branch, so the case is skipped.
     """
     o = expected.options
     if not case.mask.any():
@@ -177,7 +177,8 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     if call["totals"]:
         case = case.but(num_items=37, num_completions=11)
     if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
-        # In the packed layout with T = B, advantages of shape (T,) would mean one per completion.
+        # Use the padded layout here. In the packed layout with T = B, advantages of shape (T,)
+        # would be interpreted as one per completion.
         call["layout"] = "padded"
     view = VIEWS.get(call["view"], lambda x: x)
     if call["view"] and case.mask.numel():

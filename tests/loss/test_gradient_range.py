@@ -1,8 +1,9 @@
-"""Test 16-bit gradients, which are computed in the forward pass, before the loss scale is known.
+"""Test the range of 16-bit gradients, which are computed before the loss scale is known.
 
 In a step of 131072 tokens each token has a weight of 8e-6, so its d-logits underflow in fp16. A
-loss scale of 2^16 would be applied too late. The reference is fp64 on the same 16-bit inputs, and
-the tolerance is the error of plain torch in the same dtype.
+loss scale of 2^16 cannot prevent this, because it multiplies the gradients only in the backward
+pass. The reference is fp64 on the same 16-bit inputs, and the tolerance is the error of plain torch
+in the same dtype.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def problem(dtype: torch.dtype) -> dict[str, Tensor]:
 def plain(
     x: dict[str, Tensor], config: grpo_fast.LossConfig, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return the gradients that torch computes in one dtype.
+    """Return the gradients that plain torch computes in one dtype.
 
-    torch computes logits, an fp32 or fp64 log_softmax, our objective on the logps, and the backward
-    pass.
+    torch computes the logits, an fp32 or fp64 log_softmax and the backward pass. The loss of the
+    logps is ours.
     """
     leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
     logits = torch.nn.functional.linear(*leaves)
@@ -127,7 +128,7 @@ TEACHERS = ("head", "top-k", "support")
 def divergence_of(
     kind: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of `linear_divergence` from a teacher, and the student's tensors."""
+    """Return the loss of `linear_divergence`, and the student's tensors that require grad."""
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
     g = torch.Generator().manual_seed(10)
     other = (x["weight"].double() + 0.2 * torch.randn(V, H, generator=g)).to(x["weight"].dtype)
@@ -149,7 +150,7 @@ def divergence_of(
 
 @pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-33, 3e6], backend=BACKENDS)
 def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
-    """Weights are far below the smallest and far above the largest fp16 number."""
+    """Check fp16 gradients for weights far outside the range of fp16 numbers."""
     x = problem(torch.float16)
     weights = (0.5 + torch.rand(N, generator=torch.Generator().manual_seed(8))) * factor / ITEMS
     exact, true = divergence_of(kind, x, weights, torch.float64, "torch")
@@ -167,10 +168,10 @@ def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
 
 @pairs(kind=("policy", *TEACHERS), backend=BACKENDS)
 def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend):
-    """Gradients are stored in fp16, with a power of two as a factor.
+    """Check that gradients wait in fp16 for the backward pass, scaled by a power of two.
 
-    The largest element is near 2^13, so that small elements keep their digits. Without the factor,
-    gradients would need fp32 and twice the memory.
+    The largest element must be near 2^13, so that small elements keep their digits. Without the
+    scale, gradients would need fp32 and twice the memory.
     """
     x = problem(torch.float16)
     weights = torch.full((N,), 1 / ITEMS)
@@ -190,9 +191,9 @@ def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend
 
 @pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])
 def test_any_scale_and_size(factor):
-    """Gradients are near both ends of the fp16 range.
+    """Check gradients near both ends of the fp16 range.
 
-    The upstream gradient is not a power of two, and a second backward gives the same gradients.
+    The upstream gradient is not a power of two. A second backward must give the same gradients.
     """
     x, config = problem(torch.float16), CONFIGS["dapo"]
     x["advantages"] = x["advantages"] * factor

@@ -1,6 +1,6 @@
-"""Test `hidden_rows`, with which one hidden row may predict several targets.
+"""Test `hidden_rows`, which lets one row of hidden predict several targets.
 
-The last row of a shared prompt does this.
+For example, the last row of a shared prompt predicts the first token of every completion.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from grpo_fast import LossConfig
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
-# Three completions of 3, 2 and 3 tokens use 7 rows of hidden. Row 1 is the end of their prompt and
-# predicts the first token of each completion.
+# The three completions have 3, 2 and 3 tokens and use 7 rows of hidden. Row 1 is the last row of
+# their prompt and predicts the first token of each completion.
 ROWS = torch.tensor([1, 2, 3, 1, 4, 1, 5, 6])
 CU = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
 V, H = 37, 16
@@ -37,7 +37,7 @@ def problem(dtype=torch.float32):
 
 
 def loss_of(options, hidden, weight, ids, advantages, tokens, **kw):
-    """Return the output, and the gradients of hidden and weight."""
+    """Return the loss output, and the gradients of hidden and weight."""
     config = LossConfig(**options)
     out = grpo_fast.linear_grpo_loss(
         hidden, weight, ids, advantages, config, cu_seqlens=CU, **tokens, **kw
@@ -51,14 +51,18 @@ def loss_of(options, hidden, weight, ids, advantages, tokens, **kw):
     options=LOSSES.items(),
 )
 def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
-    """The loss has the same bits, and the gradient equals autograd through `hidden[rows]`."""
+    """Check hidden_rows against a call with repeated rows, `hidden[rows]`.
+
+    The loss must have the same bits, and the gradient must equal the gradient of autograd.
+    """
     hidden, *others = problem(dtype)
     ours, (dh, dw) = loss_of(options, hidden, *others, hidden_rows=ROWS, backend=backend)
     repeated, (dh_of_rows, dw_repeated) = loss_of(options, hidden[ROWS], *others, backend=backend)
     assert torch.equal(ours.loss, repeated.loss) and torch.equal(ours.logps, repeated.logps)
     assert torch.equal(dw, dw_repeated)
     (dh_repeated,) = torch.autograd.grad(hidden[ROWS], hidden, dh_of_rows)
-    # Our code sums the gradient of the row that is used three times in fp32, and autograd in bf16.
+    # Compare these rows exactly. Row 1 is used three times: our code sums its gradients in fp32,
+    # and autograd in bf16.
     once = [0, 2, 3, 4, 5, 6]
     assert torch.equal(dh[once], dh_repeated[once]) and not dh[0].any()
     rtol = 1e-6 if dtype == torch.float32 else 2e-2
@@ -95,7 +99,10 @@ def test_masked_targets_may_name_any_row():
 
 
 def test_padded_targets_and_chunks(monkeypatch):
-    """Targets (B, L) use rows (R, H). A chunk border between two uses of a row changes no bit."""
+    """Check padded targets (B, L) with rows (R, H).
+
+    A chunk border between two uses of the same row must not change a bit.
+    """
     hidden, weight, _, advantages, _ = problem()
     big = torch.randint(V, (3, 40), generator=torch.Generator().manual_seed(1))
     rows = torch.arange(120).reshape(3, 40) % 7
@@ -113,7 +120,7 @@ def test_padded_targets_and_chunks(monkeypatch):
 
 
 def test_two_threads_sum_in_one_order():
-    """With 4096 targets over 7 rows, two threads always give the same bits as one thread."""
+    """Check that two threads give the same bits as one thread, with 4096 targets over 7 rows."""
     g = torch.Generator().manual_seed(2)
     hidden, weight = (
         torch.randn(7, 64, generator=g).requires_grad_(),

@@ -1,7 +1,7 @@
-"""Test the cache of `linear_logps`, which stores logits until the first backward.
+"""Test the logits cache of `linear_logps`, which lives until the first backward.
 
-The cache holds as many logits as fit into the workspace. It saves matrix products and does not
-change a bit.
+The cache holds as many logits as fit into the workspace. It saves matrix products and must not
+change a bit of the results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNKS = {"one chunk": 96, "three chunks": 32}
 
 @pytest.fixture
 def products(monkeypatch):
-    """Record the number of rows of every product hidden·Wᵀ, in order."""
+    """Record the number of rows of every matrix product hidden·Wᵀ, in the order of the calls."""
     rows, original = [], chunks.matmul_logits
 
     def counted(h, weight, *, out):
@@ -47,9 +47,10 @@ def problem():
 
 
 def run(backend):
-    """Return the gradients of two backward passes."""
+    """Return the gradients of two backward passes through one forward pass."""
     hidden, weight, ids, up = problem()
-    # The cache holds exponentials, which give only the gradient of the logps.
+    # The fused kernels cache exponentials instead of logits. Exponentials give only the gradient of
+    # the logps, so leave out the entropy.
     if isinstance(backend, Fused):
         loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
     else:
@@ -64,9 +65,10 @@ def run(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", CHUNKS.values(), ids=CHUNKS)
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
-    """The first backward recomputes only the chunks that did not fit, and overwrites the cache.
+    """Check that the first backward recomputes only the chunks that did not fit into the cache.
 
-    In the second backward, dH has the same bits, and dW differs only by the order of its chunks.
+    The first backward overwrites the cache, so the second one recomputes all chunks. Its dH has the
+    same bits, and its dW differs only by the order in which the chunks are added.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend)
@@ -79,7 +81,10 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_last_chunk_without_gradient(backend, monkeypatch):
-    """The cache of one chunk is not used for a different chunk."""
+    """Check that a cached chunk is not used for a different chunk.
+
+    The loss uses only 64 of the 96 rows, so the last of three chunks has no gradient.
+    """
 
     def gradients(rows):
         monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)

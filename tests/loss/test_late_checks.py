@@ -1,7 +1,7 @@
-"""Test errors on a GPU that a later call reports.
+"""Test errors in GPU tensors, which a later call reports.
 
-Until the report, values are clamped, and no error is lost. The tests need no GPU: they treat CPU
-tensors as if they were checked later, and replace CUDA events by a fake class.
+Until the error is reported, values must be clamped, and no error may be lost. The tests need no
+GPU. They treat CPU tensors like GPU tensors, and replace CUDA events by a fake class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BAD_OFFSETS = [
 
 
 class Event:
-    """Fake CUDA event that is complete after a number of queries."""
+    """Fake CUDA event that reports completion after a given number of queries."""
 
     def __init__(self, after: int = 0) -> None:
         self.after = after
@@ -42,7 +42,7 @@ class Event:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Delay the checks of CPU tensors, and return the list of pending checks."""
+    """Delay the checks of CPU tensors as on a GPU, and return the list of pending checks."""
     waiting: list = []
     monkeypatch.setattr(values, "is_checked_later", lambda x, validate: validate == "auto")
     monkeypatch.setattr(values, "copy_to_host_async", lambda flags: (flags.clone(), Event()))
@@ -75,7 +75,7 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
-    """The sum of every completion reads only some of the T tokens."""
+    """Check that invalid offsets do not make a completion's sum read outside of the T tokens."""
     mask = torch.arange(T) % 2 == 0 if has_mask else None
     inputs = BatchInputs(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
     tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), inputs).tokens
@@ -107,7 +107,7 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 
 def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
-    """A check is reported only once if its event completes between two queries."""
+    """Check that an error is reported only once if its event completes between two queries."""
     check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
     monkeypatch.setattr(values, "_pending", [check])
     values.raise_pending()

@@ -1,4 +1,4 @@
-"""Test packing: completion tokens, token budgets, and which tokens a row sees."""
+"""Test the packing of groups: which tokens a row contains, its budget, and which tokens it sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sizes = st.lists(
 
 
 def numbered(groups):
-    """Return groups of these sizes in which every token is a different number.
+    """Return groups of these sizes in which every token has a different id.
 
     A misplaced token then changes the result.
     """
@@ -46,8 +46,8 @@ def test_every_completion_token_is_found_back_once(groups, shared):
         pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
         and pack.cu_seqlens.dtype == torch.int32
     )
-    # Walk back from the predicting row over the rows that it sees. These rows must be the context
-    # of the token.
+    # Collect the rows that the predicting row sees. Their tokens must be the context of the
+    # predicted token.
     seen, position = visible(pack.layout), pack.layout.position_ids[0]
     ids = pack.input_ids[0]
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
@@ -68,7 +68,7 @@ def test_the_trunk_sees_no_token_too_many(groups, shared):
         == sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
     )
     assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
-    # `has_tree` is False for a layout without shared rows, even if sharing was requested.
+    # A layout in which no row is shared must have has_tree=False, even if sharing was requested.
     assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
     if shared:
         every = pack.input_ids[0].tolist()
@@ -92,33 +92,34 @@ def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
     for shares in plan:
         alone = len(shares) == 1 and len(shares[0].completions) == 1
         assert sum(map(cost, shares)) <= budget or alone
-    if shared:  # a group is split only if it exceeds the budget alone
+    if shared:  # only a group over the budget may be split
         for group, (prompt, completions) in enumerate(groups):
             parts = sum(share.group == group for shares in plan for share in shares)
             assert parts == 1 or trunk_tokens(prompt, completions) > budget
 
 
 def test_best_fit_by_hand():
-    # The costs are 10, 9, 5, 4, 2, and the budget is 14. The largest group goes first, into the
-    # fullest pack with room.
+    # The groups cost 10, 9, 5, 4 and 2 tokens, and the budget is 14. Best fit places the largest
+    # group first, and each following group into the fullest row with room.
     groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
     plan = plan_packs(groups, 14)
     assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]
-    # With costs 12, 10, 9, 1 and budget 20, the last group goes into the fullest pack instead of
-    # the first.
+    # The groups cost 12, 10, 9 and 1 tokens, and the budget is 20. Best fit places the last group
+    # into the fullest row, where first fit would use the first row.
     plan = plan_packs([(1, [12]), (1, [10]), (1, [9]), (1, [1])], 20)
     assert [[share.group for share in shares] for shares in plan] == [[0], [1, 2, 3]]
-    # A group of 5 + 3·4 = 17 tokens exceeds the budget of 14. Two completions share one copy of the
-    # prompt, and the third has another copy.
+    # The group has 5 + 3·4 = 17 tokens, more than the budget of 14. Two completions therefore share
+    # one copy of the prompt, and the third completion gets another copy.
     assert plan_packs([(5, [5, 5, 5])], 14) == [[Share(0, (0, 1))], [Share(0, (2,))]]
-    # The rest of a split group shares its pack with a different group.
+    # The remaining completion of the split group shares its row with a different group.
     assert plan_packs([(5, [5, 5, 5]), (2, [2, 2])], 14) == [
         [Share(0, (0, 1))],
         [Share(0, (2,)), Share(1, (0, 1))],
     ]
-    # A completion over the budget is alone. A completion of one token adds no row to its prompt.
+    # The completion of 9 tokens exceeds the budget, so it gets a separate row. The completion of
+    # one token adds no row to its prompt, so it fits.
     assert plan_packs([(9, [2, 9, 1])], 10) == [[Share(0, (0, 2))], [Share(0, (1,))]]
-    # Without sharing, completions are placed one by one.
+    # Without sharing, every completion has a copy of the prompt and is placed separately.
     assert plan_packs([(5, [5, 5, 5])], 18, shared=False) == [[Share(0, (0, 1))], [Share(0, (2,))]]
 
 
@@ -153,13 +154,14 @@ def test_a_layout_by_hand():
     assert across.spans.queries == (3, 4) and across.spans.keys == (3, 2)
     assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
     assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
-    # With a window of 3, two rows of the prompt precede each completion.
+    # With a window of 3, each query sees two more keys, so two prompt rows are copied before the
+    # rows of each completion.
     (gathered,) = layout.window_calls(3)
     rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
     assert gathered.keys.rows.tolist() == rows and gathered is layout.window_calls(3)[0]
     assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
-    # In a tree of three levels, the ancestors at each distance are adjacent rows, with or without
-    # queries.
+    # In this tree of three levels, the ancestors at one distance must be adjacent rows. This also
+    # holds for ancestors without queries.
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
     calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
@@ -209,7 +211,7 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """`Copies.sum_copies` is the transpose of gathering rows."""
+    """Check that `Copies.sum_copies` is the transpose of gathering rows."""
     layout = pack_groups(numbered(groups)).layout
     (call,) = layout.window_calls(window)
     rows, spans = call.keys.rows, call.spans

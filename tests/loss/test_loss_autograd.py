@@ -78,7 +78,7 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
     grads = []
     for inplace in (False, True):
         source = case.logits.clone().requires_grad_()
-        logits = source * 1.0  # a non-leaf, like the output of a model
+        logits = source * 1.0  # not a leaf, like the output of a model
         storage, before = logits.detach(), logits.detach().clone()
         call("logits", case, logits=logits, inplace=inplace, backend=backend).loss.backward()
         grads.append(source.grad)
@@ -88,10 +88,10 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
-    """A backward that needs the overwritten logits raises an error.
+    """Check that a backward that needs the overwritten logits raises an error.
 
-    tanh computes its gradient from its output. If d-logits replaced the output, the gradient would
-    be silently wrong.
+    tanh computes its gradient from its output. If d-logits silently replaced this output, the
+    gradient would be wrong without an error.
     """
     case = make_case(56, **options_for("grpo"))
     logits = torch.tanh(case.logits.clone().requires_grad_())
@@ -148,9 +148,9 @@ def test_frozen_inputs_get_no_gradient_and_change_nothing(level, wanted, backend
 
 @pytest.mark.parametrize("frozen", ["lm_head_weight", "hidden"])
 def test_a_frozen_input_costs_no_gradient_tensor(frozen):
-    """No (V, H) or (N, H) gradient is computed for a frozen tensor.
+    """Check that no (V, H) or (N, H) gradient is computed for a tensor that does not require grad.
 
-    The test checks the shapes of all matrix products.
+    The test records the shapes of all matrix products.
     """
     V, H, products = 211, 37, ("mm", "addmm", "matmul", "bmm")
     case = make_case(59, V=V, H=H, **options_for("grpo"))
@@ -177,7 +177,7 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
 # ----------------------------------------------------------
 # views
 def strided_last(x):
-    """Return the same numbers as every second element of a larger buffer."""
+    """Return the numbers of x as a strided view, every second element of a larger buffer."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]
@@ -223,7 +223,10 @@ def test_views_are_read_as_they_are(view, dtype, function, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expanded_inputs(backend):
-    """With stride 0, many tokens share one hidden row, one advantage and one old_logp."""
+    """Check expanded inputs (stride 0), where many tokens share a hidden row and an old_logp.
+
+    Loss and gradient must equal the results of repeated inputs.
+    """
     case = make_case(64, mask=torch.ones(1, 6, dtype=torch.bool), bias=False,
                      **options_for("grpo", beta=0.1))  # fmt: skip
     small = {"old_logps": torch.tensor([[-2.5]]), "ref_logps": torch.tensor([[-2.9]])}

@@ -21,12 +21,12 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# With 1 or 2 columns there is almost nothing to normalise. 127 and 129 are next to a power of two
-# and not multiples of a vector width. The other sizes belong to real tokenizers (GPT-2, Qwen,
-# Gemma): 50257 is odd, and 262144 is the largest in use.
+# With 1 or 2 columns the softmax is trivial. 127 and 129 are next to a power of two and not
+# multiples of a vector width. The other sizes belong to real tokenizers (GPT-2, Qwen, Gemma): 50257
+# is odd, and 262144 is the largest size in use.
 VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
-# Rounding once when a number is stored costs at most half a unit in the last place, or half the
-# smallest number on underflow.
+# Allowed (relative, absolute) error of one rounding: half a unit in the last place, or half the
+# smallest fp16 number on underflow.
 ONE_STORE = {
     torch.float32: (0.0, 0.0),
     torch.bfloat16: (2**-8, 0.0),
@@ -41,8 +41,8 @@ ONE_STORE = {
 )
 def test_vocabulary_sizes(V, dtype, backend):
     g = torch.Generator().manual_seed(V)
-    # Do not use a much smaller H. MKL then uses a matrix product whose sums over V are 100 times
-    # less accurate.
+    # Do not use a much smaller H. MKL would then choose a matrix product whose sums over V are 100
+    # times less accurate, and the tolerance would not hold.
     T, H = (3, 64)
     hidden, weight = (
         torch.randn(T, H, generator=g).to(dtype),
@@ -66,7 +66,8 @@ def test_vocabulary_sizes(V, dtype, backend):
         arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
         half_ulp, smallest = ONE_STORE[dtype]
         error = own.double() - true
-        # CPUs with bf16 instructions multiply bf16 numbers, which is less accurate.
+        # Allow a larger error, because CPUs with bf16 instructions multiply bf16 numbers less
+        # accurately.
         if dtype == torch.bfloat16 and backend == "cpu":
             assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
         else:
@@ -93,7 +94,7 @@ def test_completions_longer_than_a_16_bit_index(L, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_row_offsets_beyond_two_to_the_31(dtype, backend):
-    """Two rows are more than 2³¹ elements apart.
+    """Check offsets of more than 2³¹ elements between two rows, which need 64-bit arithmetic.
 
     The memory between the rows is reserved but never touched.
     """
@@ -158,7 +159,10 @@ def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_minus_infinity_columns_through_the_bias(dtype, backend):
-    """A token with bias −inf has a probability, entropy term and gradients of exactly 0."""
+    """Check a vocabulary column with bias −inf.
+
+    Its probability, its entropy term and its gradients must be exactly 0.
+    """
     case = make_case(74, dtype=dtype, **options_for("grpo", entropy_coef=0.1))
     bias = case.bias.clone()
     forbidden = torch.tensor([0, 5, 22])

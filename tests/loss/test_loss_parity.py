@@ -1,11 +1,11 @@
 """Test the value and gradient of every loss against the fp64 oracle.
 
-The tests cover every level, aggregation, layout, function and backend. Inputs are fp32 numbers, and
-the oracle gets the same numbers in fp64. No ratio is near a clip bound, so the difference is only
-fp32 arithmetic. The tolerance for gradients is 1e-5 in relative L2 instead of the contract's 2e-6.
-At V = 23 a log ratio inherits an absolute error of about 1e-7 from lp, and a slope of 1 − e^d or a
-soft gate amplifies it. test_contract_accuracy.py tests 2e-6 where the contract applies (dH and dW
-of the policy term).
+The tests cover every level, aggregation, layout, function and backend. The oracle gets the same
+fp32 numbers in fp64. No ratio is near a clip bound, so only fp32 arithmetic can cause a difference.
+The tolerance for gradients is 1e-5 in relative L2 instead of the 2e-6 of the contract: at V = 23
+the log ratio has an absolute error of about 1e-7, which a slope of 1 − e^d or a soft gate
+amplifies. test_contract_accuracy.py tests 2e-6 for dH and dW of the policy term, to which the
+contract applies.
 """
 
 from __future__ import annotations

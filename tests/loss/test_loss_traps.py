@@ -1,6 +1,6 @@
-"""Test bugs with infinities and empty inputs that other libraries have shipped.
+"""Test for bugs with infinities and empty inputs that other libraries have shipped.
 
-test_loss_parity.py covers bugs of a slope or a weight.
+test_loss_parity.py covers bugs in slopes and weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024])
 def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
-    """In other libraries exp(−inf − (−inf)) is NaN in the first block of columns.
+    """Check a first block of vocabulary columns in which all logits are -inf.
 
-    Columns with logit −inf must have a probability of exactly 0.
+    In other libraries exp(−inf − (−inf)) gives NaN there. The probabilities must be exactly 0.
     """
     V, T = leading + 40, 6
     g = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype,
 
 
 def of_unlikely_targets(case, gap):
-    """Return the case with one column that has nearly all of the probability and is no target."""
+    """Return the case with one column that is never a target but has nearly all probability."""
     V, before = len(case.weight), reference_logps(case)[0]
     bias = case.bias.clone()
     bias[V - 1] += gap + 10
@@ -55,7 +55,10 @@ def of_unlikely_targets(case, gap):
 
 @pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
 def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, function):
-    """In other libraries the ratio is inf, and clipped rows have NaN gradients from 0·inf."""
+    """Check that a logp far above old_logp gives finite results.
+
+    In other libraries the ratio is inf, and clipped rows get NaN gradients from 0·inf.
+    """
     likely = make_case(25, **options_for(loss_type, level, beta=0.1))
     unlikely = of_unlikely_targets(likely, gap)
     for case, difference in ((likely, -gap), (unlikely, gap)):
@@ -83,7 +86,10 @@ def packed_loss(config, logps, log_ratios, advantages, lengths):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
 def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
-    """Log ratios of 40, -39 and -0.1 have mean 0.3, so large ratios that cancel are not clamped."""
+    """Check that large log ratios that cancel in the mean of a completion are not clamped.
+
+    The log ratios 40, -39 and -0.1 have a mean of 0.3.
+    """
     level = {"importance_sampling_level": "sequence"} if loss_type == "grpo" else {}
     config = grpo_fast.LossConfig(loss_type=loss_type, epsilon_low=0.5, epsilon_high=0.5, **level)
     output, grad = packed_loss(config, [-1.0, -40.0, -2.0], [40.0, -39.0, -0.1], [2.0], [3])
@@ -93,7 +99,10 @@ def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
 
 
 def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
-    """Log ratios (0.1, 0.2, −0.05) and (0.03, −0.5) give completion ratios e^0.25 and e^−0.47."""
+    """Check that the ratio of a completion is the product of the ratios of its tokens.
+
+    The log ratios (0.1, 0.2, −0.05) and (0.03, −0.5) give completion ratios of e^0.25 and e^−0.47.
+    """
     config = grpo_fast.LossConfig(loss_type="unclipped", importance_sampling_level="sequence_sum")
     logps = [-1.0, -0.5, -2.0, -0.7, -1.5]
     output, grad = packed_loss(config, logps, [0.1, 0.2, -0.05, 0.03, -0.5], [2.0, -1.0], [3, 2])
@@ -107,7 +116,10 @@ def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
 
 @pytest.mark.parametrize("length", [8, 500])
 def test_the_overflow_guard_of_a_summed_ratio(length):
-    """If each token moved by 4 nats, the ratio stays e^20, and the gradient decreases the logps."""
+    """Check that the ratio of a completion is clamped to e^20 if each token moved by 4 nats.
+
+    The gradient must still decrease the logps.
+    """
     config = grpo_fast.LossConfig(loss_type="grpo", importance_sampling_level="sequence_sum")
     output, grad = packed_loss(config, [-1.0] * length, [4.0] * length, [-1.0], [length])
     assert output.loss.item() == pytest.approx(math.exp(20.0), rel=1e-5)
@@ -117,9 +129,9 @@ def test_the_overflow_guard_of_a_summed_ratio(length):
 
 @pytest.mark.parametrize("loss_type", ["unclipped", "grpo", "dual_clip"])
 def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
-    """The ratio is exp(min(lr, 20)), and the clamp does not change the slope.
+    """Check that the ratio is exp(min(lr, 20)), and that the clamp does not change the slope.
 
-    For A < 0 the unclipped branch still decreases lp with slope −r·A.
+    For A < 0 the unclipped branch must still decrease lp, with slope −r·A.
     """
     options = options_for(loss_type, "token", "token_mean_local")
     case = make_case(25, **options)

@@ -1,7 +1,7 @@
 """Test that a NaN in an active row or in the head reaches the loss and every gradient.
 
-Comparisons in a loss, a clip, a mask or a weight of 0 must not hide the NaN. Users can then find it
-by a check of the loss or of any gradient.
+Comparisons, clips, masks and weights of 0 must not hide the NaN. A user can then find the NaN by
+checking either the loss or any gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
 HEADS = ("linear", "logits")
 ON_POLICY = {"old": False, "on-policy": True}.items()
-# Weights of 0 come from a masked ratio, the off-policy mask or the entropy mask. The last entry has
-# no mask.
+# Each filter gives some tokens a weight of 0, by a masked ratio, the off-policy mask or the entropy
+# mask. The last entry has no mask.
 FILTERS = {
     **{name: {"corrections": x} for name, x in oracles.WORDS.items()},
     "masks": {"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3},
@@ -44,7 +44,7 @@ FILTERS = {
 def spoiled(case: Case, where: str, value: float) -> Case:
     """Return the case with one NaN or infinity, at `where`.
 
-    It is in an active row of hidden in the second completion, or in a row of W that is no target.
+    `where` is an active row of hidden in the second completion, or a row of W that is not a target.
     """
     changed = getattr(case, where).clone()
     if where == "hidden":
@@ -95,9 +95,9 @@ def test_where_a_filter_drops_the_row(loss_type, backend, function, options, adv
 @pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE,
        value=BAD)  # fmt: skip
 def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
-    """The vocabulary has several slices and blocks, and the rows form several chunks.
+    """Check the fused kernels with several blocks of columns and several chunks of rows.
 
-    grad_filter is tested, too.
+    The test also uses grad_filter.
     """
     options = options_for("grpo", beta=0.1)
     mask = torch.ones(5, 8 if IS_INTERPRETER else 30, dtype=torch.bool)
@@ -108,7 +108,7 @@ def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
 
 @pairs(layout=LAYOUTS, loss_type__level=LOSS_LEVELS)
 def test_from_logps(loss_type, level, layout):
-    """A NaN in one logp of `grpo_loss` reaches the loss and the gradient of this logp."""
+    """Check that a NaN logp in `grpo_loss` reaches the loss and the gradient of this logp."""
     case = make_case(35, **options_for(loss_type, level))
     logps = leaves_of("logps", case, layout)["logps"]
     at = (1, 1) if layout == "padded" else (8,)

@@ -23,7 +23,8 @@ FOLDER = os.environ.get("GRPO_FAST_REAL_MODEL")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="`make test-real` installs the model")
 
 LOGPS_BAR = 3e-5  # nats; measured 1.6e-5 on an Intel Xeon (family 6, model 167), torch 2.6e-5
-# The relative error of a probability equals the absolute error of its logp, about 1e-5 in fp32.
+# A probability has a relative error equal to the absolute error of its logp, about 1e-5 in fp32.
+# The gradient cannot be more accurate.
 GRADIENT_BAR = {torch.float32: 1e-5, torch.bfloat16: 3e-3}
 
 
@@ -48,7 +49,7 @@ def real() -> SimpleNamespace:
 
 
 def cast(real: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return copies of hidden states and weight that require grad."""
+    """Return copies of the hidden states and the weight in this dtype, which require grad."""
     hidden = real.hidden.to(dtype, copy=True).requires_grad_()
     weight = real.weight.to(dtype, copy=True).requires_grad_()
     return hidden, weight

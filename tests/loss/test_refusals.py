@@ -1,6 +1,6 @@
 """Test that invalid input raises a ValueError, and that the next valid call works.
 
-The message names the argument, the expected value and the actual value.
+The message must name the argument, the expected value and the actual value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ NAN, INF = math.nan, math.inf
 
 
 def assert_refused(name: str, function, *arguments, **keywords) -> str:
-    """Check that the message names the argument, the expected value and the actual value."""
+    """Check that a call raises a ValueError with a complete message, and return the message.
+
+    It must name the argument, the expected value and the actual value.
+    """
     with pytest.raises(ValueError) as caught:
         function(*arguments, **keywords)
     message = str(caught.value)
@@ -96,13 +99,13 @@ CONFIG = [
         for x in ("kimi", "dro", "dppo_tv", "dppo_kl", "gspo_token", "gmpo", "vespo")
         for level in ("sequence", "sequence_sum")
     ],
-    # GSPO is defined by the mean of log ratios.
+    # Reject a different level, because GSPO is defined by the mean of log ratios.
     ("importance_sampling_level", dict(loss_type="gspo", importance_sampling_level="sequence_sum")),
 ]
 
 
-# Changing an option that a loss does not read raises an error. Each entry has the loss types that
-# read the option, and a value that is not the default.
+# Changing an option that the loss type does not read must raise an error. Each entry has the loss
+# types that read the option, and a value that is not the default.
 READ_BY = {
     "delta": ({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"}, 4.0),
     "dual_clip_c": ({"dual_clip"}, 2.0),
@@ -148,7 +151,7 @@ def test_unknown_names_list_the_choices():
 
 
 def test_configs_are_frozen_and_compared():
-    """A config with one temperature per token can be compared and hashed, too."""
+    """Check that a config with one temperature per token can be compared and hashed."""
     one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
     assert one == one.replace() and hash(one) == hash(one.replace())
     assert one != other and one != LossConfig() and one != "a config"
@@ -275,7 +278,7 @@ def test_per_token_tensors_of_the_other_layout(function):
 
 
 def test_a_logp_of_minus_infinity():
-    """A logp of -inf at a masked token has no effect."""
+    """Check that a logp of -inf raises an error, but only at an active token."""
     logps = torch.where(CASE.mask, reference_logps(CASE)[0], -INF)
     call("logps", CASE, logps=logps)
     logps[tuple(CASE.mask.nonzero()[1].tolist())] = -INF
@@ -292,7 +295,7 @@ def test_per_token_temperature(function):
     bad = [torch.ones(4), *(bad_values(ones, x, (0, 1)) for x in (0.0, -1, NAN, INF))]
     for t in bad:
         assert_refused("temperature", call, function, CASE, config=with_temperature(t))
-    # A masked slot may have any value.
+    # A masked token may have any temperature.
     call(function, CASE, config=with_temperature(torch.where(CASE.mask, ones, NAN)))
 
 
@@ -321,7 +324,11 @@ CONSTANTS = (
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_an_argument_that_requires_grad_but_would_get_none(name, function):
-    """`old_logps=logps` without .detach() would have a gradient in plain torch, but not here."""
+    """Check the error for a missing .detach().
+
+    With `old_logps=logps`, plain torch would compute a gradient of old_logps, but our code would
+    not.
+    """
     given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
     value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))
     value = value.clone().requires_grad_()
@@ -345,9 +352,10 @@ def test_a_temperature_that_requires_grad_but_would_get_none():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "sampling_logps"])
 def test_a_positive_log_probability_of_a_head(name, function):
-    """A positive value shows that a loss or a probability was passed by mistake.
+    """Check that a positive log-probability raises an error in functions that compute logps.
 
-    `grpo_loss` accepts positive values, because they may be log-densities.
+    A positive value shows that a loss or a probability was passed by mistake. `grpo_loss` accepts
+    positive values, because they may be log-densities.
     """
     given = CASE.ref if name == "ref_logps" else CASE.old
     active, masked = (tuple(m.nonzero()[1].tolist()) for m in (CASE.mask, ~CASE.mask))

@@ -1,7 +1,7 @@
 """Test that a step split into 1, 2, 4 or 8 uneven micro-batches gives the same loss and gradient.
 
-This must hold for every loss, and for every aggregation with a global total. `token_mean_local` is
-local by definition, so its result must differ.
+The result must be the same for every loss and for every aggregation with a global total.
+"token_mean_local" divides by the tokens of one micro-batch, so its result must differ.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# The lengths of twelve completions differ, and one completion is empty. The cut points give 1, 2, 4
-# and 8 uneven parts.
+# The lengths of the twelve completions differ, and one completion is empty, so the parts of a split
+# have different numbers of tokens.
 LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
 CUTS = {1: [0, 12], 2: [0, 3, 12], 4: [0, 1, 2, 9, 12], 8: [0, 1, 2, 3, 4, 6, 7, 11, 12]}
 GLOBAL = tuple(a for a in AGGREGATIONS if a != "token_mean_local")

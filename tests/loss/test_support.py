@@ -1,7 +1,8 @@
 """Test `support=`, the sets of ids of a sampler, against the fp64 oracle with masked logits.
 
-An LM head has two implementations: gathered rows of W, and the dense product. Given logits are a
-third implementation. Sizes select the implementation for a head, so the tests force it.
+An LM head has two implementations, by gathered rows of W and by the dense product. Given logits
+have a third one. For an LM head the sizes select the implementation, so the tests force each of
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FORMS = (*COST, "logits")
 
 
 def take(form: str, monkeypatch) -> str:
-    """Force an implementation for all sizes, and return the name of its public function."""
+    """Force the implementation `form` for all sizes, and return the function that uses it."""
     for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
         monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
@@ -75,7 +76,11 @@ def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     backend=BACKENDS,
 )
 def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
-    """The entropy bonus changes the logits of all ids, the policy term only of ids in the sets."""
+    """Check entropies over the full vocabulary together with a support.
+
+    The entropy bonus then changes the logits of all ids. The policy term changes only the logits of
+    ids in the sets.
+    """
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
     case, function = make_case(38, support=True, **options), take(form, monkeypatch)
     layout = LAYOUTS[loss_type == "dapo"]
@@ -117,7 +122,10 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ENGINES)
 def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
-    """Without a full set there are no dense gradients, and masked rows must be set to 0."""
+    """Check a batch in which every active row has a set of ids.
+
+    No dense gradient is then computed, so masked rows must be set to 0 explicitly.
+    """
     case, function = make_case(37, support=True, **options_for("dapo")), take(form, monkeypatch)
     whole = case.kept.all(-1)
     assert (whole & case.mask).any() and not case.mask.all()
@@ -130,7 +138,7 @@ def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
 
 @pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
-    """Sums are fp32, so each gradient is rounded only once."""
+    """Check that each 16-bit gradient is rounded only once, because its sums are fp32."""
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
     half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
     function, tol = take(form, monkeypatch), 1.01 * half_ulp
@@ -160,7 +168,7 @@ def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
 
 
 def masked_truth(hidden, weight, bias, ids, kept, **rule):
-    """Return fp64 leaves, logps and entropies of the masked logits."""
+    """Compute logps and entropies from masked logits in fp64, and return them with their leaves."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     raw = leaves[0] @ leaves[1].T + leaves[2]
     return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
@@ -178,8 +186,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # The first backward uses the cache of the forward pass, with or without a gradient of the
-    # entropies.
+    # The first backward uses the cache of the forward pass. Test it with and without a gradient of
+    # the entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
         torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
@@ -201,7 +209,10 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
 
 @pairs(some={"mixed": True, "sets": False}.items(), form=FORMS, backend=BACKENDS)
 def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
-    """Logps and entropies equal the results of separate calls, and so do both backward passes."""
+    """Check logps over the support together with entropies over the full vocabulary.
+
+    Both must equal the results of separate calls, in two backward passes.
+    """
     function = take(form, monkeypatch)
     *leaves, ids, kept = rows(some=some)
     given, more = tuple(leaves[:2]), {"bias": leaves[2]}
@@ -236,7 +247,10 @@ def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, 
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
-    """A set of all ids, an empty set and no set give the same row."""
+    """Check that a set of all ids, an empty set and no support give the same row.
+
+    An empty set means no restriction.
+    """
     take(form, monkeypatch)
     hidden, weight, bias, ids, _ = rows(3)
     order = torch.randperm(V, generator=torch.Generator().manual_seed(0))
@@ -355,7 +369,10 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
 
 
 def test_large_sets_come_in_chunks(monkeypatch):
-    """Neither the dense product nor torch's gathered rows exceed their memory limit."""
+    """Check that large sets are processed in chunks that respect the memory limit.
+
+    The test covers the dense product and torch's gathered rows.
+    """
     *leaves, ids, kept = rows(8)
     support = support_of(kept, EVERYTHING)
 
@@ -441,7 +458,7 @@ def test_what_a_support_excludes():
 
 
 def test_rows_that_do_not_count_may_hold_anything():
-    """Rows of masked targets and of targets -100 have no effect."""
+    """Check that the sets of masked rows and of rows with target -100 have no effect."""
     *_, ids, kept = rows()
     hidden, weight, *_ = (x.detach() for x in rows())
     mask = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -453,7 +470,10 @@ def test_rows_that_do_not_count_may_hold_anything():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
-    """The C++ kernels are not used, so dW starts as zeros in the dtype of the weight."""
+    """Check that a 16-bit dW is summed in fp32 and rounded only once.
+
+    The C++ kernels are disabled, so dW starts as zeros in the dtype of the weight.
+    """
     take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()
     weight = torch.randn(3, 2).to(dtype).requires_grad_()

@@ -23,8 +23,8 @@ from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
-# Tolerances of the contract: relative L2 error of values and gradients, and absolute error of
-# logps.
+# These are the tolerances of the contract. They bound the relative L2 error of values and
+# gradients, and the absolute error of logps.
 BARS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 3e-3, "fp16": 1e-3}
 BARS["confident"], LOGPS = 1e-5, 1e-5
 TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}  # times the error of one process on this backend
@@ -46,7 +46,7 @@ def run_world(folder: Path, size: int, **environment: str) -> Ranks:
 
 
 class Worlds(dict[int, Ranks]):
-    """Results of the ranks by the number of ranks.
+    """Results of the ranks, keyed by the number of ranks.
 
     The ranks run when a test first needs their results.
     """
@@ -101,7 +101,10 @@ def test_what_one_rank_refuses_all_refuse_in_the_same_words(worlds, size, who):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds, size):
-    """The 90 rows form three chunks. Two all-gathers of shard sizes and messages precede them."""
+    """Check the number of collective calls: one per chunk, and one for the gradient of hidden.
+
+    The 90 rows form three chunks. Two all-gathers of shard sizes and messages come first.
+    """
     forward = ["all_gather"] * (2 + 3)
     assert worlds[size][0]["collectives"]["same"] == {
         "token": [*forward, "all_reduce"],
@@ -113,7 +116,10 @@ def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds
 
 
 def test_all_ranks_cut_the_same_chunks(monkeypatch):
-    """Each chunk needs a collective, so its size must not depend on the rows of a rank."""
+    """Check that the chunk size does not depend on the number of vocabulary rows of a rank.
+
+    Each chunk needs a collective, so ranks with different chunks would deadlock.
+    """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", "1")
     hidden, ids, sizes = torch.zeros(500, 4), torch.zeros(500, dtype=torch.int64), (4000, 10, 0)
     rows = ActiveRows(500, None, ids, LogitTransform(), None)

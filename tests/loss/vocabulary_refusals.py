@@ -27,7 +27,7 @@ def plain_call(world: World, **changes: Any) -> Any:
 
 
 def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
-    """Return invalid or different arguments for one rank, keyed by the start of the message."""
+    """Return invalid or differing arguments for one rank, keyed by the start of the message."""
     case = make_case(14, **options_for("grpo"))
     head, ids, advantages = world.shard(case), case.ids.clone(), case.advantages.clone()
     ids[0, 0], advantages[0] = 23, NAN
@@ -69,7 +69,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """Return the error of every rank if one rank, or every rank, has an invalid argument."""
+    """Return the error of every rank if the first, the last or every rank has a bad argument."""
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():
@@ -88,7 +88,10 @@ def refusals(world: World, who: str) -> Found:
 
 
 def compiled_in_one_graph(world: World) -> str:
-    """Return dynamo's error for fullgraph. Without fullgraph the call runs outside the graph."""
+    """Return dynamo's error for a call with fullgraph=True.
+
+    Without fullgraph, the call runs outside of the graph.
+    """
     case = world.shard(make_case(14, **options_for("grpo")))
 
     def logps(weight: Tensor) -> Tensor:

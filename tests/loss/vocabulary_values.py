@@ -25,7 +25,7 @@ def every_loss(loss_type: str, level: str, dtype: torch.dtype, **more: Any) -> C
     return make_case(7, dtype=dtype, sampling=True, **options_for(loss_type, level, **extras))
 
 
-# The 90 rows form three chunks. In the interpreter, 36 rows form two chunks.
+# The 90 rows form three chunks. In Triton's interpreter, 36 rows form two chunks, to save time.
 LENGTHS = [16, 9, 0, 11] if IS_INTERPRETER else [40, 17, 0, 33]
 LONG = torch.arange(LENGTHS[0])[None, :] < torch.tensor(LENGTHS)[:, None]
 RULES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Compare results if some columns, and all columns of one rank, have logit -inf."""
+    """Compare results if some vocabulary columns, and all columns of one rank, have logit -inf."""
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
     last = world.size - 1
@@ -51,9 +51,9 @@ def columns_at_minus_infinity(world: World) -> Found:
 
 
 def confident(world: World, backend: str) -> Found:
-    """Compare logps and dH where the target has a probability of up to 1 - 1e-6, on any shard.
+    """Compare logps and dH for targets with a probability of up to 1 - 1e-6 on any shard.
 
-    The errors are relative to the size of each logp, and of each row of dH.
+    The errors are relative to the size of each logp and of each row of dH.
     """
     case = make_case(9, bias=False, **options_for("reinforce"))
     towards = case.weight[case.ids] / case.weight[case.ids].square().sum(-1, keepdim=True)
@@ -68,7 +68,7 @@ def confident(world: World, backend: str) -> Found:
 
 
 def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
-    """Return the given values and the gradients of the leaves by name."""
+    """Return a dictionary of the given values and of the gradients of the leaves."""
     out.backward()
     named = {n.removeprefix("lm_head_"): x for n, x in leaves.items() if x.requires_grad}
     return {n: x.detach() for n, x in values.items()} | {f"d{n}": x.grad for n, x in named.items()}
@@ -90,7 +90,7 @@ def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
 
 
 def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
-    """Return the outputs of `linear_logps`, and the gradients of a sum of both outputs."""
+    """Call `linear_logps`, and return its outputs and the gradients of a sum of both outputs."""
     names = dict(zip("hwb", ("hidden", "lm_head_weight", "bias"), strict=True))
     leaves = loss_cases.leaves_of("linear", case)
     for n in wants:

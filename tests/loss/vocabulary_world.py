@@ -1,7 +1,7 @@
 """One rank of a process group that shares one head, and the comparison of its results.
 
-A comparison is a dict. "off" has the error of each value, "told" has the error messages, and "same"
-has the values that must be equal on all ranks.
+A comparison is a dict. Its key "off" has the error of each value, "told" has the error messages,
+and "same" has the values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tests import loss_cases
 from tests.loss_cases import Case, Result, relative_l2
 
 Found = dict[str, Any]
-# Numbers of vocabulary rows of each rank, for 23 rows. The numbers differ, and one rank has no row.
+# For each number of ranks, SIZES has the number of vocabulary rows of each rank. The 23 rows are
+# split unevenly, and one of four ranks has no row.
 SIZES = {1: (23,), 2: (16, 7), 4: (9, 0, 10, 4)}
 
 
@@ -26,7 +27,7 @@ class World(NamedTuple):
     mesh: DeviceMesh
 
     def cut(self, x: Tensor | None) -> Tensor | None:
-        """Return the vocabulary rows of this rank."""
+        """Return the vocabulary rows of x that belong to this rank."""
         return None if x is None else x.split(SIZES[self.size])[self.rank]
 
     def shard(self, case: Case) -> Case:
@@ -38,7 +39,7 @@ class World(NamedTuple):
 
 
 def flat(result: Result) -> dict[str, Tensor]:
-    """Return all outputs of a call by name."""
+    """Return all outputs of a call in one dictionary by name."""
     found = {"loss": result.loss, "logps": result.logps, **result.metrics}
     if result.entropy is not None:
         found["entropies"] = result.entropy

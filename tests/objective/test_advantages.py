@@ -1,6 +1,6 @@
 """Test the advantages of every mode against plain loops over groups.
 
-Groups with equal rewards must give exactly 0, and missing rewards must be left out.
+Groups with equal rewards must get exactly 0, and missing rewards must be excluded.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def group_by_group(mode, groups):
                 "rloo_normalized": beside / (spread + 1e-6 if spread else 1.0),
                 "reinforce_pp_baseline": shifted / (statistics.pstdev(centered) + 1e-8),
                 "opo": r - by_length,
-                # With k = G, the gap is the amount that this completion adds to the best reward of
-                # the group.
+                # In "passk" with k = G, the advantage of the best completion is the amount that it
+                # adds to the best reward of the other completions.
                 "passk": best - max(others) if r == best and g.index(best) == i else 0.0,
             }
             out.append(defined[mode])
@@ -77,7 +77,10 @@ def test_modes(mode):
 
 
 def test_a_constant_baseline():
-    """Equal rewards keep their advantage, a missing reward gets 0, and groups have no effect."""
+    """Check mode "baseline" with a constant.
+
+    Equal rewards keep their advantage, a missing reward gets 0, and the grouping has no effect.
+    """
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.25, float("nan"), 0.0])
     expected = torch.tensor([0.5, 0.5, 0.5, -0.25, 0.0, -0.5])
     for group_size in (1, 2, 3, 6):
@@ -88,10 +91,10 @@ def test_a_constant_baseline():
 @pairs(mode=[m for m in MODES if m not in WITHOUT_GROUPS],
        value=[0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0], G=[2, 3, 7, 8])  # fmt: skip
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
-    """Rounding must not matter: the mean of seven times 0.1 is not 0.1 in floating point.
+    """Check that a group of equal rewards gets exactly 0 despite rounding.
 
-    The group is next to a group with the same rewards, or next to a group with different rewards,
-    whose advantages are not 0.
+    For example, the floating-point mean of seven times 0.1 is not 0.1. The other group of the batch
+    has the same rewards, or different rewards, whose advantages must not be 0.
     """
     options = options_of(mode, torch.arange(1, 2 * G + 1))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -103,9 +106,9 @@ def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
-    """A group size of 1 raises an error, because all advantages would be 0.
+    """Check that a group size of 1 raises an error, because all advantages would be 0.
 
-    The configuration raises the same error before a model is loaded.
+    The configuration must raise the same error before a model is loaded.
     """
     from grpo_fast.train.config.recipes import load_recipe
 
@@ -126,7 +129,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
 )
 def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
-    """A missing reward is left out of the mean, the deviation and the leave-one-out mean."""
+    """Check that a missing reward is excluded from all means and deviations."""
     rewards, lengths = torch.tensor([1.0, math.nan, 0.0, 0.4]), torch.tensor([4, 9, 2, 7])
     keep = ~rewards.isnan()
     own = group_advantages(rewards, mode, group_size=4, **options_of(mode, lengths))
@@ -196,7 +199,7 @@ def test_maxrl_and_clipping():
 
 
 def test_gdpo():
-    """Each reward is normalised in its group, and the weighted sum is whitened over the batch."""
+    """Check that "gdpo" normalises each reward in its group, and whitens the weighted sum."""
     each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.2], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
     options = {"group_size": 3, "weights": [2.0, -1.0], "eps": 0.0}
     a = group_advantages(each[0], group_size=3).double()
@@ -216,7 +219,7 @@ def test_gdpo():
 # ----------------------------------------------------------
 # gae
 def test_gae_skips_gaps():
-    """The output of a tool between two turns does not change the advantages."""
+    """Check that the output of a tool between two turns does not change the advantages."""
     g = torch.Generator().manual_seed(1)
     mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 1], [0] * 8]).bool()
     rewards, values = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
@@ -238,7 +241,7 @@ def test_lambda_by_length():
 
 
 def test_process_advantages_are_the_papers():
-    """Rewards are normalised within the group, then summed from each token on.
+    """Check that rewards are normalised within the group and then summed from each token on.
 
     The definition is in DeepSeekMath, section 4.1.3.
     """

@@ -1,4 +1,4 @@
-"""Test the table of losses, the value and slope of each loss function, and KL estimators."""
+"""Test the table of losses, the value and slope of each loss function, and the KL estimators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.loss_cases import AGGREGATIONS, options_for
 def test_both_sides_have_the_same_losses_kl_estimators_and_normalisers():
     assert set(OBJECTIVES) == set(oracles.ORACLES)
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
-    # prompt_mean is tested separately, because it needs prompts.
+    # Skip prompt_mean here, because it needs prompts. A separate test covers it.
     assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}
 
 
@@ -42,9 +42,9 @@ def test_defaults_of_the_config():
 
 
 def single_token(loss_type, lp, lr, A, options):
-    """Return the oracle's loss for completions of one token each.
+    """Return the loss of the oracle for completions of one token each.
 
-    A loss function computes one token at a time, so only such completions are comparable.
+    A loss function computes one token at a time, so longer completions would not be comparable.
     """
     c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
     return oracles.ORACLES[loss_type](c, oracles.resolve(options))
@@ -56,10 +56,10 @@ LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo_token"
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 @pytest.mark.parametrize("delta", [None, 1.1, 2.0])
 def test_leaf_value_and_slope(loss_type, delta):
-    """Compare with the fp64 oracle over a grid of lr and A that reaches every branch.
+    """Check value and slope of each loss function against the fp64 oracle.
 
-    Losses with a pooled ratio are covered by the loss tests. The tolerance is 1e-6, because
-    hyperparameters may be fp32 numbers (1.05 is not exact).
+    A grid of log ratios and advantages reaches every branch. The loss tests cover losses with a
+    pooled ratio. The tolerance is 1e-6, because hyperparameters such as 1.05 are not exact in fp32.
     """
     if delta is not None and "delta" not in OBJECTIVES[loss_type].params:
         pytest.skip("this loss has no delta")
@@ -81,7 +81,10 @@ def test_leaf_value_and_slope(loss_type, delta):
 
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 def test_a_slope_in_fp32_keeps_its_digits(loss_type):
-    """The slope keeps its digits even if a gate is nearly closed, as for sapo at a ratio of 12."""
+    """Check that the slope keeps its fp32 digits if a gate is nearly closed.
+
+    An example is "sapo" at a ratio of 12.
+    """
     params = LossConfig(**options_for(loss_type)).params
     lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
     logp = torch.full_like(lr, -4.0)
@@ -106,9 +109,9 @@ def test_kl_value_and_slope(kl_estimator):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("magnitude", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.249, 0.251, 0.5])
 def test_k3_is_accurate_where_its_formula_cancels(magnitude, sign):
-    """In fp32 the relative error is at most 1e-6 for |d| from 1e-7 to 1e-2.
+    """Check that the relative error of k3 in fp32 is at most 1e-6 for |d| from 1e-7 to 1e-2.
 
-    A switch to a series in this range must not be less accurate.
+    In this range e^d - d - 1 cancels, and a series expansion must not be less accurate.
     """
     d = torch.tensor([sign * magnitude, sign * magnitude * 1.37], dtype=torch.float32)
     value, slope = KL_ESTIMATORS["k3"](d)
@@ -133,13 +136,16 @@ def test_k3_is_never_negative_and_exactly_zero_on_policy():
 @pytest.mark.parametrize("d", [20.5, 50.0, 88.0, 89.0, 100.0, 1e4])
 def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
     value, slope = KL_ESTIMATORS["k3"](torch.tensor([d]))
-    pull = math.expm1(20.0)  # a higher lp, towards the reference, lowers the KL
+    pull = math.expm1(20.0)  # a higher lp, nearer to the reference, must lower the KL
     assert slope.item() == pytest.approx(-pull, rel=1e-5)
     assert value.item() == pytest.approx(pull - 20.0 + pull * (d - 20.0), rel=1e-5)
 
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
-    """The slope is −r·A if r is exactly on the bound, and if r = 1 (on policy)."""
+    """Check that the slope at a tie of both branches is −r·A.
+
+    The branches are equal if r is exactly on the bound, and if r = 1 (on policy).
+    """
     leaf = OBJECTIVES["grpo"].function
     lr = torch.tensor([0.0, 0.0], dtype=torch.float64)
     A = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -149,7 +155,7 @@ def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
 
 
 def test_the_offset_bound_of_cispo_in_numbers():
-    """A ratio of 2 is clipped to 1 + ε_high, and a ratio of 1/2 is clipped to 1 - ε_low."""
+    """Check that `cispo_bound="offset"` clips the ratio 2 to 1 + ε_high and 1/2 to 1 - ε_low."""
     config = LossConfig(loss_type="cispo", cispo_bound="offset", epsilon_low=0.2, epsilon_high=0.3)
     logps = torch.full((2, 1), -1.0, requires_grad=True)
     old = logps.detach() - torch.tensor([[2.0], [0.5]]).log()

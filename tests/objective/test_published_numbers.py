@@ -1,9 +1,9 @@
-"""Recompute numbers from the tests of NeMo-RL, SkyRL, verl and slime with our options.
+"""Test that our options reproduce numbers from the tests of NeMo-RL, SkyRL, verl and slime.
 
 Each row names the file and the test from which the inputs and expected values come. It also has the
-options that a user of that project sets here. The tables in grpo_fast/integrations/README.md list
-these options by key. The commits are NVIDIA-NeMo/RL 7ea279a, NovaSky-AI/SkyRL a956457,
-volcengine/verl b178a3c and THUDM/slime 624b824.
+options of our library that correspond to the options of that project. The tables in
+grpo_fast/integrations/README.md list these options by key. The commits are NVIDIA-NeMo/RL 7ea279a,
+NovaSky-AI/SkyRL a956457, volcengine/verl b178a3c and THUDM/slime 624b824.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Row(NamedTuple):
 
 
 def weights(log_ratios, corrections, mask=None):
-    """Return the factor of every token's policy gradient.
+    """Return the correction weight of every token, which scales its policy gradient.
 
-    The factors are measured with completions of one token with advantage -1 and logp 0.
+    The weights are measured with completions of one token with advantage -1 and logp 0.
     """
     rows = torch.tensor(log_ratios)
     mask = torch.ones_like(rows) if mask is None else torch.tensor(mask)
@@ -106,7 +106,8 @@ SKY = {"rewards": [1.0, 2.0, 3.0], "values": [0.5, 1.0, 1.5], "returns": True}
 MEANS = {"loss_type": "reinforce", "old": None}
 
 PUBLISHED = [
-    # NeMo-RL: reference_policy_kl_type, kl_input_clamp_value: 20, kl_output_clamp_value: 10
+    # The options of NeMo-RL are reference_policy_kl_type, kl_input_clamp_value: 20 and
+    # kl_output_clamp_value: 10.
     *[
         Row(NEMO_LOSS, "test_calculate_kl", "kl", {**NEMO_KL, "kl_estimator": name, **clamps},
             expected, 1e-3)
@@ -117,7 +118,7 @@ PUBLISHED = [
     ],
     Row(NEMO_LOSS, "test_calculate_kl_detaches_importance_sampling_when_input_clamped", "kl",
         {"lp": [-3.0, -1.0], "ref": [0.0, 0.0], "kl_input_clamp": 2.0}, [4.389056, 0.7182818]),
-    # truncated_importance_sampling_type: icepop | tis | seq-mask-tis
+    # The option of NeMo-RL is truncated_importance_sampling_type: icepop, tis or seq-mask-tis.
     Row(NEMO_LOSS, "test_clipped_pg_loss_icepop_importance_sampling", "weights",
         {"log_ratios": [[-0.5, 2.5, -0.2]],
          "corrections": {"kind": "mask", "low": 0.5, "high": 5.0}}, [0.6065, 0.0, 0.8187]),
@@ -130,7 +131,8 @@ PUBLISHED = [
     Row(NEMO_LOSS, "test_clipped_pg_loss_seq_mask_tis", "weights",
         {"log_ratios": [[0.0005, 0.0005, 0.0005]],
          "corrections": [{}, reject("geometric", 0.999, 1.002)]}, [1.0005, 1.0005, 1.0005]),
-    # use_leave_one_out_baseline and normalize_rewards: (r - baseline)/(std + 1e-6)
+    # The options of NeMo-RL are use_leave_one_out_baseline and normalize_rewards. The advantage is
+    # (r - baseline)/(std + 1e-6).
     Row(NEMO_UTILS, "test_calculate_baseline_and_std_per_prompt_basic", "advantages",
         {"rewards": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], **LOO},
         [(r - b) / s for r, b, s in zip(range(1, 7), [2.5, 2.0, 1.5, 5.5, 5.0, 4.5],
@@ -149,14 +151,15 @@ PUBLISHED = [
     Row(NEMO_GRPO, "test_clip_grpo_advantages_respects_config_bounds", "advantages",
         {"rewards": [-10.0, 15.0, 0.0, 5.0], "mode": "rewards", "group_size": 1,
          "clip_low": -2.0, "clip_high": 3.0}, [-2.0, 3.0, 0.0, 3.0]),
-    # gae_lambda, gae_gamma. The value 999 in the gap must not be read.
+    # The options of NeMo-RL are gae_lambda and gae_gamma. The value 999 in the gap must not be
+    # read.
     Row(NEMO_PPO, "test_gae_gamma_lambda_zero", "values",
         {"rewards": [0.0, 0.0, 5.0], "values": [1.0, 2.0, 3.0], "gamma": 1.0, "lam": 0.0},
         [1.0, 1.0, 2.0]),
     Row(NEMO_PPO, "test_gae_carry_forward_interior_gap", "values",
         {"rewards": [0.0, 0.0, 0.0, 0.0, 1.0], "values": [0.1, 0.2, 999.0, 0.4, 0.5],
          "mask": [1, 1, 0, 1, 1], "gamma": 0.99, "lam": 0.95}, [0.7823, 0.7276, 0.5653, 0.5]),
-    # SkyRL: off_policy_correction.tis_ratio_type, token_tis_ratio_clip_high, …
+    # The options of SkyRL are off_policy_correction.tis_ratio_type, token_tis_ratio_clip_high, ….
     Row(SKY_CORRECTION, "test_compute_tis_ratio_token_level", "weights",
         {"log_ratios": [[0.5, -0.5, 1.0]], "corrections": {"high": 2.0}}, [1.6487, 0.6065, 2.0]),
     Row(SKY_CORRECTION, "test_compute_tis_ratio_sequence_level", "weights",
@@ -226,8 +229,8 @@ PUBLISHED = [
     Row(SKY_PPO, "test_compute_reinforce_plus_plus_outcome_advantage_gamma", "values",
         {"rewards": [1.0, 2.0, 3.0], "values": [0.0] * 3, "gamma": 0.5, "lam": 1.0},
         [2.75, 3.5, 3.0]),
-    # loss_reduction. SkyRL's tests reduce advantages. A REINFORCE loss with logps of -1 gives the
-    # same numbers.
+    # The option of SkyRL is loss_reduction. SkyRL's tests aggregate advantages. A REINFORCE loss
+    # with logps of -1 gives the same numbers.
     Row(SKY_PPO, "TestApplyLossReductionToAdvantagesMinibatch.test_prompt_mean", "loss",
         {"lp": [[-1.0, -1.0]] * 4, "advantages": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]], "items": None,
@@ -242,15 +245,17 @@ PUBLISHED = [
         {"lp": [[-1.0, -1.0]] * 2, "advantages": [[2.0, 3.0], [9.0, 12.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0]], "aggregation": "fixed_length",
          "max_completion_length": 10, **MEANS}, [0.7]),
-    # verl: rollout_is: token, rollout_is_threshold: 2, rollout_rs: token_k1 of "0.5_2.0". In verl
-    # the bounds apply to the ratio of the sampler's probability to the trainer's.
+    # The options of verl are rollout_is: token, rollout_is_threshold: 2 and rollout_rs: token_k1 of
+    # "0.5_2.0". In verl the bounds apply to the ratio of the sampler's probability to the
+    # trainer's.
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": {"high": 2.0}},
         [0.368] * 5 + [1.649] * 5, 1e-3),
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": reject("token", 1 / 2, 1 / 0.5)},
         [0.0] * 5 + [1.0] * 5),
-    # slime: eps_clip, eps_clip_high of cispo. The losses are -clamped·A·logp.
+    # The options of slime are eps_clip and eps_clip_high of "cispo". The losses are
+    # -clamped·A·logp.
     *[
         Row(SLIME, "test_compute_cispo_loss_matches_closed_form_surrogate", "loss",
             {"lp": [[lp]], "old": [[lp - math.log(ratio)]], "advantages": [[a]],
@@ -275,10 +280,11 @@ def test_there_are_forty_of_them():
 
 
 def test_slopes_of_a_clamped_kl():
-    """Compare with NeMo-RL, test_calculate_kl_detaches_importance_sampling_when_input_clamped.
+    """Check the slopes of a clamped KL against a test of NeMo-RL.
 
-    The gradient through the ratio is not compared, because our code keeps it. For tokens far from
-    the reference, the expected numbers are our values (objective/README.md).
+    The test is test_calculate_kl_detaches_importance_sampling_when_input_clamped. The gradient
+    through the ratio is not compared, because our code keeps it. For tokens far from the reference,
+    the expected numbers are our values (see objective/README.md).
     """
     clamped = kl_slope([-3.0, -1.0], [0.0, 0.0], kl_input_clamp=2.0)
     assert clamped.tolist() == pytest.approx([0.0, 1.0 - math.e], rel=1e-6)

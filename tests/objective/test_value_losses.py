@@ -1,4 +1,4 @@
-"""Test losses of the value function and the explained variance against loops over plain numbers."""
+"""Test the losses of the value function and the explained variance against loops over numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPSILON, DELTA = 0.2, 0.7
 
 
 def by_hand(kind, v, old, target):
-    """Return the loss, its derivative with respect to v, and whether the clipped term is larger."""
+    """Return the loss, its derivative d/dv, and whether the clipped term is the maximum."""
     error = v - target
     if kind == "huber":
         near = abs(error) <= DELTA
@@ -31,8 +31,7 @@ def by_hand(kind, v, old, target):
 
 @pytest.mark.parametrize("kind", VALUE_LOSSES)
 def test_every_loss_and_its_gradient(kind):
-    # Values are inside the clip range, and outside it towards and away from the target, on both
-    # sides.
+    # The values are inside the clip range, above it and below it, and the target is on either side.
     cases = [(v, old, target) for v in (-1.5, -0.1, 0.05, 0.9, 2.0)
              for old in (-0.3, 0.0, 0.5) for target in (-1.0, 0.0, 0.2, 3.0)]  # fmt: skip
     values, old, returns = torch.tensor(cases, dtype=torch.float64).unbind(1)
@@ -48,7 +47,7 @@ def test_every_loss_and_its_gradient(kind):
 
 def test_explained_variance():
     returns = torch.tensor([1.0, 2.0, 4.0, 5.0])
-    # Adding a constant does not change the variance.
+    # Adding a constant does not change the variance of the errors, so the result is still 1.
     assert explained_variance(returns - 7.0, returns) == 1
     assert explained_variance(torch.full((4,), 3.0), returns) == 0
     assert explained_variance(torch.tensor([1.0, 2.0, 4.0, 3.0]), returns).item() == pytest.approx(
@@ -61,7 +60,7 @@ def test_explained_variance():
 
 
 def test_gae_against_its_recursion():
-    """The recursion is A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} − V_t.
+    """Check `gae` against the recursion A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t.
 
     The position of the padding must not matter. V after the last token is `following` for a
     truncated completion, and 0 for a completion that ended.

@@ -1,7 +1,8 @@
 """Test jobs that run on several ranks with gloo.
 
-The ranks are forked from one process that has already imported everything. A job is a function of
-this module, or module:name, with its arguments. All ranks run it.
+The ranks are forked from one process that has already imported everything. A job is a list of a
+function and its arguments. The function is named by its name in this module, or by module:name. All
+ranks run every job.
 """
 
 import copy
@@ -77,7 +78,7 @@ def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
 
 
 class Apart(TransformersEngine):
-    """Engine that samples in a thread, from a copy of the weights and without the other ranks."""
+    """Engine that samples in a thread from a copy of the weights, without calling collectives."""
 
     is_apart = True
 
@@ -88,7 +89,7 @@ class Apart(TransformersEngine):
 
 # ------------------------------------------------------------------------------------- Jobs
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
-    """Run the training of a case, and return how it ended."""
+    """Train with the settings CASES[case], and return the exit code, the error or the counts."""
     given = [] if kind is None else [f"distributed={kind}"]
     if kind == "hsdp":
         given.append("distributed_replicas=2")
@@ -105,14 +106,14 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
-    """Run a case in which one rank receives a signal before a given forward pass."""
+    """Train a case, but send `rank` a signal before its forward pass number `passes`."""
     with MonkeyPatch.context() as patched:
         leave = Leave(patched, passes if distributed.rank() == rank else None)
         return {**train(case, kind, folder, *words), "seen": leave.passes}
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
-    """Run a case in which a fault occurs in the second update of the last rank."""
+    """Train a case with a full disk, or with a fault in the last rank's second update."""
     calls, own = 0, gradients.packed_loss
     is_here = distributed.rank() == distributed.size() - 1
 
@@ -154,7 +155,11 @@ def raise_together(*kinds: str | None) -> Any:
 
 
 def track() -> Any:
-    """Return the rows of a tracker on rank 0, gathered by a collective that must still work."""
+    """Start and finish a tracker on rank 0, and return the rows that it received.
+
+    The rows are gathered from all ranks, which fails if the tracker has destroyed the process
+    group.
+    """
     from tests.train.test_trackers import Fake
 
     if distributed.is_main():
@@ -184,9 +189,9 @@ def shards(case: str, kind: str, folder: str) -> Any:
 
 
 def load_shards(*folders: str) -> Any:
-    """Return the names of tensors that differ between a sharded model and a directly loaded one.
+    """Load each model sharded and directly, and return the names of tensors that differ.
 
-    The sharded model gets its weights from rank 0.
+    The sharded model receives its weights from rank 0, which alone reads the files.
     """
     apart = []
     for folder in folders:
@@ -226,7 +231,7 @@ def load_large(megabytes: int) -> Any:
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
     load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]
     peaks = []
-    for one in load:  # the first load does the imports, so the second measures the model only
+    for one in load:  # the first load does the imports, so the second only measures the model
         policy = load_policy(one, build_symbol_tokenizer(list("0123456789")),
                              empty=not distributed.is_main())  # fmt: skip
         sharding.shard_all([policy], policy.device, None)
@@ -239,8 +244,8 @@ def pass_unevenly() -> Any:
     """Run a sharded model after a rollout in which each rank makes different forward passes.
 
     Returns:
-        Whether the layers are sharded again after the forward pass, and whether all parameters have
-        gradients.
+        Two bools. The first is True if the layers are sharded again after the forward pass, the
+        second if all parameters have gradients.
     """
     fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
               "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
@@ -257,7 +262,7 @@ def pass_unevenly() -> Any:
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
-    """Run a training in which every rank has different settings."""
+    """Train with different settings on every rank, and return the error or the result."""
     words = list(words_of_ranks[distributed.rank()])
     for word in [word for word in words if word.startswith("cd=")]:
         words.remove(word)
@@ -266,7 +271,7 @@ def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
 
 
 def ended(folder: str, rank: int) -> Any:
-    """Run a training in which one rank is killed, and return how it ended on the other ranks."""
+    """Kill `rank` during a training, and return the result and the seconds of every other rank."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["ANOTHER_PORT"]}
     torch.distributed.destroy_process_group()
     if int(os.environ["RANK"]) == rank:
@@ -372,7 +377,7 @@ class Ranks:
 
 # ------------------------------------------------------------------------ Comparison of runs
 def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of all numbers in a run's folder, and the bytes of its prompts."""
+    """Yield the name and value of each number in a run's folder, and the bytes of prompts.jsonl."""
     rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for number, row in enumerate(rows):
         for name, value in json.loads(row).items():

@@ -1,4 +1,4 @@
-"""Tiny runs that are interrupted at a chosen point and resumed, and their results to compare."""
+"""Helpers that interrupt a tiny run at a chosen point, resume it, and return its results."""
 
 import json
 import signal
@@ -70,9 +70,9 @@ def result(folder: Path) -> dict[str, Any]:
 class Leave:
     """Sends a run a signal at the `at`-th call of `raise_if_asked`, and counts the calls.
 
-    The function is called at each forward pass and at the end of each step. Calls of the self-check
-    and a warm start are not counted, because nothing can be saved yet. With `before`, only these
-    early calls are counted.
+    `raise_if_asked` is called at each forward pass and at the end of each step. Calls of the
+    self-check and a warm start are not counted, because nothing can be saved yet. With `before`,
+    only these early calls are counted.
     """
 
     def __init__(

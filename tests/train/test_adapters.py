@@ -96,7 +96,8 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     assert parts[1] == whole[1]  # the run of one step ends with an evaluation
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)
-    # Base model and checkpointed adapter together must give the saved model.
+    # Export the checkpoint, which merges the adapter into the base model. The result must equal the
+    # model that the run saved.
     export(tmp_path / "parts", tmp_path / "exported")
     assert_same(merged_weights(tmp_path / "exported"), saved, 0)
     config = ModelConfig(

@@ -83,11 +83,12 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     assert [row["sampling/staleness/max"] for row in rows] == [0, 1, 1]
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
-    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # the difference that the loss corrects
+    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # the loss corrects this difference
     asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
                      for x in (whole, plain))  # fmt: skip
     assert asked == others and len(asked) == 6
-    # Step 1 is unchanged. Step 2 uses the same random numbers but older weights.
+    # Compare with a run without `rollout.ahead`. Step 1 must be equal. Step 2 uses the same random
+    # numbers but older weights.
     others = training_rows(plain)
     assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
     assert rows[1] != others[1]
@@ -107,7 +108,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
     calls, generate = [], collector.generate
 
     def counted(*args, **options):
-        is_refill = len(options["seed"]) == 3  # prompts that replace dropped groups
+        is_refill = len(options["seed"]) == 3  # samples that replace dropped groups
         calls.extend([None] * is_refill)
         if is_refill and len(calls) == last:
             raise Stopped(signal.SIGTERM)
@@ -127,7 +128,7 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
 
 
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
-    """Check that an overlapping engine gives the same result as an engine that does not overlap."""
+    """Check that sampling during training gives the same result as sampling before training."""
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
     found = run(tmp_path / "apart", *options)
     assert [engine.overlapped for engine in apart] == [2]
@@ -138,7 +139,10 @@ def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, a
 
 
 def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
-    """Check a resume from every checkpoint. The later checkpoints are deleted, as if by kill -9."""
+    """Check that a run resumed from any checkpoint ends with the same bits.
+
+    The later checkpoints are deleted first, as if the run had been killed before writing them.
+    """
     options = [*AHEAD, "steps=4", "checkpoint.every=1", "checkpoint.keep=9", "minibatches=2"]
     whole = run(tmp_path / "whole", *options)
     saved = checkpoints_in(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Tests of the form of questions, chat template or plain text, and of the log lines about it."""
+"""Tests of whether questions use a chat template or plain text, and of the log lines about this."""
 
 import json
 from types import SimpleNamespace

@@ -57,7 +57,7 @@ def is_refused(folder: Path, said: str, *words: str) -> None:
 
 
 def sign(checkpoint: Path) -> None:
-    """Rewrite the manifest with the hashes of the current files."""
+    """Rewrite the manifest with the hashes of the current files, as an attacker would."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = (path for path in checkpoint.rglob("*") if path.is_file())
     manifest["files"] = {
@@ -113,7 +113,7 @@ def test_a_wrong_state_is_refused_with_the_name_of_the_field(folder, newest, pat
     assert checkpoints_in(folder) == before
 
 
-TENSORS = {  # a function that edits the tensors, and a part of the message
+TENSORS = {  # for each case a function that edits the tensors, and a part of the message
     "missing": (lambda t: t.pop(WEIGHT), f"the tensor {WEIGHT}: expected .* got none"),
     "extra": (lambda t: t.update(more=torch.ones(1)), "the tensor more: expected no such tensor"),
     "shape": (lambda t: t.update({WEIGHT: t[WEIGHT][:, 1:].clone()}), f"{WEIGHT}: expected .*15"),
@@ -212,7 +212,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_json_without_an_end(folder, newest, tmp_path, name):
-    """Check JSON nested a million times, a number of a million digits, and text that is no JSON."""
+    """Check that deep JSON, a number of a million digits and text that is not JSON are refused."""
     for text in ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":

@@ -202,7 +202,10 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
-    """Check a run that is killed while it saves. Its unfinished files stay, as after kill -9."""
+    """Check that a run killed during a save resumes from the previous checkpoint.
+
+    The unfinished files stay in the folder, as after kill -9.
+    """
 
     class Killed(BaseException):
         pass
@@ -261,7 +264,7 @@ def test_a_changed_configuration_is_refused_with_the_difference(tmp_path, monkey
 
 def test_auto_begins_where_there_is_nothing(tmp_path, monkeypatch):
     whole = run(tmp_path / "run", "resume=auto")
-    with pytest.raises(ValueError, match="occupied"):  # finished, without a checkpoint
+    with pytest.raises(ValueError, match="occupied"):  # the run is finished and has no checkpoint
         run(tmp_path / "run", "resume=auto")
     early = tmp_path / "early"
     with monkeypatch.context() as patched:
@@ -293,7 +296,7 @@ def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, steps, kills", [(1, 60, (2, 1, 1)), (2, 16, (1, 1, 0))])
 def test_a_run_that_is_killed_goes_on_bit_for_bit(ranks, steps, kills):
-    """Run a short soak test with SIGKILL in saves, in a rollout and at a random moment."""
+    """Check that a run resumes with the same bits after SIGKILL in saves and at other moments."""
     words = ["--ranks", str(ranks), "--steps", str(steps)]
     for name, count in zip(("saves", "rollouts", "moments"), kills, strict=True):
         words += [f"--{name}", str(count)]

@@ -105,7 +105,7 @@ def test_rows_hold_what_a_completion_was_given():
     assert math.isnan(third["reward"]) and math.isnan(third["rewards/f"])
     assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
     assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
-    # Repeat the checks with one advantage per token.
+    # Check the rows again with one advantage per token. The advantage of a completion is the mean.
     by_token = [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
     rows = rows_with(given, by_token=by_token)
     assert [r["advantages"] for r in rows] == by_token
@@ -137,7 +137,7 @@ def test_the_tokens_texts_make_the_whole_text():
     ids = tokenizer("a é漢🙂 b")["input_ids"]
     texts = token_texts(tokenizer, [*ids, 1])
     assert texts[:4] == ["a", " ", "", "é"] and texts[-1] == "<|eos|>" and "🙂" in texts
-    for cut in range(1, len(ids) + 1):  # also in the middle of a character
+    for cut in range(1, len(ids) + 1):  # some cuts are in the middle of a character
         texts = token_texts(tokenizer, ids[:cut])
         assert len(texts) == cut and "".join(texts) == tokenizer.decode(ids[:cut])
 
@@ -219,7 +219,7 @@ def test_shades():
     both = step_html(1, [row(advantages=[-2.0, -1.0])], 10**6)
     odd = step_html(1, [row(advantages=[math.nan, math.inf]), row(advantages=[0.0, 2.0])], 10**6)
     assert odd.count("u4") == 1 and "d4" not in odd
-    assert '"d4"' in both and '"p4 d2"' in both  # the step's largest may be below 0
+    assert '"d4"' in both and '"p4 d2"' in both  # largest advantage may be negative
     for name in ("p1", "p8", "u1", "u4", "d1", "d4"):
         assert f"main .{name}{{" in page.STYLE
 

@@ -116,7 +116,8 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     table = {"p1": (0, 1), "p4": (1, 0), "p5": (0, 3)}
     queue = queue_of(9)
     found = collected(queue, by_table(table), configured("rollout.dynamic.rounds=4"), step=7)
-    # Two of p0, p1 and p2 are dropped, then one of p3 and p4. The group of p5 is kept.
+    # In the first round two of the groups p0, p1 and p2 are dropped, in the second round one of p3
+    # and p4. The group of p5 is kept.
     prompts, seeds = zip(*asked, strict=True)
     assert prompts == (["p0", "p1", "p2"], ["p3", "p4"], ["p5"])
     assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
@@ -146,7 +147,7 @@ def test_what_is_missing_after_the_last_round_is_filled(asked):
     config = configured("rollout.dynamic.rounds=2")
     found = collected(queue, by_table({"p2": (0, 1)}), config)
     prompts, _ = zip(*asked, strict=True)
-    # The queue has four prompts and then starts again at p0.
+    # The queue repeats its four prompts, so p0 follows p3.
     assert prompts == (["p0", "p1", "p2"], ["p3", "p0"], ["p1", "p2"])
     uses = "filled dropped kept dropped dropped dropped kept"
     assert " ".join(row.use for row in found.records) == uses
@@ -185,7 +186,8 @@ def run(folder, *words):
 
 
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # The weighted sum differs within every group, but exact_match is equal in nearly every group.
+    # The weighted sum of rewards differs within every group. Only exact_match, which is equal in
+    # nearly every group, can cause dropped groups.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.symbols=3", "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

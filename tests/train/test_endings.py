@@ -72,7 +72,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_a_signal_saves_the_run_and_has_a_status_of_its_own(start, tmp_path):
-    """Check SIGINT. The test with torchrun covers SIGTERM."""
+    """Check that SIGINT saves the run and ends it with the signal's exit status."""
     rewards = tmp_path / "mine.py"
     rewards.write_text("def one(completions):\n    return [float(len(c)) for c in completions]\n")
     recipe = write_recipe(tmp_path)
@@ -107,7 +107,7 @@ def test_a_signal_before_there_is_anything_to_save(tmp_path, monkeypatch):
 
 
 def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(start, tmp_path):
-    """Check SIGTERM with torchrun, which forwards the signal to every process."""
+    """Check that SIGTERM to torchrun, which forwards it to every process, saves the run."""
     torchrun, folder = ["torch.distributed.run", "--nproc-per-node", "2", "-m"], tmp_path / "run"
     process = start(write_recipe(tmp_path), "distributed=ddp", *LONG, under=torchrun)
     wait_for(folder, 3, process)
@@ -119,7 +119,7 @@ def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(start, tmp_path
 
 
 def test_losing_stdout_ends_no_run(start, tmp_path):
-    """Check a closed pipe, as after `| head -1`, and a full device."""
+    """Check that a run continues if stdout is a closed pipe (`| head -1`) or a full device."""
     process = start(write_recipe(tmp_path), "log.save_model=false")
     process.stdout.close()
     process.stdout = None
@@ -134,7 +134,7 @@ def test_losing_stdout_ends_no_run(start, tmp_path):
 
 
 def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
-    """Check a write that fails in the middle of a line.
+    """Check that a line whose write fails in the middle is removed from the log.
 
     A limit on the file size simulates a disk that accepts only the beginning of a line.
     """
@@ -166,8 +166,9 @@ TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=fal
          "tokens_per_microbatch=400"]  # fmt: skip
 BEFORE, AFTER, NOTHING = "saved in RUN/step_000001", "saved in RUN/step_000002", "no checkpoint"
 NEWEST = "the newest checkpoint is RUN/step_000001"
-# Each entry has the function whose call raises, the number of the call (or first and last), the
-# error, the end of the last line of stderr, the exit status, and further settings.
+# Each entry contains the function that raises an error, the number of the call that raises (or the
+# first and the last number), and the error. Then it contains the expected end of stderr, the
+# expected exit status, and further settings.
 ENDINGS: dict[str, tuple[Any, ...]] = {
     # The error occurs before the first update of step 2.
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
@@ -205,7 +206,7 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
 
 
 def failing(monkeypatch, target, calls, error):
-    """Make one call of a function raise an error, or several calls.
+    """Make one call or several calls of a function raise an error.
 
     Args:
         monkeypatch: the fixture of pytest.
@@ -258,7 +259,7 @@ def test_an_ending_leaves_a_checkpoint_and_names_it(tmp_path, monkeypatch, undis
     with monkeypatch.context() as patched:
         failing(patched, target, calls, error)
         ended = invoke("train", recipe, *TABLE, *words)
-    error.__notes__ = []  # the next test raises it again
+    error.__notes__ = []  # the next test raises the same object again
     assert ended.exit_code == code, ended.output
     assert "Traceback" not in ended.output
     last = ended.stderr.splitlines()[-1]
@@ -271,9 +272,10 @@ def test_an_ending_leaves_a_checkpoint_and_names_it(tmp_path, monkeypatch, undis
 
 
 def test_an_update_that_is_cut_off_is_not_saved(tmp_path, monkeypatch):
-    """Check that a failed update is noticed, although fused AdamW counts no versions of weights.
+    """Check that no checkpoint is saved after an update that failed halfway.
 
-    Its step counters show the update.
+    Fused AdamW does not increment the versions of the weights. Its step counters show that the
+    update has begun.
     """
     step = torch.optim.AdamW.step
 
@@ -324,7 +326,7 @@ def test_the_third_bad_gradient_leaves_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_broken_weights_replace_no_checkpoint(tmp_path, monkeypatch):
-    """Check that NaN logits in step 3 keep the newest checkpoint, and that the message names it."""
+    """Check that NaN logits in step 3 write no checkpoint, and the message names the newest one."""
     failing(monkeypatch, f"{COLLECTOR}.generate", 3, NonFiniteLogits("the logits are NaN"))
     ended = invoke("train", write_recipe(tmp_path), *TABLE, "checkpoint.every=2")
     [saved] = checkpoints_in(tmp_path / "run")

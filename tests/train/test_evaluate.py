@@ -20,7 +20,7 @@ NUMBERS = functools.partial(scorer_for, "gsm8k")
 
 
 def asked(replies):
-    """Return a `generate` that answers with replies[prompt][sample], and the list of its calls."""
+    """Return a function that answers with replies[prompt][sample], and the list of its calls."""
     calls = []
 
     def generate(prompts, *, samples, temperature, seed):
@@ -132,7 +132,9 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error():
 
 # ------------------------------------------------------ Two models: the sign-flip test
 def by_counting(differences):
-    """Return the share of all sign choices whose sum is at least as far from 0.
+    """Compute the p-value of the sign-flip test exactly.
+
+    It is the fraction of all sign choices whose sum is at least as far from 0 as the observed sum.
 
     The sums are exact fractions.
     """

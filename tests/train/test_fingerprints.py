@@ -63,7 +63,7 @@ CHANGES = {
 
 
 def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
-    """Check that each change is refused with its name, and accepted if it is allowed."""
+    """Check that a resume refuses and names each changed file, and accepts it if it is allowed."""
     folder = tmp_path / "run"
     run(folder, *words, recipe="gsm8k-smollm2-1.7b")
     logs = (folder / "metrics.jsonl").read_bytes()
@@ -83,7 +83,7 @@ def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
     allowed = ["resume_allow=[rewards]", "log.progress=true"]
     rows = run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")["metrics"]
     assert rows[-1]["step"] == 3
-    # The run stored the new fingerprint, so it can resume again without the permission.
+    # The resumed run has stored the new fingerprint, so it can resume again without `resume_allow`.
     run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
 
 

@@ -1,4 +1,4 @@
-"""Tests that memory options change no result, and of one step computed in three ways."""
+"""Tests that memory options and ways of packing do not change the results of a step."""
 
 import sys
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_options_change_no_gradient(family, options):
 
 
 def compare(found, expected, tolerance):
-    """Compare gradients by name. The tolerance is relative to each gradient's largest entry."""
+    """Check that gradients agree, relative to the largest entry of each gradient."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = tolerance * float(gradient.abs().max())
@@ -66,7 +66,7 @@ def compare(found, expected, tolerance):
 
 
 def test_options_are_in_force(spied):
-    """Check that the options have an effect, because without effect they change nothing either."""
+    """Check that the options are active. The other tests also pass if an option does nothing."""
     kept, moved = [], spied(torch.autograd.graph, "save_on_cpu")
 
     def saved(policy):
@@ -99,8 +99,8 @@ def test_tiles_see_no_more_rows_than_asked_for():
         rows = lambda _, args: seen.append(args[0].shape[-2])  # noqa: E731
         layer.mlp.down_proj.register_forward_pre_hook(rows)
     loss_and_gradients(policy)
-    # There are T = 11 + 5 + Σ(C − 1) = 36 rows. Each tile runs once in the forward pass, and once
-    # more for its backward pass.
+    # There are T = 11 + 5 + Σ(C − 1) = 36 rows. In each of the 3 layers a tile runs once in the
+    # forward pass, and once more for its backward pass.
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
     with pytest.raises(ValueError, match="model.tiled_mlp: Linear has no dense MLP"):
         tile_mlps(torch.nn.Linear(2, 2), 4)
@@ -145,7 +145,7 @@ def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
     for options in ({}, OPTIONS[-1]):
         policy = load_policy(ModelConfig(path=folder, dtype="float32", lora={"r": 4}, **options))
         torch.manual_seed(0)
-        for parameter in policy.trainable():  # B starts at zero: nothing would flow into A
+        for parameter in policy.trainable():  # LoRA's B starts at zero, so A would get no gradient
             torch.nn.init.normal_(parameter, std=0.1)
         results.append(loss_and_gradients(policy))
     (loss, gradients), (other, theirs) = results

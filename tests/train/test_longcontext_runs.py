@@ -79,8 +79,9 @@ REUSED = ["inner_iterations=2", "minibatches=2"]
 def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
-    """Check that the run equals a run with the lower budget, so nothing is counted twice."""
-    # If only the update fails, the old log-probs must be computed again with the lower budget.
+    """Check that the run equals a run with the lower budget from the start."""
+    # Memory runs out in every large forward pass, or only in the update. After the latter, the old
+    # log-probs must be computed again with the lower budget.
     every = where == "anywhere"
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
@@ -93,7 +94,7 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 
 
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
-    """Check a failure of the second micro-batch, after the first one has added its gradients."""
+    """Check that gradients of the first micro-batch are cleared if the second one fails."""
     options = ["reference.kind=none", "loss.beta=0"]
     calls = no_room(lambda call, tokens: call == 2)
     lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
@@ -165,7 +166,7 @@ def questions_in(prompt):
 
 @pytest.fixture
 def twins(tmp_path):
-    """Write five questions. The third repeats the second. The test split has the fourth."""
+    """Write five training questions. The third repeats the second, the test split the fourth."""
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
     write_lines(tmp_path / "train.jsonl", *lines)
@@ -177,7 +178,7 @@ def twins(tmp_path):
 @pytest.mark.parametrize("budget", [1500, 8192])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_real_shots(budget, split):
-    """Check that shots nearly fill the budget, and are different training questions.
+    """Check that few-shot examples nearly fill the budget, and are different training questions.
 
     The asked question must not be one of them.
     """

@@ -33,7 +33,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
-    with pytest.MonkeyPatch.context() as patch:  # use the GPU's layers; the CPU's layers store less
+    with pytest.MonkeyPatch.context() as patch:  # test a GPU's layers; a CPU's store less
         patch.setattr(policies, "fast_layers", lambda model: None)
         policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     policy.model.train()
@@ -45,7 +45,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
 
 
 def kept_bytes(policy, packed):
-    """Return the number of bytes that autograd stores, except weights."""
+    """Return the number of bytes, except weights, that autograd stores in a forward pass."""
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
     def pack(x):
@@ -103,7 +103,7 @@ def a_comb(turns, tokens):
 
 
 def test_the_prediction_for_deep_trees_against_the_allocators_peak():
-    """Check the prediction to 12% where attention's backward pass is the peak.
+    """Check that the prediction is within 12% where attention's backward pass is the peak.
 
     Wide queries and a tiled MLP lead to this case. The prediction for a shared prompt would be 25%
     too low.
@@ -126,9 +126,9 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
-    """Check the predicted sums of attention's backward pass to 5%.
+    """Check that the predicted memory of attention's backward pass in a deep tree is within 5%.
 
-    The kernel of the test computes nothing.
+    The test's kernel computes nothing and allocates only its results.
     """
     layout, e = a_comb(15, 40).layout, dtype.itemsize
     kernel = Kernel(
@@ -143,7 +143,7 @@ def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
     measured = peak_bytes(lambda: torch.autograd.grad(out, (q, k, v), grad))
     shape = Shape(1, 64, 0, 4 * 16, 16, 13, 0, True)
     predicted = (memory_model._tree_backward(shape, e) - e * (64 + 64)) * layout.total
-    if e == 2:  # a CPU copies the first call's dq to add 16 bits to fp32
+    if e == 2:  # to add 16 bits to fp32, a CPU copies the first call's dq
         predicted += 4 * 64 * layout.calls[1].spans.cu_q[-1].item()
     assert measured == pytest.approx(predicted, rel=0.05)
 
@@ -158,9 +158,9 @@ def test_recorded_samples_are_planned_as_trees():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_prediction_against_what_autograd_keeps(family):
-    """Check the predicted bytes that autograd stores to 2%, except the final norm.
+    """Check that the prediction is within 2% of the bytes that autograd stores.
 
-    The tensors of the final norm are freed earlier.
+    The tensors of the final norm are subtracted, because they are freed earlier than the others.
     """
     policy, shape, memory, packed = a_trunk(family, "float32")
     final_norm, head_norms = 2 * 4 * shape.hidden, 0
@@ -172,7 +172,10 @@ def test_the_prediction_against_what_autograd_keeps(family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """Check the bytes of a key head exactly, because k and v are not expanded to the heads of q."""
+    """Check that the prediction of a key head's bytes is exact.
+
+    Autograd stores k and v without repeating them for the heads of q.
+    """
     kept, predicted = [], []
     for kv_heads in (1, 4):
         policy, _, memory, packed = a_trunk("llama", dtype, kv_heads=kv_heads)

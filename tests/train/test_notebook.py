@@ -46,7 +46,8 @@ def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
 @pytest.mark.parametrize("estimator", ["k3", "exact", "exact_reference_first"])
 def test_the_notebooks_recipe_with_tiny_models(tmp_path, models, estimator):
     rows = run_notebook(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
-    # The reference differs from the initial policy. Ratios are products over a completion's tokens.
+    # The first KL is positive, because the reference differs from the initial policy. Ratios are
+    # products over the tokens of a completion.
     assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
 

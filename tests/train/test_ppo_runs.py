@@ -103,7 +103,7 @@ def test_the_critics_own_rate(tmp_path, spied):
 
 
 def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypatch):
-    """Check that running out of memory in the second update keeps columns of the first weights."""
+    """Check that values, advantages and log-probs stay if memory runs out in the second update."""
     seen, calls = [], [0]
     original = trainer.accumulate
 
@@ -132,7 +132,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 
 
 def test_beta_adapts(tmp_path):
-    """Check that β follows the formula of `KLWeight.after_step`."""
+    """Check that the logged β follows the formula of `KLWeight.after_step`."""
     adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
     for place in ("loss", "reward"):
         rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
@@ -149,7 +149,7 @@ def test_the_adapted_weight_is_the_one_that_is_used(tmp_path):
         tmp_path / "a", *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "kl.target=1e-9",
         "kl.horizon=2", "optim.lr=0.01", "steps=4",
     )  # fmt: skip
-    assert rows[-1]["beta"] == pytest.approx(0.1 * 0.8 * 1.2 * 1.2)  # the first KL is 0
+    assert rows[-1]["beta"] == pytest.approx(0.1 * 0.8 * 1.2 * 1.2)  # the KL of step 1 is 0
     for row in rows:
         expected = row["policy_loss"] + row["beta"] * row["kl"]
         assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -230,7 +230,7 @@ def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
     means = [sum(k * n for k, n in part) / sum(n for _, n in part) for part in passes]
     lasts = [part[-1][0] for part in passes]
     assert means[0] < lasts[0]
-    limit = (means[0] + lasts[0]) / 2  # between the mean and the last value of the first pass
+    limit = (means[0] + lasts[0]) / 2  # between the first pass's mean and its last value
     _, updates = lines(tmp_path / "stopped", *options, f"max_approx_kl={limit}")
     expected = next(i for i, mean in enumerate(means) if mean > limit) + 1
     assert expected > 1 and len(updates) == 4 * expected

@@ -51,7 +51,7 @@ def dense_values(critic, rollout, i):
 
 
 def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
-    """Return advantages before whitening, and returns, from a loop over the tokens.
+    """Compute advantages before whitening, and returns, with a loop over the tokens.
 
     Args:
         critic: provides the values.
@@ -93,7 +93,7 @@ def of_each(batch, name):
 
 
 def check(batch, **expected):
-    """Compare columns of the samples with lists of expected numbers per completion."""
+    """Check that columns of the samples equal the expected lists of numbers per completion."""
     for name, lists in expected.items():
         wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
         got = column(batch, name).double()
@@ -108,7 +108,7 @@ def test_advantages_and_returns(kind, budget, shared):
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
     advantages, returns = oracle(critic, batch, bootstrap=True, **options)
     check(batch, token_advantages=advantages, returns=returns)
-    # Without bootstrap the value after a truncated completion is 0.
+    # Repeat the check without bootstrap, where the value after a truncated completion is 0.
     critic.config = critic.config.model_copy(update={"bootstrap": False})
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
     ended, _ = oracle(critic, batch, bootstrap=False, **options)
@@ -118,7 +118,7 @@ def test_advantages_and_returns(kind, budget, shared):
 
 
 def test_lambdas_of_their_own():
-    """Check returns with `lam_returns`, and advantages with a lambda that depends on the length."""
+    """Check `lam_returns`, and `lam_alpha`, with which lambda depends on the length."""
     policy = tiny_policy()
     options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
     critic = make_critic(policy, whiten=False, **options)
@@ -144,7 +144,7 @@ KL_BY_HAND = {
 
 @pytest.mark.parametrize("estimator", KL_BY_HAND)
 def test_the_kl_in_the_reward(estimator):
-    """Check that the reward of a token is -β · KL, plus the score at the last token."""
+    """Check that each token has the reward -β · KL, and the last token also the sample's score."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
@@ -227,12 +227,12 @@ def gradients(policy, critic, config, batch):
 @pytest.mark.parametrize("loss", ["clipped", "plain", "huber"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_value_heads_gradient(loss, aggregation):
-    """Compare the gradient with autograd through a dense forward pass in fp64."""
+    """Check that the gradient equals autograd's through a dense forward pass in fp64."""
     policy = tiny_policy()
     critic = make_critic(policy, loss=loss, epsilon=0.1, coef=0.7)
     batch = fixed(make_batch(), policy, critic)
     with torch.no_grad():
-        critic.head.bias += 0.15  # move some values out of the clip range
+        critic.head.bias += 0.15  # some values are then outside of the clip range
         critic.head.weight *= 0.8
     config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
     seen, found = gradients(policy, critic, config, batch)

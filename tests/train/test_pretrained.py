@@ -93,7 +93,7 @@ def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
     assert str(folder) in message and "\n" not in message
 
 
-# llama has a separate head. The head of qwen2 is tied to the embedding.
+# Test a separate head (llama) and a head that is tied to the embedding (qwen2).
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
     folder = tiny_folder(tmp_path / "m", family)

@@ -22,8 +22,9 @@ FINE = {"skipped": 0, "tokens": 30}
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # Sharded runs refuse the gradient variance that "exact" logs. The engine of "apart" copies full
-    # weights. The other excluded cases would test nothing new with shards.
+    # Exclude "exact", because sharded runs refuse the gradient variance that it logs, and "apart",
+    # because its engine copies full weights. The other excluded cases would test nothing new with
+    # shards.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "distill")),
@@ -54,7 +55,10 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Check that metrics, prompts and weights are equal. In case `few` one rank has no group."""
+    """Check that several ranks give the metrics, prompts and weights of one process.
+
+    In the case `few`, one rank has no group.
+    """
     expected = plain(case)
     found = ranks(count, ["train", case, kind, str(tmp_path / "run")])
     assert all(x == found[0] and x[0]["skipped"] == 0 for x in found), found
@@ -71,7 +75,8 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
     """Check that all ranks have the same weights, buffers, ties and adapters.
 
-    They must equal those of a plain load. Only rank 0 reads the files.
+    They must equal the weights of a model that is loaded without ranks. Only rank 0 reads the
+    files.
     """
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
@@ -86,7 +91,7 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
 
 
 def test_a_rollout_leaves_no_order_behind(ranks):
-    """Check that FSDP2 prefetches in the same order on all ranks, and shards the layers again."""
+    """Check that a sharded model still trains after ranks made different forward passes."""
     assert ranks(2, ["pass_unevenly"], timeout=60) == [[[True, True]]] * 2
 
 
@@ -112,7 +117,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """Check equal configurations that name different files, as can happen on two machines."""
+    """Check that ranks do not train if their equal configurations name files that differ."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)
@@ -183,7 +188,7 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
     found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
     assert [x[0]["tokens"] for x in found] == [11, 11], found
     apart = differences(tmp_path / "run", plain("mu"))
-    # Smaller micro-batches store some prompts twice.
+    # Only num_tokens may differ, because smaller micro-batches store some prompts twice.
     assert len(apart) == 3 and all("num_tokens" in x for x in apart)
     found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "shards")])
     assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
@@ -227,7 +232,7 @@ def test_trackers_are_rank_0s(ranks):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
-    """Check that the error names the killed rank, without torchrun.
+    """Check that the other ranks end with an error that names the killed rank, without torchrun.
 
     The ranks' store ends with rank 0.
     """

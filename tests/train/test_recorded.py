@@ -70,9 +70,9 @@ def tiny():
 @pytest.mark.parametrize("credited", [0, 2, 4], ids=["rewards", "both", "credit"])
 @pytest.mark.parametrize("budget", [1000, 60])
 def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
-    """Compare the gradient of a step with the mean of -A · logp over the sampled tokens.
+    """Check the gradient of a step against the mean of -A · logp over the sampled tokens.
 
-    The log-probs of the comparison come from dense passes.
+    The expected log-probs are computed by dense forward passes.
     """
     traces = records()
     for number, trace in enumerate(traces[:credited]):
@@ -157,7 +157,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 
 
 def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
-    """Check that before step 1 traces are only checked for their length."""
+    """Check that the model's length, but not `max_new_tokens`, limits recorded traces."""
     config = settings(tmp_path, model={"path": tiny_folder(tmp_path / "model")})
     config["rollout"] |= {"max_new_tokens": 4096}
     assert train(validated(RunConfig, config))["steps"] == 1

@@ -38,7 +38,7 @@ def sampled(policy, **options):
 
 @pytest.mark.parametrize("options", TRUNCATING, ids=str)
 def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
-    """Check the agreement of log-probs over the kept tokens.
+    """Check that the log-probs of trainer and sampler agree over the kept tokens.
 
     Over all tokens they differ by the log of the kept probability mass.
     """

@@ -212,7 +212,7 @@ def test_smoothing_has_neither_bias_nor_lag():
     line = [(float(i), 2.0 * i) for i in range(200)]
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
     points = [(float(i), float(i % 7)) for i in range(20_000)]
-    assert 1000 < len(smooth(points)) <= 2000  # a picture has no more columns
+    assert 1000 < len(smooth(points)) <= 2000  # a picture has at most 2000 columns
     rows = [{"step": 1, "loss": 9.0, "update": 1}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2}]
     assert series(rows, "loss") == [(1.0, 1.0), (2.0, 2.0)]
 
@@ -220,5 +220,5 @@ def test_smoothing_has_neither_bias_nor_lag():
 def test_final_line():
     assert final_line({}, {"eval_reward": 1.0}) == ""
     same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
-    # Equal strict and lenient accuracies are printed once.
+    # The line shows one accuracy if strict and lenient accuracy are equal.
     assert final_line(same, same) == "strict 50.0% → 50.0%"

@@ -40,7 +40,7 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
 def test_a_function_that_runs_the_folders_code(run, tmp_path):
     """Check that a reward named torch.hub:load is refused.
 
-    It would import hubconf.py from the run's folder.
+    The function would import hubconf.py from the run's folder.
     """
     (run / "hubconf.py").write_text(mark(tmp_path) + "def reward(**options):\n    return None\n")
     options = {"repo_or_dir": str(run), "model": "reward", "source": "local"}
@@ -95,9 +95,9 @@ def test_allowed_code_of_a_run_that_asked_for_none_stays_out(run, tmp_path):
 
 
 def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
-    """Check that no prompt appears.
+    """Check that counting worked examples does not ask the user to trust code.
 
-    Without trust_remote_code=False transformers would ask the user for permission.
+    Unless trust_remote_code is False, transformers asks the user for permission.
     """
     plant_model_code(run / "model", tmp_path)
     file = run / "model" / "tokenizer_config.json"
@@ -175,7 +175,7 @@ def test_results_that_cannot_be_written_are_still_shown(run):
 
 # ---------------------------------------------------------------------------------- The home folder
 def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
-    """Check that all files of a run use the same home folder for `~`."""
+    """Check that `~` names the home folder for all files of a run."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()

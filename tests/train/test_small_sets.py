@@ -122,7 +122,7 @@ def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
     assert invoke("eval", run, f"data={tmp_path}/d.jsonl", f"out={out}").exit_code == 0
     greedy = json.loads(out.read_text())["greedy"]
     assert greedy["eval_n"] == 9 and greedy["eval_accuracy_strict"] in (0, 1)
-    assert greedy["eval_accuracy_strict_se"] is None  # one question has no standard error
+    assert greedy["eval_accuracy_strict_se"] is None  # a single question has no standard error
     assert refused(invoke("eval", run, f"data={tmp_path}/none.jsonl"), "found nothing")
 
 

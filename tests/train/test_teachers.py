@@ -52,7 +52,7 @@ def a_batch():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
-    """Compare loss and gradients with β · Σ w · KL - Σ w · A · logp, computed by dense passes."""
+    """Check loss and gradients against β · Σ w · KL - Σ w · A · logp, computed by dense passes."""
     policy = moved(load_policy(ModelConfig(path=folders[0])))
     kind = ReferenceConfig(kind="frozen", path=folders[1])
     reference = Reference(policy, kind, load_another(kind, ModelConfig(path=folders[0]), policy))
@@ -191,7 +191,7 @@ def test_a_loss_of_the_teacher_is_the_exact_kl(tmp_path, trained, estimator, kin
 
 
 def test_the_teacher_alone(tmp_path, trained):
-    """Check that with task=0 only the teacher trains, and equal models have divergence 0."""
+    """Check that with task=0 the divergence falls, and that equal models have no gradient."""
     near = [f"distill.teacher={trained}", "distill.task=0", "loss.entropy_coef=0", "steps=12"]
     rows = taught(tmp_path / "a", *near, "distill.kind=jsd", "distill.beta=0.3")
     assert rows[-1]["divergence"] < 0.5 * rows[0]["divergence"]

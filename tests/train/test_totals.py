@@ -21,7 +21,7 @@ from tests.train.tiny_steps import accumulate, batch_of, taken
 NO_VERDICT = 2
 
 
-@pairs(mask_truncated=[False, True], minibatches=[1, 3], ranks=[1, 2, 4])  # with 4 a rank is idle
+@pairs(mask_truncated=[False, True], minibatches=[1, 3], ranks=[1, 2, 4])  # 4 ranks: one is idle
 def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
     scores = SCORES.clone()
     scores[NO_VERDICT] = math.nan
@@ -51,7 +51,7 @@ def test_the_mean_over_prompts(minibatches, ranks):
     steps = [make_batch(SCORES, minibatches=minibatches, budget=14, rank=rank, ranks=ranks)
              for rank in range(ranks)]  # fmt: skip
     for step in steps:
-        step.shuffle("7")  # distributes groups over minibatches
+        step.shuffle("7")  # distributes the groups over the minibatches
     for k in range(minibatches):
         of_prompt: dict[int, list[float]] = {}
         for micro in (micro for step in steps for micro in step.minibatches[k]):
@@ -99,7 +99,7 @@ def drawn(policy, prompts=PROMPTS):
 
 
 def expected(policy, rollout, advantages):
-    """Return the gradient of −Σ A·logp / (tokens of the group), with one row for each group."""
+    """Return the gradient of −Σ A·logp / (tokens of the group), shape (groups, parameters)."""
     lm = copy.deepcopy(policy.lm).double()
     lm.set_attn_implementation("eager")
     rows = []

@@ -112,7 +112,7 @@ def test_rarely_changed_arguments_of_the_loss_go_to_its_options():
         (["data.digits=6"], 6),
         (["data.digits=6", "rollout.max_new_tokens=9"], 9),
         (["data={task: arithmetic, digits: 3}"], 5),  # the digits of 999 + 999, and EOS
-        (["model.tokenizer=bpe"], 256),  # a symbol may have several tokens
+        (["model.tokenizer=bpe"], 256),  # a symbol may have several bpe tokens
     ],
 )
 def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
@@ -123,7 +123,8 @@ def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
 
 
 # ------------------------------------------------------------------------------ YAML
-# Nine nested lists of ten aliases each stand for a billion values in 400 bytes.
+# The bomb has 400 bytes and nine levels of lists. Each list has ten aliases of the list below,
+# which expand to a billion values.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
 )

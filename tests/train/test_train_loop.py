@@ -35,7 +35,7 @@ def close(one, other, names=("loss", "grad_norm", "reward", "entropy", "policy_l
 
 
 def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch, spied):
-    """Check that with constant weights and equal prompts, steps draw different random numbers."""
+    """Check that steps with constant weights and equal prompts sample different completions."""
     calls, take = spied(collector, "generate"), groups.PromptQueue.take
     monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
         groups.PromptQueue(queue.examples), count))  # fmt: skip
@@ -137,8 +137,8 @@ def test_the_policy_terms_gradient(tmp_path):
     kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
     for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
         rows = sort(tmp_path / folder, *kl, *options)
-        # On policy, the gradient of a token is -A / N. The lengths vary from 1 to 4, so only bounds
-        # of the norm are known.
+        # On policy, the gradient with respect to a token's log-prob is -A / N. Check only bounds of
+        # the norm, because the lengths vary from 1 to 4.
         for row in rows:
             assert "policy_grad_norm" not in row
             assert 0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5

@@ -55,7 +55,7 @@ def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
     ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
 )
 def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
-    """Check that the MFU divides the FLOPs of all passes by their time and the GPU's peak."""
+    """Check that `perf/mfu` is the FLOPs of all passes, divided by time and peak FLOP/s."""
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
     for name, flops in (("forward", 1000), ("update", 1)):
@@ -70,7 +70,7 @@ def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
     assert scored == pytest.approx(16 * rows[0]["completions/mean_length"])
 
 
-# llama has a separate head. The head of qwen2 is tied to the embeddings.
+# Test a separate head (llama) and a head that is tied to the embedding (qwen2).
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_flops_against_torchs_counter(tmp_path, family, frozen):

@@ -230,7 +230,10 @@ HOSTILE = [
 
 @pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
 def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
-    """Check `train` only, because all commands read words with the same functions."""
+    """Check that `train` refuses a hostile word with a short message, or stores it unchanged.
+
+    All commands read words with the same functions.
+    """
     try:
         config = load_recipe("sort", [word])
     except ValueError as error:

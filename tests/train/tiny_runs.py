@@ -60,7 +60,7 @@ def sort(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def adapted(folder: Path) -> list[str]:
-    """Return settings for gsm8k-smollm2-1.7b: LoRA on a tiny model, PPO, the KL in the reward."""
+    """Return settings that change gsm8k-smollm2-1.7b to PPO with LoRA on a tiny model."""
     model = tiny_folder(folder / "tiny", "llama")
     return [
         f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", "data.name=null",

@@ -25,7 +25,7 @@ def rollout_of(
     seed: int = 3,
     vocabulary: int = 13,
 ) -> Samples:
-    """Return samples of random ids. The log-prob of each token is its completion's index."""
+    """Return samples of random ids. The log-prob of a token is the index of its completion."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> list[int]:

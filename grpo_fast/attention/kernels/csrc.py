@@ -26,7 +26,10 @@ def forward(
 def backward(
     grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. `saved.out` and `saved.lse` may include other keys."""
+    """Return the gradients of q, k and v.
+
+    `saved.out` and `saved.lse` may be merged with the results for keys of other calls.
+    """
     given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.operator("attention", "attention_backward")
     places = spans.cu_q, spans.cu_k, spans.causal

@@ -36,7 +36,7 @@ def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
     return (-1 if params.window is None else params.window - 1), 0
 
 
-# torch's built-in FA2
+# The next two functions use torch's built-in FlashAttention 2.
 def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     left, right = window_of(spans, params)
     return torch.ops.aten._flash_attention_forward(
@@ -47,7 +47,7 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attentio
 
 def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     left, right = window_of(spans, params)
-    # This is the state of the random generator for dropout. Without dropout it is never read.
+    # Pass an unused state of the random generator. The kernel would read it only for dropout.
     state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
@@ -56,7 +56,7 @@ def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPar
     )  # fmt: skip
 
 
-# package flash-attn
+# The next two functions use the package flash-attn (FA2).
 def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
         q, k, v, dropout_p=0.0, causal=spans.causal, **_softcap(params), **_options(spans, params)
@@ -64,7 +64,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 
 def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
-    # The library writes into gradients that the caller allocates.
+    # Allocate the gradients here, because the library writes into tensors of the caller.
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
@@ -73,7 +73,7 @@ def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     return gradients
 
 
-# flash_attn_interface, FA3
+# The next two functions use flash_attn_interface (FA3).
 def fa3_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn_interface")._flash_attn_forward(
         q, k, v, causal=spans.causal, **_softcap(params), **_options(spans, params)
@@ -89,8 +89,8 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     return dq, dk, dv
 
 
-# The next functions use flash_attn.cute, FA4. It uses None for "all keys", and derives the right
-# side of a causal window.
+# The next two functions use flash_attn.cute (FA4), which expects None for "all keys" and derives
+# the right side of a causal window itself.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
@@ -99,8 +99,8 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     if 0 in spans.queries:
-        # The first releases of FA4 hang or store undefined values if a span has keys without
-        # queries.
+        # Drop spans of keys without queries. With such a span, the first releases of FA4 hang or
+        # store undefined values.
         inner, rows = spans.with_queries
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])
         dq, *parts = fa4_backward(grad, seen, inner, params)

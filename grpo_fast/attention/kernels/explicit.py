@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
 from grpo_fast.attention.spans import AttentionParams
 
-# Largest number of scores of one chunk, heads·queries·keys. 4M scores are 16 MiB in fp32.
+# Largest number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
 CHUNK_SCORES = 2**22
 # Smallest number of queries in a chunk, because matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
@@ -44,7 +44,8 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
     acc_dtype = lse.dtype
     qs, ks, vs = _heads(*saved[:3])
     gs, os = (x.transpose(0, 1).to(acc_dtype) for x in (grad, saved.out))
-    # As in FlashAttention, D = rowsum(dO∘O) and dS = P∘(dP − D).
+    # Compute the gradient of the scores as FlashAttention does, dS = P∘(dP − D) with D =
+    # rowsum(dO∘O).
     delta = (gs * os).sum(-1)
     dq = qs.new_empty(qs.shape, dtype=acc_dtype)
     dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (ks, vs))
@@ -72,7 +73,7 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
     """Yield chunks of queries (H, L, D) whose scores fit into CHUNK_SCORES."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
-    # Causal spans are aligned at the bottom right, so query i sees the keys up to i + before.
+    # Align causal spans at the bottom right, so that query i sees the keys up to i + before.
     before = keys - queries
     rows = max(LEAST_QUERIES, CHUNK_SCORES // (heads * keys))
     if window is not None:

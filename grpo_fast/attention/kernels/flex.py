@@ -88,7 +88,8 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
     """Return which blocks are partly visible, and which are fully visible, two (Q, K) bool tensors.
 
-    In the first kind of block any query sees any key. In the second kind all queries see all keys.
+    A block is partly visible if at least one query sees a key, and fully visible if all queries see
+    all keys.
     """
     some = []
     full = []

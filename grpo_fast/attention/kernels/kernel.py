@@ -65,7 +65,7 @@ def over_spans(
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
-        # Log-sum-exps need fp32, because merging results subtracts them.
+        # Use fp32 for log-sum-exps, because merging results subtracts them, which cancels.
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
@@ -84,7 +84,7 @@ def over_spans(
             for at, keys in spans.rows:
                 span = Saved(q[at], k[keys], v[keys], out[at], lse[:, at])
                 dq[at], *parts = backward(grad[at], span, spans.causal, params)
-                # Sum the gradients of the query heads that share a key head.
+                # Sum the gradients of all query heads that share a key head.
                 for target, x in zip((dk, dv), parts, strict=True):
                     target[keys] = x.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv

@@ -47,12 +47,12 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, 
 
 
 def _folded(x: Tensor, fold: int) -> Tensor:
-    """Reshape (L, H, D) to (1, H/fold, L·fold, D)."""
+    """Fold query heads into queries: reshape (L, H, D) to (1, H/fold, L·fold, D)."""
     return x.unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)[None]
 
 
 def _unfolded(x: Tensor, fold: int) -> Tensor:
-    """Reshape (1, H/fold, L·fold, D) to (L, H, D)."""
+    """Undo `_folded`: reshape (1, H/fold, L·fold, D) to (L, H, D)."""
     return x[0].unflatten(1, (-1, fold)).transpose(0, 1).flatten(1, 2)
 
 

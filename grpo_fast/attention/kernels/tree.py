@@ -29,8 +29,8 @@ from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import AttentionParams
 
 Work = tuple[tuple[Call, ...], AttentionParams, Kernel]
-# Number of output elements to merge at once. It bounds the memory of the fp32 copies of two 16-bit
-# outputs.
+# Number of output elements to merge at once. Merging makes fp32 copies of two 16-bit outputs, and
+# this number bounds their memory.
 MERGE_NUMBERS = 2**25
 
 

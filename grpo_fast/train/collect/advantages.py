@@ -65,7 +65,10 @@ class Advantages:
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
 
     def observe(self, rewards: Tensor) -> None:
-        """Update the running baseline, if any, with the rewards of a step. Call this after `of`."""
+        """Update the running baseline, if any, with the rewards of a step.
+
+        Call this after `of`, so that the baseline of a step contains only rewards of earlier steps.
+        """
         if self.baseline is not None:
             self.baseline.update(rewards)
 

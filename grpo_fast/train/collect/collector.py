@@ -39,7 +39,7 @@ from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks,
 
 log = logging.getLogger(__name__)
 
-WATCHED_STEPS = 5  # latest steps whose groups are checked for a spread of rewards
+WATCHED_STEPS = 5  # number of latest steps that the warning about equal rewards averages
 
 # A step's samples, its metrics, and the records of all sampled groups including dropped groups.
 Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
@@ -49,7 +49,7 @@ Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
 class CollectorState:
     """State of the collector that a checkpoint stores."""
 
-    consumed: Count  # next place in the training set
+    consumed: Count  # index in PromptQueue of the next prompt
     rewards: RewardsState
     baseline: dict[str, float | None] | None
 
@@ -68,7 +68,7 @@ class Collector:
 
     With `rollout.ahead` the completions of the next step are sampled with the weights from before
     the current step's updates. An engine on a separate device samples them in a thread during
-    training. Any other engine samples them before the training begins.
+    training. Any other engine samples them before the updates of the current step begin.
     """
 
     config: RolloutConfig
@@ -83,7 +83,7 @@ class Collector:
     logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
     no_spread: deque[float] = field(default_factory=lambda: deque(maxlen=WATCHED_STEPS))
     has_warned: bool = False
-    coming: Future[tuple[Samples | None, float]] | None = None  # samples that a thread computes
+    coming: Future[tuple[Samples | None, float]] | None = None  # result of the sampling thread
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
     )
@@ -91,9 +91,9 @@ class Collector:
     def next(self, step: int, clock: Clock) -> Collected:
         """Return the samples of a step.
 
-        With `rollout.dynamic`, groups with equal rewards are replaced by groups of the next
-        prompts. If groups are still missing after `rollout.dynamic.rounds` replacements, groups
-        with equal rewards complete the batch.
+        With `rollout.dynamic`, groups with equal rewards are replaced with groups of the next
+        prompts. If groups are still missing after `rollout.dynamic.rounds` rounds of replacement,
+        groups with equal rewards complete the batch.
 
         Args:
             step: number of the step, counted from 1.
@@ -116,7 +116,7 @@ class Collector:
             places = self.queue.take(wanted)
             samples = None if ahead is None else ahead.samples
             samples, lost = self._scored(places, (self.seed, step), clock, samples)
-            # 2. Replace groups whose rewards are all equal by groups of the next prompts.
+            # 2. Replace groups whose rewards are all equal with groups of the next prompts.
             if dynamic is not None:
                 rounds = 0
                 uses = uses_of(self._judged(samples), wanted)
@@ -224,7 +224,10 @@ class Collector:
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
     ) -> Samples | None:
-        """Sample completions with `by`. The queue positions `places` become group numbers."""
+        """Sample completions with the function `by`.
+
+        The prompts are at the queue positions `places`, which also become the group numbers.
+        """
         prompts = [self.queue.example(place).prompt for place in places]
         options: dict[str, Any] = {"group_size": self.config.group_size, "seed": seed}
         samples = by(self.policy, prompts, self.config, engine=self.engine, **options)
@@ -266,7 +269,10 @@ class Collector:
         return samples, result.reasons
 
     def _judged(self, samples: Samples) -> Tensor:
-        """Return the rewards whose spread decides which groups are dropped, shape (groups, G)."""
+        """Return the rewards by which groups are judged, shape (groups, G).
+
+        A group whose rewards are all equal may be dropped.
+        """
         dynamic = self.config.dynamic
         is_total = dynamic is None or dynamic.judged_by is None
         judged = samples.rewards if is_total else samples.scores[dynamic.judged_by]

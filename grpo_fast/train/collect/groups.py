@@ -23,7 +23,7 @@ class PromptQueue:
 
     Args:
         examples: the training set.
-        consumed: the next place.
+        consumed: number of prompts that were used. It is also the next place.
     """
 
     def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
@@ -62,8 +62,8 @@ class PromptRecord:
 def uses_of(judged: Tensor, wanted: int) -> list[Use]:
     """Choose the groups that a step uses.
 
-    Groups with different rewards are kept. If fewer than `wanted` groups are kept, groups with
-    equal rewards complete the batch. All other groups are dropped.
+    A group is kept if its rewards are not all equal. If fewer than `wanted` groups are kept, groups
+    with equal rewards complete the batch. All other groups are dropped.
 
     Args:
         judged: rewards of shape (groups, G). NaN marks samples without a reward, which are ignored.

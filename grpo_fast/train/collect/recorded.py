@@ -28,8 +28,8 @@ from grpo_fast.train.models.policy import Policy
 class RecordedCollector(Collector):
     """Collector that returns recorded traces as samples, with one sample per branch of a trace.
 
-    The nodes of a trace can contain advantages. Otherwise advantages are computed from the rewards
-    of the `group_size` traces of a task.
+    Recorded advantages in the nodes of a trace are used. Without them, advantages are computed from
+    the rewards of the `group_size` traces of a task.
 
     Args:
         path: path of the file with the traces.
@@ -95,7 +95,7 @@ def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Te
     Args:
         branches: the recorded branches.
         groups: group number of each branch.
-        advantages: advantage of each branch. Branches with recorded advantages ignore it.
+        advantages: advantage of each branch. It is not used for a branch with recorded advantages.
     """
     counts = [len(branch.logps) for branch in branches]
     credit = [branch.advantages for branch in branches]

@@ -33,7 +33,7 @@ def home_path(path: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(home_path)]
-LIMIT = 1 << 53  # larger integers change their value in JSON readers that use doubles
+LIMIT = 1 << 53  # larger integers would be rounded by JSON readers that use doubles
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
@@ -54,7 +54,7 @@ class Section(BaseModel):
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False,
         use_attribute_docstrings=True,
     )  # fmt: skip
-    more_keys: ClassVar[frozenset[str]] = frozenset()  # keys of the section that are not fields
+    more_keys: ClassVar[frozenset[str]] = frozenset()  # accepted keys that are not fields
 
     @field_validator("*", mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
 
-KEPT_AT_MOST = 512  # tokens stored per sampled position if only top_p is set
+KEPT_AT_MOST = 512  # top_k if only top_p is set; limits the token ids stored per position
 
 
 class DataConfig(Section):
@@ -137,8 +137,9 @@ class RolloutConfig(Section, Sampling):
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # If only top_p is set, a flat distribution would keep nearly the whole vocabulary. Write to
-        # __dict__, because an assignment would validate again and mark top_k as set by the user.
+        # Set top_k if only top_p is set, because top_p alone would keep nearly the whole vocabulary
+        # of a flat distribution. Write to __dict__, because an assignment would validate again and
+        # mark top_k as set by the user.
         if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         needed = self.engine == "vllm-server"

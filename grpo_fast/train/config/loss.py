@@ -13,7 +13,8 @@ from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import Section, require
 
-# The trainer sets these arguments from the model and from the section `rollout`.
+# Arguments of LossConfig that the section `loss` does not contain, because the trainer sets them
+# from the model and from the section `rollout`.
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
 
 

@@ -108,7 +108,7 @@ class ReferenceConfig(Section):
 
 
 class KLConfig(Section):
-    """Use of the KL divergence to the reference. Its weight is `loss.beta`."""
+    """Settings of the KL divergence to the reference. `loss.beta` is its initial weight."""
 
     into: Literal["loss", "reward"] = "loss"
     """Add beta * KL to the loss, or subtract it from the reward of each token before GAE."""

@@ -10,9 +10,9 @@ import yaml
 
 from grpo_fast.data import reason
 
-DEEPEST = 64  # nested lists and mappings; far below Python's recursion limit
+DEEPEST = 64  # most levels of nested lists and mappings; far below Python's recursion limit
 # PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8 and 1:30 as 90. These patterns replace
-# its number formats by those of YAML 1.2.
+# PyYAML's number formats with the number formats of YAML 1.2.
 INTEGER = re.compile(r"\A[-+]?(0|[1-9][0-9]*)$")
 REAL = re.compile(
     r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
@@ -77,7 +77,7 @@ def read_yaml(text: str, name: str) -> Any:
 
     Args:
         text: the YAML text.
-        name: name of the text, with which error messages begin.
+        name: name of the text, such as its path. Error messages begin with the name.
 
     Raises:
         ValueError: the text is not strict YAML.

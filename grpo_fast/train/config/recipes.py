@@ -17,7 +17,8 @@ from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
 from grpo_fast.train.config.words import Config, quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
-# Recipes of earlier versions that were replaced by scripts.
+# Recipes of earlier versions, and the scripts that replaced them. The error message for an unknown
+# recipe suggests the script.
 MOVED = {
     "lecture": "python -m grpo_fast.examples.lecture",
     "lecture-naive": "python -m grpo_fast.examples.lecture --naive",
@@ -42,7 +43,7 @@ def load_settings(
         kind: class of the configuration.
         name_or_path: name of a recipe of the package, or path of a YAML file.
         words: changes such as ``optim.lr=1e-4``.
-        also: further keys of the command, which messages list together with the keys of `kind`.
+        also: keys of the command that are not fields of `kind`. Error messages list them, too.
 
     Raises:
         ValueError: the recipe does not exist or cannot be read, or a setting is invalid.
@@ -63,7 +64,8 @@ def recipe_names() -> list[str]:
 def recipe_table() -> list[list[str]]:
     """Return one row per recipe of the package: command, subject, size, time and requirements.
 
-    The first line of a recipe file contains the last four, separated by ` · `.
+    All values except the command are read from the first line of the recipe's file, where ` · `
+    separates them.
     """
     table = []
     for name in recipe_names():

@@ -17,8 +17,8 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import named_in
 
 Rules = Iterator[tuple[object, str]]
-GAE = "gae"  # advantages per token from a critic; other modes use group rewards
-MOST_COMPLETIONS = 1 << 20  # limit of one step
+GAE = "gae"  # the mode in which a critic provides advantages per token
+MOST_COMPLETIONS = 1 << 20  # largest number of completions in one step
 
 
 # Turn off the formatter, so that each condition stays next to its message.

@@ -139,11 +139,13 @@ class RunConfig(Section):
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
-        # The URL may contain a password, which pydantic's error message would print.
+        # Check the URL here, because it may contain a password and pydantic's error message would
+        # print the password.
         if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
-        # Without a server, the teacher is loaded as the frozen reference unless one was set.
+        # A teacher that is not a server is loaded as the frozen reference, unless the user has set
+        # a reference.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -161,7 +163,8 @@ class RunConfig(Section):
         """Set rollout.max_new_tokens to the length of a generated task's longest answer."""
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
-            # The result of an addition can have one more digit, and it ends with an EOS.
+            # A sum can have one digit more than its terms, and an EOS follows it. Both need a
+            # token.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
 
@@ -195,8 +198,8 @@ class RunConfig(Section):
                 max_completion_length=rollout.max_new_tokens,
                 group_size=rollout.group_size,
             )
-        # The result must not depend on the split into micro-batches, so bnpo averages over all
-        # tokens of the step.
+        # bnpo averages over the tokens of a micro-batch. Replace this mean with the mean over all
+        # tokens of the step, so that the result does not depend on the split into micro-batches.
         if config.aggregation == "token_mean_local":
             return replace(config, aggregation="token_mean_global")
         return config

@@ -15,8 +15,8 @@ from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file
 from grpo_fast.train.config.run import reward_sections
 
-QUOTED = 200  # characters of a value that a message shows
-DEEPEST_KEY = 16  # parts of a dotted key
+QUOTED = 200  # most characters of a value that an error message shows
+DEEPEST_KEY = 16  # most parts of a dotted key
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
@@ -37,7 +37,7 @@ def read_words(
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
         settings: nested settings, which are changed in place. None starts with empty settings.
-        also: further keys of the command, which messages list together with the keys of `kind`.
+        also: keys of the command that are not fields of `kind`. Error messages list them, too.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
@@ -136,7 +136,7 @@ def validated(
         kind: class of the configuration.
         settings: nested settings.
         at: dotted key of the section, if the settings are part of a larger configuration.
-        also: further keys of the command, which messages list together with the keys of `kind`.
+        also: keys of the command that are not fields of `kind`. Error messages list them, too.
 
     Raises:
         ValueError: settings are invalid. The message has one line for each invalid setting.
@@ -163,7 +163,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
             field = section.model_fields.get(part)
             annotation = field and field.annotation
     where = quoted(".".join([at, *path] if at else path), str)
-    # 2. Describe errors of a key.
+    # 2. Describe an unknown key.
     if error["type"] == "extra_forbidden":
         known = [*section.model_fields, *getattr(section, "more_keys", ())]
         if len(path) == 1:
@@ -171,7 +171,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
         return f"{where}: unknown key" + nearest(path[-1], known, list(dotted_keys(kind)))
     if error["type"] == "missing":
         return f"{where}: is missing"
-    # 3. Describe errors of a value. The validators of a section name the field themselves.
+    # 3. Describe an invalid value. Messages of a section's validators already name the field.
     message = error["msg"].removeprefix("Value error, ")
     value = error["input"]
     if error["type"] == "value_error" and section_of(annotation) is not None:

@@ -10,7 +10,7 @@ from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig
 
-SHOWN_PROMPT = 1200  # characters of a prompt
+SHOWN_PROMPT = 1200  # most characters of a prompt that a line shows
 
 
 def asking_lines(

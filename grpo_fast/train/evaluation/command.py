@@ -31,9 +31,9 @@ from grpo_fast.train.evaluation.statistics import Paired, paired
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models import loading
 
-Say = Callable[..., Any]  # called with lines of text
+Say = Callable[..., Any]  # function that receives lines of text
 
-RESULTS_BEGIN = b'{\n  "greedy": {'  # an existing file that begins differently is kept
+RESULTS_BEGIN = b'{\n  "greedy": {'  # a file that begins differently is not overwritten
 
 
 def say_nothing(*lines: str) -> None:
@@ -102,7 +102,7 @@ def _evaluate_all(
     Returns:
         For each pass ("greedy", "sampled") the results of all models.
     """
-    # 1. Complete the settings. Reject invalid settings before loading a model, which is slow.
+    # 1. Complete the settings, and reject invalid settings before the slow loading of a model.
     _check_out(settings.out)
     sources = [Source.of(model) for model in models]
     recipe = recipe_of(settings, sources, allow_code)
@@ -168,7 +168,7 @@ def paired_table(results: dict[str, dict[str, Paired]]) -> str:
 
 
 def _plus_minus(error: float) -> str:
-    """Format a standard error. Return an empty text if it is not finite, as for one question."""
+    """Format a standard error. Return "" if it is not finite, as with a single question."""
     return f" ± {error:.4f}" if math.isfinite(error) else ""
 
 

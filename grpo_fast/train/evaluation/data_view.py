@@ -17,7 +17,7 @@ from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.evaluation.asking import prompt_lines
 from grpo_fast.train.models import loading
 
-SHOWN = 3  # number of prompts
+SHOWN = 3  # number of prompts that the command shows
 
 
 class ViewSettings(Section):

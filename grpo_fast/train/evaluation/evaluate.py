@@ -22,7 +22,7 @@ from grpo_fast.rollout import Engine, Samples, Sampling
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
-SHOWN_SAMPLE = 200  # characters of a completion
+SHOWN_SAMPLE = 200  # most characters of a completion that the sample line shows
 # Signature: generate(prompts, samples=, temperature=, seed=). The samples of a prompt are adjacent.
 Generate = Callable[..., Samples]
 
@@ -31,7 +31,7 @@ class EvalResult(NamedTuple):
     """Metrics of an evaluation, and the values per question from which they are computed."""
 
     metrics: dict[str, float]  # `eval_…`, with standard errors `eval_…_se`
-    per_question: dict[str, list[float]]  # NaN is left out of the mean
+    per_question: dict[str, list[float]]  # the mean of a metric excludes NaN
     lines: list[str]  # time, tokens per second, and the first sample with its verdict
 
 
@@ -60,8 +60,8 @@ def evaluate(
         temperature: sampling temperature. 0 selects greedy decoding.
         k: values of k for pass@k and maj@k, each at most `samples`.
         batch_size: completions per call of `generate`. None samples all completions in one call.
-        seed: seed of the first batch. The seed of a later batch adds the index of its first
-            question.
+        seed: seed of the first batch. The seed of a later batch is this seed plus the index of the
+            batch's first question.
         prompt_texts: function that returns prompts as the model receives them. If a chat template
             ends with the start of the answer, this start is judged as part of the completion.
 

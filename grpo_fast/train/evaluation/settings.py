@@ -30,7 +30,7 @@ DEFAULT_REWARDS = {
     "jsonl": ("exact_match",),
 }
 NEW_TOKENS = 256  # default if neither a setting nor a recipe sets a limit
-# Settings that are read from the section `eval` of a recipe.
+# Settings that the section `eval` of a recipe provides if the user did not set them.
 OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
 
 
@@ -69,7 +69,7 @@ class EvalSettings(HeldOut):
 
     @property
     def is_sampled(self) -> bool:
-        """True if a sampled pass follows the greedy pass. Valid after `complete` only."""
+        """True if a sampled pass follows the greedy pass. Only valid after `complete`."""
         return self.samples > 1 or "temperature" in self.model_fields_set
 
 
@@ -156,7 +156,7 @@ def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
         changes = {name: getattr(recipe.eval, name) for name in OF_THE_RECIPE}
         samples = given.get("samples", changes["samples"])
         changes["k"] = [size for size in changes["k"] if size <= samples] or None
-        if recipe.eval.temperature:  # 0 is the greedy pass
+        if recipe.eval.temperature:  # at 0 the greedy pass is enough
             changes["temperature"] = recipe.eval.temperature
     complete = settings.model_copy(update={**changes, **given})
     complete.max_new_tokens = complete.max_new_tokens or length

@@ -2,7 +2,7 @@
 
 The p-value comes from Fisher's sign-flip test. If both models are equally good, the difference on a
 question is as likely to be d as -d. The p-value is the probability that random signs give a mean at
-least as far from 0. The test assumes no distribution.
+least as far from 0 as the observed mean. The test assumes no distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_fast.train.config import require
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 
 MOST_EXACT = 16  # number of differences up to which all sign choices are tried
-FLIPS = 100_000  # number of random sign choices for more differences
+FLIPS = 100_000  # number of random sign choices if there are more differences
 AT_ONCE = 2_000  # sign choices in memory at the same time
 
 
@@ -29,7 +29,7 @@ class Paired(NamedTuple):
     b: float
     difference: float  # b - a
     se: float  # standard error of the difference
-    p: float  # two-sided
+    p: float  # two-sided p-value
     n: int
 
 
@@ -55,8 +55,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the sign-flip test, or NaN if there are no differences.
 
     The p-value is exact if all nonzero differences have the same size, as for greedy accuracy, or
-    if there are at most 16. Otherwise it is estimated from 100,000 random choices of signs, which
-    are the same in every call.
+    if there are at most 16 differences. Otherwise it is estimated from 100,000 random choices of
+    signs, which are the same in every call.
     """
     if not differences:
         return math.nan
@@ -72,8 +72,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         positive = int((values > 0).sum())
         tail = sum(math.comb(n, i) for i in range(min(positive, n - positive) + 1))
         return min(1.0, 2 * tail / 2**n)
-    # 2. Otherwise count the sign choices whose sum is at least as far from 0. The tolerance keeps
-    # rounding errors from separating equal sums.
+    # 2. Otherwise count the sign choices whose sum is at least as far from 0 as the observed sum.
+    # The tolerance also counts sums that are equal except for rounding errors.
     limit = abs(float(values.sum())) - 1e-9 * float(sizes.max()) * n
     far = sum(int(((signs @ sizes).abs() >= limit).sum()) for signs in _choices(n))
     return far / 2**n if n <= MOST_EXACT else (1 + far) / (1 + FLIPS)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# Peak FLOP/s of dense bf16 matrix products, from data sheets. The first entry applies whose words
-# all appear in the GPU's name.
+# Peak FLOP/s of dense bf16 matrix products, from data sheets. The first entry whose words all
+# appear in the GPU's name is used.
 PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
     ({"H200", "NVL"}, 835e12),
     ({"H200"}, 989e12),
@@ -22,10 +22,10 @@ PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
 
 @dataclass
 class Clock:
-    """Measures time, tokens and device memory of a step by parts. Call `lap` after each part."""
+    """Measures time, tokens and memory of each part of a step. Call `lap` after each part."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)  # sampled, or trunk tokens of training
+    tokens: dict[str, int] = field(default_factory=dict)  # by part: sampled or trunk tokens
     peaks: dict[str, int] = field(default_factory=dict)  # peak bytes on the GPU, by part
     start: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)
@@ -62,8 +62,8 @@ class Clock:
 class Work:
     """Number of FLOPs of a model's matrix products, for the metric `perf/mfu`.
 
-    Each weight takes 2 FLOPs per row in the forward pass and 2 for the gradient of the input. A
-    trained weight takes 2 more for its gradient. Attention scores and recomputation are not
+    For each row, a weight needs 2 FLOPs in the forward pass and 2 for the gradient of the input. A
+    trained weight needs 2 more for its gradient. Attention scores and recomputation are not
     counted.
     """
 
@@ -74,8 +74,8 @@ class Work:
         self.trained_trunk = sum(p.numel() for p in trunk if p.requires_grad)
         self.head = head.numel()
         self.trained_head = head.numel() * head.requires_grad
-        # A mixture of experts applies only some weights to each token, so the count would be too
-        # high.
+        # Report no MFU for a mixture of experts. It applies only some of its weights to each token,
+        # so the count of FLOPs would be too high.
         is_dense = not any("experts" in name for name, _ in lm.named_parameters())
         self.peak = peak_flops(head.device) if is_dense else None
 

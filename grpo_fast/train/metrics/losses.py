@@ -13,9 +13,9 @@ from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.train.ranks import distributed
 
 # Reduction of each metric over micro-batches. A metric that is not listed is a mean over tokens.
-# "parts" metrics are already divided by the step's normalizers, so they are summed within an
-# optimizer step and averaged over optimizer steps. "norm" metrics are norms of pieces of one
-# vector, so their squares are summed.
+# Metrics with "parts" are already divided by the step's normalizers, so they are summed within an
+# optimizer step and averaged over optimizer steps. Metrics with "norm" are norms of the pieces of
+# one vector, so their squares are summed.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -33,7 +33,7 @@ REDUCTIONS = {
 
 @dataclass
 class LossMetrics:
-    """Metrics of micro-batches. `result` reduces them by REDUCTIONS, with one GPU sync."""
+    """Metrics of micro-batches. `result` reduces them as REDUCTIONS says, with one GPU sync."""
 
     parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # metrics, tokens
     # Log-probs of the active tokens: pairs of the trainer's and the sampler's, each of shape (R,).
@@ -95,7 +95,8 @@ def policy_gradient(
 ) -> Tensor:
     """Compute the L2 norm of the policy term's gradient with respect to the tokens' log-probs.
 
-    The gradient with respect to the parameters would need a second backward pass.
+    The gradient with respect to the parameters is not used, because it would need a second backward
+    pass.
 
     Args:
         output: result of the loss.

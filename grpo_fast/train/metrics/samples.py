@@ -14,8 +14,8 @@ from grpo_fast.rollout import Samples, Sampling
 log = logging.getLogger(__name__)
 
 # Mean difference of log-probs, in nats per token, above which a run warns. Rounding in 16-bit
-# kernels causes about a tenth of it. Policies that are a few updates apart differ about ten times
-# as much.
+# kernels causes a difference of about a tenth of this limit. Policies that are a few updates apart
+# differ by about ten times this limit.
 MOST_DIFFERENCE = 0.05
 
 
@@ -30,7 +30,7 @@ def reward_metrics(
     Args:
         rewards: weighted sums of the rewards, shape (N·G,).
         scores: rewards of each function, shape (N·G,).
-        lost: for each reward function, the number of samples without a reward by reason.
+        lost: for each reward function, the numbers of samples without a reward, by reason.
         group_size: number of samples in a group (G).
     """
     groups = rewards.double().view(-1, group_size)
@@ -68,7 +68,7 @@ def completion_metrics(samples: Samples) -> dict[str, float]:
 
 
 def support_metrics(samples: Samples) -> dict[str, float]:
-    """Return size and probability mass of the samplers' supports as `sampling/…`.
+    """Return the size and the total probability of the tokens' supports, as `sampling/…`.
 
     The support of a token is the set of ids from which the sampler drew it.
     """

@@ -40,12 +40,12 @@ def adapter_at(path: str) -> Any | None:
     return found
 
 
-@functools.cache  # three parts of a start ask for the same model
+@functools.cache  # a start calls this three times for the same model
 def _is_on_hub(path: str) -> bool:
     """Return True if a hub id names an adapter, and False if the path is not a hub id."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    hub.is_offline()  # sets the hub's client to its cache if offline
+    hub.is_offline()  # if offline, the hub's client then uses its cache
     try:
         return find_adapter_config_file(path) is not None
     except (OSError, ValueError):

@@ -144,7 +144,10 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """Return the tokenizer of a model. Without a tokenizer, an adapter uses its base model's."""
+    """Return the tokenizer of a model.
+
+    An adapter without a tokenizer uses the tokenizer of its base model.
+    """
     from transformers import AutoTokenizer
 
     path = str(config.path)
@@ -215,7 +218,7 @@ def _reading(path: str, expected: str) -> Iterator[None]:
         with in_silence():
             yield
     except Exception as error:  # readers and architectures raise many classes
-        # The original messages name neither the damaged file nor the missing folder, so find out
+        # The original messages name neither a damaged file nor a missing folder, so look for both
         # here.
         why = reason(error)
         damaged = _damaged_weights(path)
@@ -243,6 +246,6 @@ def _damaged_weights(path: str) -> str | None:
 
 
 def _listed(names: Any) -> str:
-    """Format the first three of some names."""
+    """Format the first three names in sorted order, and an ellipsis if there are more."""
     first = sorted(names)[:3]
     return ", ".join(first) + (", …" if len(names) > len(first) else "")

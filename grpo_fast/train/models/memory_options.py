@@ -32,8 +32,8 @@ def enable_checkpointing(model: Any, offload: bool = False) -> None:
 
     Args:
         model: a model of transformers.
-        offload: store the inputs of the layers in host memory. The option of transformers for this
-            requires pinned memory and therefore a GPU, so it is not used.
+        offload: store the inputs of the layers in host memory. The corresponding option of
+            transformers is not used, because it requires pinned memory and therefore a GPU.
     """
     newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.23
     (newer or model.gradient_checkpointing_enable)(RECOMPUTE)

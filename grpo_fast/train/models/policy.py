@@ -113,7 +113,8 @@ class Policy(SampledModel):
             packed: the packed row.
             temperature: temperature by which the logits are divided.
             hidden: result of `hidden(packed)`. None computes the hidden states.
-            support: token ids that the sampler kept, in the format of `linear_logps`.
+            support: token ids that the sampler kept, in the format of `linear_logps`. None means
+                the whole vocabulary.
         """
 
         def logps() -> Tensor:
@@ -147,8 +148,8 @@ class Policy(SampledModel):
     def agreed(self) -> AbstractContextManager[None]:
         """Return a context that raises an error of one rank on all ranks.
 
-        The context has no effect unless the weights are sharded, and no effect inside `apart`,
-        where ranks run different numbers of passes.
+        The context only has an effect if the weights are sharded. Inside `apart` it has no effect,
+        because ranks there run different numbers of passes.
         """
         in_step = self.is_sharded and not self._is_apart
         return distributed.together() if in_step else nullcontext()

@@ -15,7 +15,7 @@ from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig, requi
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 
-MOST_RELATIVE_ERROR = 0.2  # limit of the relative error of the KL in one step
+MOST_RELATIVE_ERROR = 0.2  # limit of |kl / target - 1|; larger errors of a step are clipped
 
 
 class Reference:
@@ -58,8 +58,8 @@ class Reference:
         """Return the reference's log-probabilities of the completion tokens, fp32 of shape (R,).
 
         Args:
-            packed: the packed row that the policy trains on. The same row makes both models round
-                alike.
+            packed: the packed row that the policy trains on. Both models then round alike, because
+                they compute tensors of the same shapes.
             temperature: temperature by which the logits are divided.
             support: token ids that the sampler kept, or None.
         """
@@ -139,7 +139,9 @@ class KLWeight:
         self.config = config
 
     def after_step(self, kl: float, completions: int) -> None:
-        """Update β to β · (1 + min(completions / horizon, 1) · clip(kl / target - 1, ±0.2)).
+        """Multiply β by a factor that moves the KL towards its target.
+
+        The new β is β · (1 + min(completions / horizon, 1) · clip(kl / target - 1, ±0.2)).
 
         Args:
             kl: mean KL of the step. NaN leaves β unchanged.

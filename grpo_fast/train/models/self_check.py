@@ -38,7 +38,7 @@ def self_check(policy: Policy) -> float:
     training = policy.lm.training
     try:
         difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
-    except (AttributeError, TypeError) as error:  # the model needs a mask, and gets none
+    except (AttributeError, TypeError) as error:  # raised by models that require a mask
         raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
     finally:
         policy.lm.train(training)
@@ -55,12 +55,12 @@ def self_check(policy: Policy) -> float:
 
 
 def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
-    """Return the largest difference, in nats, for one choice of first positions.
+    """Return the largest difference of the log-probs, in nats, for given first positions.
 
     Args:
         policy: the policy.
-        starts: first position of each group, as in `trial.worst_gap`. Empty means that all
-            positions begin at 0.
+        starts: first position of each group, as in `trial.worst_gap`. If it is empty, all groups
+            begin at position 0.
     """
     groups = trial.draw_groups(max(len(starts), 1), policy.head.weight.shape[0])
     is_shared = policy.unshared is None
@@ -78,8 +78,8 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
     vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
     rows = [prompt + ids for prompt, pair in groups for ids in pair]
     places = [start for start in starts for _ in "ab"]
-    # Run the first group as a separate batch, because a model may use the largest position of its
-    # batch.
+    # Run the first group as a separate batch, because some models compute with the largest position
+    # in a batch.
     batches = [rows[:2], rows[2:]][: len(starts)]
     with small_windows(lm, positions=False):
         pack = dataclasses.replace(pack, layout=layout)

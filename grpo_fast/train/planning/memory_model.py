@@ -39,9 +39,9 @@ from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConf
 
 log = logging.getLogger(__name__)
 
-SMALL = 1_000_000  # parameters below which an unknown architecture gives no warning
-USABLE_GPU = 0.9  # share of a GPU; fragmentation, rollouts and the CUDA context need the rest
-USABLE_CPU = 0.5  # share of the host's memory; rollouts and other processes need the rest
+SMALL = 1_000_000  # with fewer parameters, an unknown architecture gives no warning
+USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
+USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
 
@@ -92,14 +92,14 @@ class Memory:
     gradients: int
     optimizer: int
     reference: int
-    logits: int  # the largest workspace of the head
-    logits_row: int  # bytes of that workspace for one completion token
-    head_gradient: int  # a new gradient of the head, before it is added to `.grad`
-    head_sum: int  # the fp32 sum of that gradient over chunks
-    one_chunk_rows: int  # most completion tokens without an fp32 sum
-    kept_per_token: float  # stored by all layers until the backward pass
-    working_per_token: float  # needed by the layer in its backward pass
-    working: int  # needed for one MLP tile, independent of T
+    logits: int  # bytes of the head's largest workspace
+    logits_row: int  # bytes of this workspace for one completion token
+    head_gradient: int  # bytes of the head's new gradient, before it is added to `.grad`
+    head_sum: int  # bytes of the fp32 sum of the head's gradients over chunks
+    one_chunk_rows: int  # most completion tokens that fit into one chunk and need no fp32 sum
+    kept_per_token: float  # bytes that all layers store until the backward pass
+    working_per_token: float  # bytes that one layer needs in its backward pass
+    working: int  # bytes for one MLP tile, independent of the number of tokens
 
     @property
     def fixed(self) -> int:
@@ -228,7 +228,7 @@ def _per_token(
     # The tiles are views of the norm's output, and the backward pass recomputes one tile at a time.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
-    if trees:  # attention follows the MLP in backward, when the MLP's activations are free
+    if trees:  # attention's backward runs after the MLP's activations are freed
         backward = max(backward, _tree_backward(shape, e) - mlp - norms // 2)
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
@@ -240,8 +240,9 @@ def _per_token(
 def _tree_backward(shape: Shape, e: int) -> int:
     """Return the bytes per token of attention's backward pass in a tree of three or more levels.
 
-    The backward pass holds the gradients of the residual and of the output, the fp32 sums of dq, dk
-    and dv, and dq, dk and dv of one call. Copies of keys by a sliding window are not counted.
+    The backward pass holds the gradients of the residual and of the output. It also holds dq, dk
+    and dv twice: the fp32 sums over all calls, and the results of one call. The copies of keys that
+    a sliding window needs are not counted.
     """
     return e * (shape.hidden + shape.query) + (shape.query + 2 * shape.kv) * (4 + e)
 
@@ -280,7 +281,7 @@ def predict_model(lm: Any, config: RunConfig) -> Memory | None:
         log.log(logging.INFO if parameters < SMALL else logging.WARNING, said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
-    if ranks and config.model.lora is None:  # the path of the model is an adapter
+    if ranks and config.model.lora is None:  # then the model's path is an adapter
         model = config.model.model_copy(update={"lora": LoraConfig(r=max(ranks))})
         config = config.model_copy(update={"model": model})
     return predict_run(shape, config, lm.device.type)

@@ -30,14 +30,14 @@ from grpo_fast.train.planning.memory_model import (
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 GPUS: dict[str, float] = _KNOWN["gpus"]
 KNOWN_MODELS: dict[str, dict[str, Any]] = _KNOWN["models"]
-TOO_MUCH = 1e18  # upper limit of the settings of a plan
+TOO_MUCH = 1e18  # upper limit of the numbers in a plan's settings
 
 CHECKPOINTING = ("model.gradient_checkpointing=true",)
 TILED = (*CHECKPOINTING, "model.tiled_mlp=2048")
 OFFLOADED = (*TILED, "model.checkpoint_offload=true")
 EIGHT_BIT = "optim.states=8bit"
 LORA = "model.lora={r: 16}"
-OPTIONS: dict[str, tuple[str, ...]] = {  # rows of the table by label, with their settings
+OPTIONS: dict[str, tuple[str, ...]] = {  # settings of each row of the table, by the row's label
     "as configured": (),
     "checkpointing": CHECKPOINTING,
     "+ tiled MLP": TILED,
@@ -196,7 +196,7 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
         return load_settings(RunConfig, model, words, PlanSettings.model_fields)
     settings: dict[str, Any] = {
-        "model": {"path": model, "autocast": "bfloat16"},  # as the recipes train
+        "model": {"path": model, "autocast": "bfloat16"},  # the recipes also train with this dtype
         "data": {"task": "gsm8k", "name": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},

@@ -1,1 +1,1 @@
-"""Runs with several processes: shares of the sampling, sharded weights, and collectives."""
+"""Runs with several processes: divided sampling, sharded weights, and collectives."""

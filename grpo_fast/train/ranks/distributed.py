@@ -1,4 +1,4 @@
-"""The processes (ranks) of a run: their number, collectives, and shared errors.
+"""The processes (ranks) of a run: their number, collectives, and errors that all ranks raise.
 
 Without torch's default process group every function works for a single rank. torch pickles the
 objects that ranks exchange. This is safe, because all ranks belong to one launch.
@@ -31,8 +31,8 @@ from grpo_fast.errors import (
 Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
-REPORT_S = 5.0  # seconds in which a live rank must report after an error
-# If one rank raises an error of these classes, all ranks raise the same class. Errors of other
+REPORT_S = 5.0  # after an error, a rank that does not report within these seconds is dead
+# If one rank raises an error of one of these classes, all ranks raise this class. Errors of other
 # classes become a RankError on the other ranks.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
@@ -40,7 +40,7 @@ SHARED: dict[str, Callable[[str], BaseException]] = {
                  RewardError, WriteError)
 }  # fmt: skip
 _is_alone = False
-_store: list[dist.Store] = []  # of the launcher; ranks report in it that they are alive
+_store: list[dist.Store] = []  # the launcher's store, in which ranks report that they are alive
 
 
 # ----------------------------------------------------------------------------- Number of ranks
@@ -199,9 +199,9 @@ def sum_(values: Tensor) -> Tensor:
 def together(*, in_step: bool = False) -> Iterator[None]:
     """Raise an error of one rank on all ranks, with a message that names the rank. Collective call.
 
-    If several ranks fail, a signal takes precedence, and otherwise the error of the lowest rank.
-    Code inside the context must not call collectives, because the other ranks would wait for a
-    failed rank.
+    If several ranks fail, a signal takes precedence. Without a signal, the error of the lowest rank
+    is raised. Code inside the context must not call collectives, because the other ranks would wait
+    for a failed rank.
 
     Args:
         in_step: True if the code inside calls collectives, as sharded models do. Errors are then
@@ -276,12 +276,12 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one, or any other tensor unchanged. Collective call."""
+    """Return a sharded tensor as a full tensor, or any other tensor unchanged. Collective call."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def fill_(tensor: Any, full: Tensor) -> None:
-    """Copy a full tensor into `tensor`. If `tensor` is sharded, copy this rank's shard only."""
+    """Copy a full tensor into `tensor`. If `tensor` is sharded, copy only this rank's shard."""
     if hasattr(tensor, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 

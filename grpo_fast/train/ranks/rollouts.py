@@ -1,4 +1,4 @@
-"""Sampling on several ranks. Each rank samples its share of the prompts, and rank 0 scores them."""
+"""Sampling on several ranks. Each rank samples for a part of the prompts, and rank 0 scores all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def generate(
     policy: Any, prompts: Sequence[Any], options: Sampling, *, engine: Engine | None = None,
     **others: Any,
 ) -> Samples:  # fmt: skip
-    """Call `rollout.generate` for a share of the prompts on each rank. Collective call.
+    """Divide the prompts among the ranks, and join the samples of all ranks. Collective call.
 
     Args:
         policy: the policy from which to sample.
@@ -39,10 +39,10 @@ def generate(
 def generate_share(
     policy: Any, prompts: Sequence[Any], options: Sampling, **others: Any
 ) -> Samples | None:
-    """Sample this rank's share of the prompts. This call is not collective.
+    """Sample completions for this rank's part of the prompts. This call is not collective.
 
     Returns:
-        The samples, or None if the share contains no prompts.
+        The samples, or None if the rank has no prompts.
     """
     count = len(prompts)
     ranks = distributed.size()

@@ -104,8 +104,8 @@ def _take_dtypes(model: nn.Module) -> None:
 def _take_buffers(model: nn.Module, device: torch.device) -> None:
     """Copy the buffers of rank 0, and tensors in plain attributes of modules, to all ranks.
 
-    Most of these tensors, such as rotary frequencies and masks, are in no file. In a model that was
-    created on the meta device they are uninitialized.
+    Most of these tensors, such as rotary frequencies and masks, are not stored in the model's
+    files. In a model that was created on the meta device they are uninitialized.
     """
     owners: dict[str, tuple[dict[str, Any], str]] = {}
     for path, module in model.named_modules():
@@ -117,7 +117,7 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
         return {key: owner[name].cpu() for key, (owner, name) in owners.items()}
 
     for key, tensor in distributed.from_main(tensors).items():
-        if key in owners:  # a forward pass on rank 0 may have added buffers
+        if key in owners:  # skip buffers that a forward pass on rank 0 added
             owner, name = owners[key]
             owner[name] = tensor.to(device)
 

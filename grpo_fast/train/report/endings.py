@@ -33,7 +33,7 @@ def key_values(example: str) -> Any:
 
 
 class Worded(TyperCommand):
-    """Command with words `key=value`, which it suggests for an unknown option `--key value`."""
+    """Command with words `key=value`. Its error for an option `--key value` suggests the word."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

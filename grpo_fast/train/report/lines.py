@@ -29,7 +29,7 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     for key, label in COMPARED.items():
         if key in before and key in after:
             change = f"{with_error(before, key)} → {with_error(after, key)}"
-            if not (parts and parts[-1].endswith(change)):  # lenient is often equal to strict
+            if not (parts and parts[-1].endswith(change)):  # omit lenient if it equals strict
                 parts.append(f"{label} {change}")
     if parts and "eval_n" in after:
         parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"

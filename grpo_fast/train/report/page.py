@@ -20,12 +20,12 @@ from jinja2 import Environment, FileSystemLoader
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
 
-LONGEST_TEXT = 4000  # characters of a prompt or answer; longer texts show both ends
-LONGEST_TOKENS = 1200  # tokens of a completion; longer completions show both ends
+LONGEST_TEXT = 4000  # characters of a prompt or answer; of longer texts both ends are shown
+LONGEST_TOKENS = 1200  # tokens of a completion; of longer ones both ends are shown
 LOGP_STEP = 0.5  # nats for each shade of surprise
 LOGP_LEVELS = 8
-ADVANTAGE_LEVELS = 4  # shades for each sign, up to the step's largest advantage
-LEAST_STEPS = 4  # number of steps that always fit; limits the size of one step
+ADVANTAGE_LEVELS = 4  # shades for each sign; the strongest is the step's largest advantage
+LEAST_STEPS = 4  # one step may use at most 1/LEAST_STEPS of the page's largest size
 
 Row = Mapping[str, Any]  # see `grpo_fast.train.report.samples.rows_of`
 
@@ -133,7 +133,7 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
         if hidden > 0 and place == half:
             yield {"hidden": hidden}
         is_hidden = half <= place < half + hidden
-        if text and not is_hidden:  # empty: an incomplete character
+        if text and not is_hidden:  # an incomplete character has an empty text
             numbers = shown_number(logp, "{:.3f}"), shown_number(advantage, "{:+.3g}")
             yield {
                 "shade": _shade(logp, advantage, largest), "text": text,

@@ -30,7 +30,7 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import start_trackers
 
-CLIPPED = "clip_ratio/region_mean"  # hidden if 0, as with one update per batch
+CLIPPED = "clip_ratio/region_mean"  # not shown if 0, as is usual with one update per batch
 SECONDS = 10.0  # minimum time between two progress lines
 SHOWN = (  # metric, label and format of each value in a progress line
     ("reward", "reward", "{:.3f}"),

@@ -66,11 +66,11 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     stream = DecodeStream(skip_special_tokens=False)
     try:
         texts = [stream.step(tokenizer.backend_tokenizer, i) or "" for i in ids]
-    except Exception:  # a tokenizer of another library, or bytes that the stream cannot follow
+    except Exception:  # no fast tokenizer, or bytes that the stream rejects
         return [tokenizer.decode([i]) for i in ids]
     whole = tokenizer.decode(ids)
     streamed = "".join(texts)
-    if texts and whole.startswith(streamed):  # the last character may be incomplete
+    if texts and whole.startswith(streamed):  # the stream omits an incomplete last character
         texts[-1] += whole[len(streamed) :]
     return texts
 

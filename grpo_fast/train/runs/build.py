@@ -40,8 +40,8 @@ class Loaded(NamedTuple):
     """The inputs and models of a run after loading."""
 
     rewards: RewardSet
-    questions: Splits  # without few-shot examples, for a warm start
-    splits: Splits  # with few-shot examples
+    questions: Splits  # questions without few-shot examples, for a warm start
+    splits: Splits  # questions with few-shot examples
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     policy: Policy
     another: Policy | None  # the reference, if it is a different model
@@ -81,8 +81,8 @@ def _be_deterministic(seed: int) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # By default torch would then also fill every uninitialized buffer, which costs a pass over
-        # memory.
+        # In deterministic mode torch fills every uninitialized buffer by default. Turn this off,
+        # because it costs a pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -123,7 +123,7 @@ def build(
     """Build trainer, collector and saver, and load the checkpoint if there is one. Collective call.
 
     Args:
-        start: the place where the run starts.
+        start: the point at which the run starts: a checkpoint or the beginning.
         loaded: the inputs and models.
         engine: samples the completions.
         report: writes the logs.

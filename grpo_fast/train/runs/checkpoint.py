@@ -34,7 +34,7 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 FORMAT: Literal[6] = 6
-FILE_BYTES = 1 << 28  # size of a tensor file; the writer holds two copies in memory
+FILE_BYTES = 1 << 28  # size of a tensor file; two copies of it are in memory during writing
 NAME = re.compile(r"step_(\d{6,12})")
 
 
@@ -42,7 +42,7 @@ class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
     """Manifest of a checkpoint, with the SHA-256 of each file."""
 
     format: Literal[6] = FORMAT
-    value: float | None  # value of the metric `checkpoint.best`
+    value: float | None  # value of the metric that `checkpoint.best` names
     files: dict[str, str]
 
 

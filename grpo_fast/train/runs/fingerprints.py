@@ -20,7 +20,7 @@ from grpo_fast.train.ranks import distributed
 log = logging.getLogger(__name__)
 
 FILES = "files"  # key of the fingerprints in the stored settings
-# Settings that may change when a run resumes.
+# Prefixes of the settings that may change when a run resumes.
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")

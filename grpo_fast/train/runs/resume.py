@@ -63,7 +63,7 @@ class Start:
                 return
             for path in checkpoints_in(folder):
                 if self.checkpoint and step_of(path) > step_of(self.checkpoint):
-                    set_aside(path)  # newer checkpoints are damaged
+                    set_aside(path)  # checkpoints that are newer than the loaded one are damaged
             with written(folder):
                 save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
             report.begin()
@@ -124,7 +124,7 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
 
 def _check_fits(state: State, config: RunConfig, checkpoint: Path) -> None:
     was = {key: value for key, value in state.settings.items() if key != FILES}
-    check_same(was, config.model_dump(mode="json"))  # `load` compares the files
+    check_same(was, config.model_dump(mode="json"))  # `load` compares the fingerprints
     expected = f"a checkpoint of at most the {config.steps} steps of the run"
     require(state.step <= config.steps, "resume", expected, checkpoint)
     for name, length in zip(LOGS, state.lengths, strict=True):

@@ -33,7 +33,8 @@ class Saver:
         trainer: provides weights, moments and counters.
         report: provides the logs, whose lengths are stored in a checkpoint.
         settings: the configuration, and fingerprints of the files that it names.
-        stopping: signal handler, which the saver tells when a signal may end the run.
+        stopping: signal handler. The saver sets its `may_stop`, so that a signal ends the run only
+            when the run can be saved.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Saver:
         self.collector = collector
         self.trainer = trainer
         self.report = report
-        self.can_save = config.optim.states == "full"  # others are not saved
+        self.can_save = config.optim.states == "full"  # 8-bit or offloaded states cannot be saved
         self.saved_at = time.monotonic()
         self.state = State(
             step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
@@ -147,7 +148,7 @@ class Saver:
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
         is_shared = distributed.is_on_all_ranks(error)
-        if not is_shared and self.config.is_sharded:  # the other ranks would not take part
+        if not is_shared and self.config.is_sharded:  # the other ranks would not join in
             return f"one rank alone cannot save sharded weights; {self._newest()}"
         if not is_shared and not distributed.is_main():
             return "only rank 0 can save the run"

@@ -42,9 +42,9 @@ class StepBatch:
 
     `minibatches[k]` contains the micro-batches of optimizer step k on this rank. `totals[k]`
     contains their counts over all ranks. A sample that exceeds the token budget gets a micro-batch
-    alone. With several ranks each rank gets a share of every minibatch. A share consists of
-    complete groups and has about as many tokens as the other shares. Idle micro-batches are added
-    until all ranks have the same number.
+    alone. With several ranks each rank gets a share of every minibatch. A rank's share consists of
+    complete groups, and all shares have about the same number of tokens. Idle micro-batches are
+    added until all ranks have the same number.
 
     Args:
         samples: samples with advantages. The samples of a group are adjacent.
@@ -116,7 +116,8 @@ class StepBatch:
     def deal(self, order: Sequence[int]) -> None:
         """Distribute the samples over the minibatches in the given order, and pack them."""
         parts = [order[first : first + self.size] for first in range(0, len(order), self.size)]
-        # Sort each part so that samples with the same prompt are adjacent and can share the prompt.
+        # Sort the samples of each minibatch, so that samples with the same prompt are adjacent and
+        # can share the prompt.
         self.parts = [sorted(part) for part in parts]
         self.pack(self.budget, keep_fixed=True)
 
@@ -154,15 +155,15 @@ class StepBatch:
         """Send the named columns of all ranks' samples to every rank. Collective call."""
         if self.ranks == 1:
             return
-        # Each rank adds its values to zeros from the other ranks, so the sum keeps every bit. The
-        # empty tensor is needed if all micro-batches of a rank are idle, because `cat` needs an
-        # input.
+        # Collect the values by a sum over ranks. Each value is added to zeros from the other ranks,
+        # so the sum keeps every bit. The empty tensor is needed if all micro-batches of a rank are
+        # idle, because `cat` needs an input.
         own = torch.zeros(0, dtype=torch.int64, device=self.device)
         own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
             column = getattr(self.samples, name)
             if column is not None:
-                # gloo can add neither bools nor bf16.
+                # Convert the column, because gloo can add neither bools nor bf16.
                 dtype = torch.promote_types(column.dtype, torch.float32)
                 every = torch.zeros_like(column, dtype=dtype)
                 every[own] = column[own].to(dtype)
@@ -199,8 +200,9 @@ class StepBatch:
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count tokens. For prompt_mean the loss divides by len(part) / G prompts. Shuffled
-        # completions may belong to more prompts, so scale the divisors accordingly.
+        # 3. Count tokens. For prompt_mean the loss divides by len(part) / G prompts. The
+        # completions of a shuffled minibatch may belong to more prompts, so scale the divisors to
+        # correct this.
         tokens = [n if counts else 0 for n, counts in
                   zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
         scale = len(groups) * self.group_size / len(part)

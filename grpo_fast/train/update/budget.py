@@ -41,7 +41,7 @@ class TokenBudget:
         memory: predicted memory of a step. None means an unknown model, for which there is no
             limit.
         fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
-        in_step: the weights are sharded, so that a single rank cannot repeat a pass.
+        in_step: True if the weights are sharded. A single rank then cannot repeat a pass.
     """
 
     def __init__(

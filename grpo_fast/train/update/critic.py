@@ -129,7 +129,8 @@ class Critic:
                 cut = []
             if cut:
                 following[cut] = self._last_values(batch, cut).cpu()
-            # Ranks with sharded weights must run the same number of forward passes.
+            # Run a pass without using its result, because ranks with sharded weights must run the
+            # same number of forward passes.
             elif self.trunk.is_sharded:
                 self._last_values(batch, micro.chosen[:1])
         return following
@@ -159,7 +160,8 @@ class Critic:
             batch: the samples of the step with their values.
             beta: weight of the KL divergence in the rewards. None adds no KL divergence.
             estimator: estimator of the KL divergence.
-            following: result of `values_after_the_end` on this rank. None uses 0.
+            following: result of `values_after_the_end` on this rank. If it is None, these values
+                are 0.
         """
         config = self.config
         samples = batch.samples

@@ -27,7 +27,7 @@ class MicroBatch:
     advantages: Tensor  # (B,) fp32, 0 for samples without a loss
     support: Support | None  # token ids that the sampler kept, for the R tokens
     prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
-    is_idle: bool = False  # without a loss; gives all ranks the same number of passes
+    is_idle: bool = False  # no token has a loss; gives all ranks as many passes
 
     @classmethod
     def pack(

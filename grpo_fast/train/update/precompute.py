@@ -36,8 +36,9 @@ def precompute(
         batch: the samples of a step.
         policy: the policy.
         loss: configuration of the loss, which sets the temperature and the KL estimator.
-        keep_old: compute the policy's log-probs. They are not needed for a single update, because
-            the old log-probs equal the new ones and the ratio is exactly 1.
+        keep_old: True computes the policy's log-probs before the first update. A single update does
+            not need these old log-probs, because they equal the new ones and the ratio is exactly
+            1.
         reference: the reference model, or None.
         critic: the value function, or None.
         reward_beta: weight of the KL divergence in the rewards. None adds no KL divergence.
@@ -67,7 +68,7 @@ def precompute(
             if keep_old:
                 logps = policy.logps(micro.packed, temperature, hidden, micro.support)
                 micro.write("old_logps", logps)
-            # 3. Request scores from the teacher's server, and evaluate the critic.
+            # 3. Request the teacher's scores from its server, and evaluate the critic.
             if server is not None:
                 given = scores_of(server, micro)
                 if by_advantage:

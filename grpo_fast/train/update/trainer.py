@@ -35,7 +35,8 @@ from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
-# Steps in which the loss checks all inputs. Later it only makes checks without a GPU sync.
+# Number of first steps in which the loss checks all inputs. In later steps it only makes checks
+# that need no GPU sync.
 FULLY_VALIDATED_STEPS = 2
 Trained = Literal["policy", "critic"]
 

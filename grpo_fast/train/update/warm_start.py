@@ -30,7 +30,7 @@ def warm_start(
 
     Args:
         policy: the policy to train.
-        examples: examples. Only those with a solution are used.
+        examples: training examples. Only examples with a solution are used.
         config: the section `warm_start`.
         seed: seed of the order of the examples.
         is_sharded: the run will shard the model later. Rank 0 then trains alone.
@@ -57,7 +57,8 @@ def warm_start(
         chosen = rng.sample(usable, min(config.batch_size, len(usable)))
         with distributed.together():
             loss = -policy.logps(_packed(policy, chosen)).mean()
-            # All ranks compute the same gradient, and the optimizer sums over the ranks.
+            # Divide by the number of ranks, because all ranks compute the same gradient and the
+            # optimizer sums the gradients over the ranks.
             (loss / distributed.size()).backward()
         optimizer.step()
         log(0, {"warm_start/step": float(step), "warm_start/loss": loss.item()})

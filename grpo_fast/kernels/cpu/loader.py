@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.cpu import cache, loss_codegen
 
 logger = logging.getLogger("grpo_fast")
@@ -64,7 +65,7 @@ class CsrcUnavailable(RuntimeError):
 
 
 def unavailable(library: str = "rows") -> str | None:
-    """Return why a library cannot be used, or None if `torch.ops.grpo_fast_<library>` exists.
+    """Return why a library cannot be used, or None if its operators exist.
 
     The library is built and loaded once per process. The first missing library is logged at WARNING
     level, because torch then does its work more slowly.
@@ -103,7 +104,7 @@ def operator(library: str, name: str) -> Operator:
     reason = unavailable(library)
     if reason:
         raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
-    operator: Operator = getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
+    operator: Operator = getattr(getattr(torch.ops, f"{NAMESPACE}_{library}"), name).default
     return operator
 
 
@@ -211,6 +212,7 @@ def compile_library(
             tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
+        flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
         # repr separates the parts unambiguously.
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"

@@ -1,6 +1,7 @@
 """Builder of the Kernels Hub folder: `python -m tests.hub FOLDER`, or `make hub`.
 
-The package `kernels` imports a kernel under a name of its own, so the copy uses relative imports.
+The package `kernels` imports a kernel under a different module name. The copy therefore uses
+relative imports.
 The copy contains the loss and what it needs: no trainer, no attention, no integrations.
 """
 

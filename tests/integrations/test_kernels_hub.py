@@ -1,7 +1,6 @@
 """The folder of `make hub`, loaded by the package `kernels` next to the installed grpo_fast."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import pytest

@@ -11,6 +11,7 @@
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
 #            FILES=...              which files `make mutation-python` takes
 #            PYTHONS=...            which interpreters `make packages` installs into
+#            TORCHES="2.11.0 2.13.0"  versions of torch that `make packages` tests the compiled wheel with
 #            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
 
 SHELL := /bin/bash
@@ -79,7 +80,7 @@ help:
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
 	@echo 'make hub       a folder for the Kernels Hub, in build/hub'
-	@echo 'make packages  folder, wheel and sdist, installed as a user does: PYTHONS="python3.11 python3.12"'
+	@echo 'make packages  folder, wheels and sdist, installed as a user does: PYTHONS="python3.11 python3.12"'
 	@echo 'make format    let ruff fix and format the tree'
 	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
 

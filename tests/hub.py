@@ -1,8 +1,8 @@
 """Builder of the Kernels Hub folder: `python -m tests.hub FOLDER`, or `make hub`.
 
 The package `kernels` imports a kernel under a different module name. The copy therefore uses
-relative imports.
-The copy contains the loss and what it needs: no trainer, no attention, no integrations.
+relative imports. It contains the loss functions and their kernels, without the trainer, attention
+and integrations.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import sys, zipfile
 from pathlib import Path
 
 sources, wheel = Path(sys.argv[1]), set(zipfile.ZipFile(sys.argv[2]).namelist())
-wanted = {str(p.relative_to(sources)) for p in (sources / "grpo_fast").rglob("*") if p.suffix in (".py", ".yaml", ".html", ".typed")}
+wanted = {str(p.relative_to(sources)) for p in (sources / "grpo_fast").rglob("*") if p.suffix in (".py", ".yaml", ".html", ".mplstyle", ".typed")}
 wanted |= {"grpo_fast/" + str(p.relative_to(sources)) for p in (sources / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".hpp")}
 assert wanted <= wheel, f"missing in the wheel: {sorted(wanted - wheel)}"
 extra = sorted(n for n in wheel - wanted if ".dist-info/" not in n and n != "grpo_fast/py.typed")

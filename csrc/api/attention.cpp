@@ -331,7 +331,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Ten
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_attention, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, bool causal, float scale)"
       " -> (Tensor, Tensor)");
@@ -340,7 +340,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_attention, library) {
       " Tensor cu_q, Tensor cu_k, bool causal, float scale) -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_attention, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("attention", TORCH_BOX(&grpo_fast::attention));
   library.impl("attention_backward", TORCH_BOX(&grpo_fast::attention_backward));
 }

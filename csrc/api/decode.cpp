@@ -33,13 +33,13 @@ Tensor decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, T
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_decode, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v,"
       " Tensor(a!) completion_k, Tensor(b!) completion_v, Tensor lengths, Tensor counts,"
       " int time, float scale, int? window) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_decode, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("decode_", TORCH_BOX(&grpo_fast::decode_));
 }

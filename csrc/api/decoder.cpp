@@ -208,7 +208,7 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_decoder, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def("pack(Tensor weight) -> Tensor");
   library.def("linear(Tensor x, Tensor weight, int width) -> Tensor");
   library.def(
@@ -219,7 +219,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_decoder, library) {
       " int time, float scale, int? window) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_decoder, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("pack", TORCH_BOX(&grpo_fast::pack));
   library.impl("linear", TORCH_BOX(&grpo_fast::linear));
   library.impl("decode_layer_", TORCH_BOX(&grpo_fast::decode_layer_));

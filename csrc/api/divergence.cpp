@@ -109,7 +109,7 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_divergence, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "row_divergence_(Tensor logits, Tensor teacher, Tensor(a!)? out, Tensor weights,"
       " Tensor? known, int kind, float beta, float logit_scale, float? softcap, float temperature,"
@@ -117,6 +117,6 @@ STABLE_TORCH_LIBRARY(grpo_fast_divergence, library) {
       " float teacher_temperature, Tensor? offsets) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_divergence, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("row_divergence_", TORCH_BOX(&grpo_fast::row_divergence_));
 }

@@ -124,7 +124,7 @@ std::tuple<bool, bool, bool> features() {
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "mm_(Tensor a, Tensor b, Tensor(a!) out, bool a_transposed, bool b_transposed, bool add,"
       " bool tiles, Tensor? scales, Tensor? out_scales, Tensor? added_coefficients, Tensor? added,"
@@ -132,10 +132,10 @@ STABLE_TORCH_LIBRARY(grpo_fast_gemm, library) {
   library.def("features() -> (bool, bool, bool)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CompositeExplicitAutograd, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CompositeExplicitAutograd, library) {
   library.impl("features", TORCH_BOX(&grpo_fast::features));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_gemm, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("mm_", TORCH_BOX(&grpo_fast::mm_));
 }

@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bo
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_layers, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
   library.def(
       "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) -> (Tensor, Tensor)");
@@ -137,7 +137,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_layers, library) {
       "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_layers, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("rms_norm", TORCH_BOX(&grpo_fast::rms_norm));
   library.impl("rms_norm_backward", TORCH_BOX(&grpo_fast::rms_norm_backward));
   library.impl("swiglu", TORCH_BOX(&grpo_fast::swiglu));

@@ -100,7 +100,7 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_linear, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "linear_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target_ids,"
       " Tensor(a!)? out, bool has_exponentials, Tensor? known_lse, Tensor? known_logps,"
@@ -109,6 +109,6 @@ STABLE_TORCH_LIBRARY(grpo_fast_linear, library) {
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_linear, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("linear_rows", TORCH_BOX(&grpo_fast::linear_rows));
 }

@@ -192,7 +192,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "row_logps(Tensor logits, Tensor target_ids, float logit_scale, float? softcap,"
       " float temperature, Tensor? temperatures, bool return_entropy, Tensor? offsets)"
@@ -210,7 +210,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_rows, library) {
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_rows, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("row_logps", TORCH_BOX(&grpo_fast::row_logps));
   library.impl("row_grad_", TORCH_BOX(&grpo_fast::row_grad_));
   library.impl("row_loss_", TORCH_BOX(&grpo_fast::row_loss_));

@@ -249,7 +249,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
 }  // namespace
 }  // namespace grpo_fast
 
-STABLE_TORCH_LIBRARY(grpo_fast_support, library) {
+STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def(
       "support_places(Tensor ids, Tensor offsets, Tensor target_ids, int vocabulary)"
       " -> (Tensor, Tensor)");
@@ -264,7 +264,7 @@ STABLE_TORCH_LIBRARY(grpo_fast_support, library) {
       " Tensor(a!) out, bool add) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_fast_support, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_FAST_LIBRARY, CPU, library) {
   library.impl("support_places", TORCH_BOX(&grpo_fast::support_places));
   library.impl("support_rows", TORCH_BOX(&grpo_fast::support_rows));
   library.impl("support_hidden", TORCH_BOX(&grpo_fast::support_hidden));

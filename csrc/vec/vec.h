@@ -15,8 +15,6 @@
 
 #if defined(__AVX__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
 #endif
 
 #define GRPO_FAST_INLINE [[gnu::always_inline]] inline
@@ -88,9 +86,6 @@ GRPO_FAST_INLINE Floats min(Floats a, Floats b) {
 GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(GRPO_FAST_X86)
   return GRPO_FAST_X86(fmadd_ps)(a, b, c);
-#elif defined(__aarch64__) && GRPO_FAST_LANES == 4
-  return bit_cast<Floats>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a),
-                                    bit_cast<float32x4_t>(b)));
 #else
   return a * b + c;
 #endif

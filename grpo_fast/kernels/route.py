@@ -251,4 +251,4 @@ def _route(
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"grpo_fast.kernels.{name}")
+    return importlib.import_module(f"{__package__}.{name}")

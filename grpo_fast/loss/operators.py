@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.head.half_range import needs_range
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
@@ -79,7 +80,8 @@ LOSSES = {
     "logits": LossPass(LOGITS, D_LOGITS, logits_loss, lambda x: x[0].shape[1]),
     "given_logps": LossPass(LOGPS, D_LOGPS, logps_loss, lambda x: None),
 }
-library = torch.library.Library("grpo_fast", "DEF")
+library = torch.library.Library(NAMESPACE, "DEF")
+operators = getattr(torch.ops, NAMESPACE)
 
 
 def build_batch(
@@ -99,7 +101,7 @@ def compiled_loss(
     """Call the operator of a loss. Return its outputs, and a function that returns the metrics."""
     row = _pack_arguments(config, inputs)
     known = graph_fields(options)
-    outputs = getattr(torch.ops.grpo_fast, f"{name}_loss")(*tensors, *known, *row)
+    outputs = getattr(operators, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered, metrics = outputs[:5]
     has_entropy = _has_entropy(LOSSES[name], tensors, config)
     entropy = entropy if has_entropy else None
@@ -112,7 +114,7 @@ def compiled_loss(
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
     """Call the operator of logps, and return the logps and the entropy, both flat."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
-    logps, entropy, _ = getattr(torch.ops.grpo_fast, name)(*tensors, *graph_fields(options))
+    logps, entropy, _ = getattr(operators, name)(*tensors, *graph_fields(options))
     return logps, entropy
 
 
@@ -163,7 +165,7 @@ def _register(
     """Define a custom operator with its fake implementation and its backward.
 
     Args:
-        name: name of the operator in torch.ops.grpo_fast.
+        name: name of the operator in the namespace of the package.
         schema: arguments and outputs of the operator.
         run: the implementation.
         fake: returns outputs with the right shapes and without data, for tracing.
@@ -172,7 +174,7 @@ def _register(
     """
     library.define(f"{name}{schema}")
     library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"grpo_fast::{name}", fake, lib=library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if backward is None:
         return
 
@@ -193,7 +195,7 @@ def _register(
         return *gradients, *[None] * (len(inputs) - len(gradients))
 
     torch.library.register_autograd(
-        f"grpo_fast::{name}", recall, setup_context=remember, lib=library
+        f"{NAMESPACE}::{name}", recall, setup_context=remember, lib=library
     )
 
 
@@ -249,7 +251,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
             return with_units(tuple(inputs[:count]), tuple(output[6:]), output[5])
 
         def form_again() -> Gradients:
-            return gradients_of(getattr(torch.ops.grpo_fast, f"{name}_loss")(*inputs))
+            return gradients_of(getattr(operators, f"{name}_loss")(*inputs))
 
         # The gradients are outputs of the forward operator. Use them only once, as autograd.py
         # does.
@@ -298,7 +300,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
             return [None] * count
         # The backward is an operator, too, so that it is a single node in the graph of the
         # backward.
-        operator = getattr(torch.ops.grpo_fast, f"{name}_logps_grad")
+        operator = getattr(operators, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
         gradients = (gradients,) if count == 1 else gradients
         return [x if need else None for x, need in zip(gradients, needs, strict=True)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import sys
 import threading
 import time
@@ -184,6 +185,15 @@ def leftovers(folder: Path) -> None:
 @case(one_loss)
 def three_builds(folder: Path) -> None:
     copying(folder, before="sleep 1")
+
+
+@case(one_loss)
+def shipped(folder: Path) -> None:
+    built = folder / "csrc" / "built" / "generic"
+    built.mkdir(parents=True)
+    shutil.copy(sys.argv[2], built / "rows.so")
+    csrc_loader._PACKAGE = folder
+    with_variables({"PATH": "{}", "GRPO_FAST_GEMM": "vendor"}, folder)
 
 
 @case(four_threads)

@@ -92,11 +92,16 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
 
 @pytest.mark.parametrize(
     ("name", "out", "builds"),
-    [("switched_off", ["torch"], 0), ("three_builds", ["cpu"] * 3, 3), ("threads", ["cpu"], 1)],
+    [
+        ("switched_off", ["torch"], 0),
+        ("shipped", ["cpu"], 0),
+        ("three_builds", ["cpu"] * 3, 3),
+        ("threads", ["cpu"], 1),
+    ],
 )
 def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
-    """No warning is logged for a disabled library, for three processes that build at the same
-    time, and for threads that share one build.
+    """Check the cases without a warning: a disabled library, a wheel's library on a machine without a
+    compiler, three processes that build at the same time, and threads that share one build.
     """
     found = case(name)
     assert (found.out, found.told, found.builds) == (out, [], builds)
@@ -140,6 +145,28 @@ def test_a_run_says_which_kernels_it_has(case) -> None:
     assert summaries[0]["backend_fallback"] in lines[0][0]
 
 
+@pytest.mark.parametrize(
+    ("has", "wanted", "expected"),
+    [
+        (csrc_loader._AVX2 | csrc_loader._AVX512, "native", "avx512"),
+        (csrc_loader._AVX2 | {"avx512f"}, "native", "avx2"),
+        (csrc_loader._AVX512, "native", "generic"),
+        (csrc_loader._AVX2, "generic", "generic"),
+        (set(), "avx2", None),
+    ],
+)
+def test_a_wheels_library_fits_the_cpu(monkeypatch, tmp_path, has, wanted, expected) -> None:
+    for name in csrc_loader.SHIPPED:
+        path = tmp_path / "csrc" / "built" / name / "rows.so"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"")
+    monkeypatch.setattr(csrc_loader, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(csrc_loader, "cpu_flags", lambda: tuple(has))
+    path = csrc_loader.shipped_library("rows", wanted)
+    assert (path.parent.name if path else None) == expected
+    assert csrc_loader.shipped_library("absent", wanted) is None
+
+
 @pytest.mark.parametrize(("device", "level"), [("cuda", logging.WARNING), ("cpu", logging.INFO)])
 def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, level) -> None:
     """Missing Triton on a GPU is logged as a warning. On a CPU the level is INFO, because the
@@ -154,5 +181,5 @@ def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, lev
 
 def test_the_cases_are_all_looked_at() -> None:
     looked_at = {*FALLBACKS, *DAMAGED, "switched_off", "leftovers", "three_builds", "threads"}
-    looked_at |= {"a_slow_run", "a_fast_run"}
+    looked_at |= {"shipped", "a_slow_run", "a_fast_run"}
     assert looked_at == set(loader_cases.CASES)

@@ -27,7 +27,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     if reason:
         return reason
     # These are the features that the compiler enabled. The CPU may have more.
-    has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
+    has_fma, has_dot16, _ = loader.operator("gemm", "features")()
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
@@ -46,7 +46,7 @@ def vendor_rounds() -> bool:
 def has_tiles() -> bool:
     """Return whether bf16 products run on AMX. A function inside libtorch_cpu computes them."""
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
-    return has_amx and torch.ops.grpo_fast_gemm.features()[2]
+    return has_amx and loader.operator("gemm", "features")()[2]
 
 
 def uses_tiles(x: Tensor) -> bool:
@@ -63,7 +63,7 @@ def _is_right(tiles: bool) -> bool:
     # The sizes cover full tiles and edge tiles.
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = torch.empty(130, 70, dtype=torch.float32)
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, False, True, False, tiles, *[None] * 6)
+    loader.operator("gemm", "mm_")(a, b, out, False, True, False, tiles, *[None] * 6)
     error = (out - a.float() @ b.float().t()).abs().amax().item()
     is_right = error <= 1e-4
     if not is_right:

@@ -1,7 +1,9 @@
 """Compiler and loader of the C++ kernels.
 
 Each `csrc/api/<name>.cpp` compiles in seconds into one library in a cache folder. The libraries use
-torch's stable ABI, so one build works with every torch >= 2.11.
+torch's stable ABI, so one build works with every torch >= 2.11. A wheel for Linux also contains
+libraries for three instruction sets, which are used if nothing can be compiled. CPUs other than
+x86-64 use torch.
 
 Environment:
     GRPO_FAST_DISABLE_CSRC=1: behave as if no compiler existed
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.cpu import cache, loss_codegen
 
 logger = logging.getLogger("grpo_fast")
@@ -39,17 +42,17 @@ _FLAGS = [
     "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-shared",
     "-DTORCH_TARGET_VERSION=0x020b000000000000",
 ]  # fmt: skip
-_NATIVE = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
+_AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 # For each name: the compiler flags, and the flags that /proc/cpuinfo must list for the code to run.
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
-    "native": (_NATIVE, set()),
-    "avx512": (
-        ["-march=skylake-avx512"],
-        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
-    ),
-    "avx2": (["-march=haswell"], {"avx2", "fma", "f16c", "bmi2"}),
+    "native": (["-march=native"], set()),
+    "avx512": (["-march=skylake-avx512"], _AVX2 | _AVX512),
+    "avx2": (["-march=haswell"], _AVX2),
     "generic": ([], set()),
 }
+# Instruction sets whose libraries a wheel contains, fastest first: x86-64-v4, v3 and the baseline.
+SHIPPED = ("avx512", "avx2", "generic")
 _COMPILE_TIMEOUT_S = 300
 _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
 _LONGEST_LINE = 400  # maximum length of a reason in a log line, table or summary
@@ -64,7 +67,7 @@ class CsrcUnavailable(RuntimeError):
 
 
 def unavailable(library: str = "rows") -> str | None:
-    """Return why a library cannot be used, or None if `torch.ops.grpo_fast_<library>` exists.
+    """Return why a library cannot be used, or None if its operators exist.
 
     The library is built and loaded once per process. The first missing library is logged at WARNING
     level, because the replacement in torch is slower.
@@ -82,7 +85,8 @@ def _unavailable_once(library: str) -> str | None:
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
         if level == logging.WARNING:
             _warned.append(library)
-        text = "grpo_fast: C++ kernels '%s' are not available, torch does their work, slower: %s"
+        text = "grpo_fast: C++ kernels '%s' are not available, torch does their work, "
+        text += "1.5 to 5 times slower: %s"
         logger.log(level, text, library, one_line(reason))
     return reason
 
@@ -103,7 +107,7 @@ def operator(library: str, name: str) -> Operator:
     reason = unavailable(library)
     if reason:
         raise CsrcUnavailable(f"the C++ kernels '{library}' are not available: {reason}")
-    operator: Operator = getattr(getattr(torch.ops, f"grpo_fast_{library}"), name).default
+    operator: Operator = getattr(getattr(torch.ops, f"{NAMESPACE}_{library}"), name).default
     return operator
 
 
@@ -120,7 +124,12 @@ def _load(library: str) -> str | None:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
     path, reason = compile_library(library, wanted)
     if path is None:
-        return reason
+        shipped = shipped_library(library, wanted)
+        if shipped is None:
+            return reason
+        text = "grpo_fast: C++ kernels '%s' come from the wheel, for %s: %s"
+        logger.info(text, library, shipped.parent.name, one_line(reason or ""))
+        return _open(shipped)
     reason = _open(path)
     # If the file does not load, build it again. A machine with different system libraries and the
     # same home folder may have built it.
@@ -139,6 +148,15 @@ def _open(path: Path) -> str | None:
         torch.ops.load_library(str(path))
     except (OSError, RuntimeError) as error:
         return f"{path} does not load: {error}"
+    return None
+
+
+def shipped_library(library: str, instruction_set: str = "native") -> Path | None:
+    """Return the fastest library in the wheel that this CPU can run, or None."""
+    for name in SHIPPED if instruction_set == "native" else (instruction_set,):
+        path = _PACKAGE / "csrc" / "built" / name / f"{library}.so"
+        if path.is_file() and _INSTRUCTION_SETS[name][1] <= set(cpu_flags()):
+            return path
     return None
 
 
@@ -206,12 +224,15 @@ def compile_library(
     """
     try:
         # 1. Compute the file name from all inputs of the build.
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise CsrcUnavailable(f"the machine is {platform.machine()}, expected x86_64")
         source, printed, texts = _read_sources(library)
         command = compiler()
         if command is None:
-            tried = "none of g++, clang++ and c++ is on the PATH, and CXX is not set"
+            tried = "install g++ or clang++, or set CXX; neither they nor c++ are on the PATH"
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
+        flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
         # repr keeps the parts apart, so that different inputs cannot give the same text.
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"

@@ -74,8 +74,9 @@ class TeacherTopK(NamedTuple):
         has_tail: if True, all other ids form one more category with the remaining probability. If
             False, the logps must be renormalised over the K ids, and the student is renormalised
             as well.
-        floor: smallest probability of the tail category, in (0, 1). Choose it as large as the
-            rounding error of a sum of the server's probabilities.
+        floor: smallest probability of the tail category, in (0, 1). The teacher's tail is 1 - Σ
+            exp(logps). Choose `floor` about as large as the rounding error of this sum, because a
+            smaller tail is only noise.
 
     Example:
         >>> import torch
@@ -150,6 +151,6 @@ class DivergenceRows(NamedTuple):
     """Results of a divergence kernel for every row, (C,) fp64 each."""
 
     values: Tensor
-    centers: Tensor  # Σ_j slope_j
+    centers: Tensor  # Σ_j slope_j, the factor of p in the gradient
     lse: Tensor  # logsumexp of the student's transformed logits
     teacher_lse: Tensor  # logsumexp of the teacher's transformed logits

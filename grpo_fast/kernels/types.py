@@ -60,7 +60,7 @@ class ActiveRows(NamedTuple):
         if index is None:
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
-        # If x is None, it stands for all rows in order, so the selection is `index` itself.
+        # An index tensor of None stands for all rows in order, so selecting from it gives `index`.
         active, hidden = (index if x is None else x[index] for x in whole)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
@@ -88,7 +88,7 @@ class HeadTensors(NamedTuple):
     bias: Tensor | None  # (V,)
 
     def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three empty tensors in place of (dH, dW, db)."""
+        """Return three empty tensors in place of (dH, dW, db), for a pass without gradients."""
         return (self.hidden.new_empty(0),) * 3
 
 
@@ -124,8 +124,8 @@ class Wanted(NamedTuple):
 class AddedRows(NamedTuple):
     """Scaled rows that are added to a matrix in fp32.
 
-    The operation is total[ids[t]] += coefficients[t]·values[rows[t]]. Terms with a coefficient of 0
-    are skipped, even if `values` contains NaN. Terms with equal ids are added in the order of t.
+    For every t, total[ids[t]] += coefficients[t]·values[rows[t]]. Terms with a coefficient of 0 are
+    skipped, even if `values` contains NaN. Terms with equal ids are added in the order of t.
     """
 
     coefficients: Tensor  # (T,) fp32
@@ -159,7 +159,10 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
-        """Return the errors that rounding `matrix` to bf16 causes at these elements."""
+        """Return the errors of these elements in the stored `matrix` rounded to bf16.
+
+        The values of the result are the exact fp32 values minus the rounded values.
+        """
         # The matrix product rounds the stored elements to bf16, so apply the same rounding here.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
@@ -169,7 +172,7 @@ class Dominant(NamedTuple):
 
         `count` is the number of rows before the selection.
         """
-        # places maps an old row number to its new one, or -1 if the row was dropped.
+        # `places` is the new row number of each element, or -1 if its row was not selected.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
@@ -178,7 +181,7 @@ class Dominant(NamedTuple):
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
-        """Append these elements to the target rows that are added to dH.
+        """Return `targets`, the rows that are added to dH, with these elements appended.
 
         Args:
             targets: one term for each row of the result, in order.
@@ -228,7 +231,7 @@ class Exponentials(NamedTuple):
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Index each tensor; None stays None."""
+    """Return x[index] for each tensor x. None stays None."""
     return tuple(None if x is None else x[index] for x in tensors)
 
 
@@ -265,7 +268,10 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Return x detached. Calling `Tensor.detach` only if necessary saves a microsecond."""
+    """Return x without its autograd history.
+
+    A tensor that does not require grad is returned itself, which saves a microsecond.
+    """
     return x.detach() if x.requires_grad else x
 
 
@@ -276,7 +282,7 @@ def vector(x: Tensor | None) -> Tensor | None:
 
 def dense_vector(x: Tensor) -> Tensor:
     """Return per-row values as the kernels read them: fp32, unit stride, detached."""
-    # The common case avoids three Python calls per argument.
+    # Return early in the common case, which saves three torch calls per argument.
     if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
     return detached(x).float().contiguous()
@@ -306,7 +312,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Convert a 16-bit tensor, including POSITIVE16, to fp32. Return other tensors unchanged."""
     if x.dtype == POSITIVE16:
-        # int16 is sign-extended, so mask the upper half.
+        # Converting int16 to int32 extends the sign bit, but the numbers are unsigned. Clear the
+        # upper half.
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
     return x if x.dtype.itemsize >= 4 else x.float()

@@ -17,8 +17,8 @@ from torch import Tensor
 ZERO_PAGES_FROM = 8 << 20
 # Value of the Linux constant, which Python's mmap module does not define.
 MADV_POPULATE_WRITE = 23
-# By default, logits may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), this is enough
-# for 8192 rows of 151936 16-bit logits (2.3 GiB) in one chunk.
+# By default, logits may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), these are 2.4
+# GiB. 8192 rows of 151936 16-bit logits, a typical micro-batch, need 2.3 GiB and fit in one chunk.
 GPU_SHARE = 32
 
 
@@ -63,7 +63,7 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 def gpu_bytes(device: torch.device) -> int:
     """Return the memory of a GPU in bytes, or 0 if torch finds no GPU.
 
-    A run can be planned on a machine without a GPU.
+    The result 0 makes it possible to plan a run on a machine without a GPU.
     """
     if not torch.cuda.is_available():
         return 0
@@ -128,7 +128,8 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
 
 def give_back_workspace(workspace: Tensor | None) -> None:
     """Keep a workspace for the next call. The caller must not use it afterwards."""
-    # A tensor that was created in inference mode cannot be modified outside of inference mode.
+    # Do not keep a tensor that was created in inference mode, because the next call may run outside
+    # of inference mode and could not modify the tensor.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.

@@ -113,7 +113,9 @@ class LayerWeights(NamedTuple):
 
 
 def pack(*weights: Tensor) -> Tensor:
-    """Concatenate fp32 weights (N, K) along N, and pack them for fast products with few rows.
+    """Concatenate fp32 weights (N, K) along N, and pack them into one tensor for `linear`.
+
+    The packed layout makes products with few rows of x fast.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.

@@ -20,19 +20,20 @@ DTYPES = torch.float32, torch.bfloat16
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Return why `mm_` is not used for this dtype on this machine, or None if it is used."""
+    """Return why `mm_` cannot be used for this dtype on this machine, or None if it can."""
     if dtype not in DTYPES:
         return f"the csrc product takes float32 and bfloat16, not {dtype}"
     reason = loader.unavailable("gemm")
     if reason:
         return reason
-    # These are the features that the compiler enabled. The CPU may have more.
+    # Query the instruction sets for which the library was compiled. The CPU may support more.
     has_fma, has_dot16, _ = torch.ops.grpo_fast_gemm.features()
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
-    # The result is cached, so the caller's autocast or default device must not influence it.
+    # Test in a new thread, because the result is cached: the autocast mode or default device of the
+    # first caller must not influence it.
     is_right = in_fresh_thread(lambda: _is_right(has_tiles()))
     return None if is_right else "its bf16 product failed its self-check"
 
@@ -44,7 +45,7 @@ def vendor_rounds() -> bool:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether bf16 products run on AMX. A function inside libtorch_cpu computes them."""
+    """Return whether bf16 products run on AMX, through a function inside libtorch_cpu."""
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
     return has_amx and torch.ops.grpo_fast_gemm.features()[2]
 
@@ -104,10 +105,11 @@ def mm_(
     Returns:
         `out`.
     """
-    # `scales` require a transposed a. A one-row matrix looks the same in memory as its transpose,
-    # so transpose it explicitly.
+    # The operator accepts `scales` only with a transposed a. `_as_stored` cannot tell a matrix of
+    # one row or column from its transpose, so pass the transpose explicitly.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
-    # To keep the precision of large elements, the kernel adds rows of b, which must be contiguous.
+    # For a transposed POSITIVE16 a, the kernel corrects the rounding of large elements by adding
+    # rows of b. It requires that these rows are contiguous.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4

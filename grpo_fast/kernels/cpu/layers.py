@@ -122,7 +122,9 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def _in_transform(grad: Tensor | None = None) -> bool:
-    """Return whether tensors may be batched or carry tangents. The C++ operators would ignore both.
+    """Return whether tensors may be batched by vmap or carry forward-mode tangents.
+
+    The C++ operators would ignore the batch dimension and the tangents.
 
     Args:
         grad: gradient in a backward pass, which `is_grads_batched` may batch without `torch.func`.
@@ -189,7 +191,7 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Apply the transpose of the rotation.
+    # The gradient of a rotation is its transpose, applied to the upstream gradient.
     low, high = (grad * sin).chunk(2, -1)
     return grad * cos + torch.cat([high, -low], -1)
 

@@ -6,9 +6,9 @@ The kernel sums the softmax statistics of a block of logits while the block is i
 without gradients stores no logits. A pass with gradients writes one exponential per logit. It
 equals the d-logit up to a factor per row (gpu/exponentials.py derives this).
 
-Each block of W is read from memory once per group of rows. For fp32 inputs, 4 bytes are written per
-logit. For bf16 inputs, it is 2 bytes, and the exponentials have ten significant bits, two more than
-bf16. Elements that dominate a row of dH are also returned in fp32.
+Each block of W is read from memory once per group of rows. An exponential takes 4 bytes for fp32
+inputs and 2 bytes for bf16 inputs. In 2 bytes it has ten significant bits, two more than bf16.
+Exponentials that make up more than 1/16 of their row are also returned in fp32.
 """
 
 from __future__ import annotations

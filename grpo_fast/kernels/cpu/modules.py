@@ -5,8 +5,9 @@ class, weights, names, hooks and submodules do not change.
 
 A fast layer is used only after a trial has shown that it computes the module's formula. The trial
 compares outputs and gradients on random inputs and weights. It runs once for each combination of
-class, forward and settings. Every call checks that the combination is unchanged. Therefore hooks,
-replaced submodules and patched classes are respected, even if they are added later.
+class, forward and settings (attributes such as eps). Every call of a fast layer checks that the
+combination is unchanged. Therefore hooks, replaced submodules and patched classes are respected,
+even if they are added later.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from grpo_fast.kernels.cpu import layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
-CLOSE = 1e-5  # relative tolerance for the same formula in fp32
+CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
 # Name of the function that rotates queries and keys in the attention modules of transformers.
 ROTARY = "apply_rotary_pos_emb"
 # Attributes of these types may change the formula of a module.
@@ -56,7 +57,7 @@ def fast_layers(model: nn.Module) -> None:
 def is_untouched(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no `forward` that the user patched."""
     forward = vars(module).get("forward")
-    # A fused layer would bypass the hooks of a submodule.
+    # Check for hooks, because a fused layer does not call the submodule and would bypass them.
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
@@ -100,7 +101,8 @@ def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
 def _passes(trial: Callable[[], bool]) -> bool:
     try:
         return trial()
-    # A forward of an unknown class may raise anything on the trial's inputs.
+    # The forward of an unknown class may raise any exception on the trial's inputs. The trial then
+    # fails, and the original layer is used.
     except Exception:
         return False
 
@@ -153,7 +155,7 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
     is_plain = layers.is_plain(x, weight) and x.shape[-1:] == weight.shape
     if rest or options or not isinstance(eps, float) or not is_plain:
         return type(module).forward(module, x, *rest, **options)
-    # Settings are part of the key, so changing eps starts a new trial.
+    # The key contains the settings, so a changed eps causes a new trial.
     key = settings_of(module)
     if not _verdict(key, lambda: _is_plain_norm(module, len(weight), eps)):
         return type(module).forward(module, x)
@@ -166,8 +168,8 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # The trial is cached by attributes of the types in SETTINGS. Reject modules with other
-    # attributes, because these could change without a new trial.
+    # The key of a cached trial contains only attributes of the types in SETTINGS. Reject modules
+    # with other attributes, because these could change the formula without a new trial.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
@@ -191,8 +193,8 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # The bytecode of an MLP is compared with this function. A trial would call the submodules and
 # hooks.
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # This is a copy of LlamaMLP.forward in transformers. The assignment is necessary, because a
-    # direct return would have different bytecode.
+    # This is a copy of LlamaMLP.forward in transformers. Do not simplify the assignment to a direct
+    # return, because the bytecode would differ.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Initial value of the running maximum. If it were -inf, a leading block of -inf columns would
-# compute inf - inf. FLOOR is below every meaningful logit, and above the -3e38 with which users
-# mask columns.
+# Initial value of the running maximum. If it were -inf, a first block with only -inf columns would
+# compute -inf - (-inf) = NaN. FLOOR is less than every meaningful logit. It is greater than -3e38,
+# with which users mask columns, so masked columns get a probability of 0.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -26,7 +26,7 @@ def expm1_minus(x):
 
     The difference cancels for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
     """
-    # Out-of-range lanes evaluate the series at 0, so that it cannot overflow.
+    # Evaluate the series at 0 in lanes that do not use it, so that it cannot overflow there.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -42,8 +42,9 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x) for x > -1. The quotient corrects the rounding error of 1 + x."""
-    # If 1 + x rounds to 1, log(1 + x) = x in fp32.
+    """Return log(1 + x) for x > -1, with full precision for small x."""
+    # The factor x/(u - 1) corrects the rounding error of u = 1 + x. If u rounds to 1, the result is
+    # x in fp32.
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -56,7 +57,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
     lse would be a difference of two numbers as large as the logits.
     """
     shifted = z_target - row_max
-    # An invalid target contributes nothing to the sum.
+    # Add the exponential of the target to the sum, or 0 if the target is invalid.
     e_target = tl.where(inside, exp_fp32(shifted), 0.0)
     total = exp_sum + e_target
     log_total = tl.log(total)

@@ -3,8 +3,8 @@
     raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
     z = transform(raw) -> lse, logp, entropy
 
-The same pass computes the derivative of logp with respect to hidden. This is the algorithm of flash
-attention, with the rows of W as keys and values:
+The same pass computes the slope, the derivative of logp with respect to hidden. It uses the
+algorithm of flash attention, with the rows of W as keys and values:
 
     slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
 
@@ -14,9 +14,9 @@ time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs
 id. Each program owns a part of a row of dW, and also writes the zeros of ids that occur in no set.
 
 HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
-(written and read), nnz·H elements of hidden and V·H elements of dW. Extra memory is O(nnz) and the
-slopes. Sums are fp32 in a fixed order without atomics, so every run gives the same bits. The
-results of a row depend on the row, W and its scalars only.
+(written and read), nnz·H elements of hidden and V·H elements of dW. The additional memory is O(nnz)
+plus the slopes. Sums are computed in fp32, in a fixed order and without atomics, so every run gives
+the same bits. The results of a row depend on the row, W and the row's scalars only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def load_columns(start, cols, H, stride):
 
 @triton.jit
 def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
-    """Load columns of the rows that begin at `starts` as fp32, with zeros where masked."""
+    """Load columns of the rows that begin at `starts`, as fp32.
+
+    Rows where `inside` is False and columns that are not less than H are 0.
+    """
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
@@ -109,7 +112,8 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Accumulate Σ e·(z - max) instead of Σ e·z, because the entropy would cancel.
+            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
+            # of two numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -126,7 +130,7 @@ def support_head_kernel(
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
-    # 5. Statistics.
+    # 5. Compute and store the statistics.
     lse, lp, entropy = finish(new_max, exp_sum * rescale, exp_z_sum, z_target, True)
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
@@ -160,7 +164,7 @@ def sums_kernel(
     cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
     first = tl.load(offset_ptr + segment)
-    # An id without terms has count 0, and its row of dW is written as zeros.
+    # The count is 0 for an id that occurs in no set. Its row of dW is still written, as zeros.
     count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, count, BLOCK_R):
@@ -194,7 +198,7 @@ def head_rows(
     the reference implementation is used.
     """
     count, width = len(rows.places), weight.shape[1]
-    # A program keeps a full row of hidden in registers.
+    # The kernel keeps a full row of hidden in registers, so a larger H does not fit.
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
@@ -240,7 +244,8 @@ def head_weight(
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # searchsorted of every id in the sorted ids gives the segment bounds without a histogram.
+    # The segment of an id is its range in the sorted ids. Find all bounds by binary search, which
+    # needs no histogram.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

@@ -113,7 +113,7 @@ class LogitChunks:
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
-            # Padding rows take part in the GEMM only.
+            # Compute no statistics of padding rows, which take part in the GEMM only.
             z = self.raw_logits(h)[:count]
             return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
         return self.kernels.head_logps(
@@ -136,7 +136,7 @@ class LogitChunks:
                 return_entropy=has_entropy,
             )  # fmt: skip
             return ChunkGradients(d), part
-        # Statistics and gradient come from two kernels, and the loss is computed in between.
+        # One kernel computes the statistics and another the gradient. Compute the loss in between.
         stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
@@ -180,7 +180,7 @@ class ExponentialChunks(LogitChunks):
         """Return the buffer of exponentials, (rows, V)."""
         vocab = self.weight.shape[0]
         if self._workspace is None:
-            # Aligned rows allow TMA stores and vector loads.
+            # Round up the row length, so that rows are aligned for TMA stores and vector loads.
             columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
             self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]

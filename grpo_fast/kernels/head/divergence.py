@@ -1,6 +1,6 @@
 """LM head with divergences from a teacher, with or without a policy loss.
 
-This is the chunk loop of loop.py with the teacher's logits in a second buffer:
+The head processes chunks of rows as loop.py does, with the teacher's logits in a second buffer:
 
     student's logits z, teacher's y → the divergence kernel overwrites y with its d-logits
                                     → the loss's row kernel overwrites z with its d-logits → sum
@@ -43,8 +43,8 @@ from grpo_fast.kernels.types import (
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A function that returns the d-logits of a chunk's policy loss, and dL/dlogp and dL/dentropy, (C,)
-# each.
+# Type of a function that computes the policy loss of a chunk. It returns the d-logits (padded C,
+# V), dL/dlogp (C,), and dL/dentropy (C,) or None.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -152,11 +152,11 @@ class DivergenceHead(LinearHead):
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # Do not wait for the GPU. There, rows without a coefficient stay in the GEMMs as
-                # zeros.
+                # On a GPU, do not wait for the coefficients to find inactive rows. Rows with
+                # coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Reset the current chunk, so that later calls of raw_logits compute no divergences.
+            # 2. Clear `self.at`, so that a later call of raw_logits computes no divergences.
             self.at = None
             # 3. Add both gradients and accumulate dH, dW, db.
             if not self.has_gradient:
@@ -197,7 +197,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
-            # A top-k teacher has no logits. All backends use the same function.
+            # A top-k teacher has no logits to compute. All backends use this function.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -207,7 +207,7 @@ class DivergenceHead(LinearHead):
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
-        # The teacher may have a different dtype than the student.
+        # If the teacher's dtype differs from the student's, compute in the teacher's dtype first.
         to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_logits(h, teacher.weight, out=to)
         if teacher.bias is not None:

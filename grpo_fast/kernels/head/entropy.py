@@ -62,5 +62,5 @@ class FullEntropySweep:
         more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.known, wanted
         )
-        # The gradients of logp and entropy add up.
+        # The total gradient is the sum of both. A gradient that was not requested is empty.
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

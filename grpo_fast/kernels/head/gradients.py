@@ -80,7 +80,7 @@ class GradientSums:
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        # Keep partial sums in fp32; round only the final result.
+        # If dH is a sum of several parts, keep the parts in fp32 and round only the final result.
         in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
@@ -122,7 +122,7 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and gathers(keep, count):
-            # 1. Drop inactive rows if this saves more time than copying the active rows costs.
+            # 1. Copy only the active rows if the smaller GEMMs save more time than the copy costs.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
@@ -155,7 +155,7 @@ class GradientSums:
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
-        # The fused kernels need all columns.
+        # Use the fused kernels only if no column was skipped, because they need all columns.
         fused = columns is None and self.fused_kernels is not None
         if fused:
             self._add_fused(d, by, h, count, index)
@@ -228,7 +228,7 @@ class GradientSums:
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         """Write the dH of some rows into the full dH, or add it if rows repeat."""
-        # If one chunk contains all rows, no scatter is needed.
+        # If one chunk contains all rows in order, its dH is the full dH. No scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return

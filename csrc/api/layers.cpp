@@ -16,8 +16,8 @@
 namespace grpo_fast {
 namespace {
 
-// The number of partial sums of dw is fixed, so the bits of dw do not depend on the number of
-// threads.
+// Maximum number of partial sums of dw. It is constant, so that the bits of dw do not depend on the
+// number of threads.
 constexpr int64_t kBlocks = 64;
 
 // Checks that x is an fp32 matrix, and returns its rows.

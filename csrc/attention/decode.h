@@ -74,13 +74,14 @@ inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
-// Computes one key-value head of a share. Queries are (row, repeat) pairs, ordered by row.
+// Computes the attention of a share in one key-value head. A query is one completion (row) in one
+// of the `repeats` query heads that share the key-value head. Queries are ordered by row.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
-  // Tiles outside the window are never scored, so their scores must be -inf. Otherwise the softmax
-  // would include scores of an earlier task.
+  // Set all scores to -inf first, because step 2 does not write scores of tiles outside the window.
+  // Otherwise the softmax would include old scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
   // Calls body(visible tokens, first query, number of queries, scores). The first calls pair all

@@ -2,7 +2,8 @@
 //
 // Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
 // tokens.
-// Rounding: a dot product is a sum of fp32 sums of kTermsTogether terms each, added in order.
+// Rounding: a dot product adds kTermsTogether terms at a time in fp32, and then adds these sums in
+// order.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +46,7 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
-  // kRows * kParts accumulators must fit into the registers.
+  // The callers choose kRows and kParts so that all kRows * kParts sums stay in registers.
   Floats totals[kRows][kParts] = {};
   const float* from[kParts];
   for (int part = 0; part < kParts; ++part) {
@@ -82,7 +83,8 @@ void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t d
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  // With few rows, process more vectors at a time: independent chains hide the latency of an FMA.
+  // With few rows, process more vectors at a time, because only independent sums hide the latency
+  // of an FMA.
   if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);

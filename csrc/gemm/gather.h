@@ -2,8 +2,8 @@
 //
 // The hardware prefetcher cannot predict the address of the next row. dot_product and add_row
 // therefore prefetch the next row while they read the current row.
-// Rounding: dot_product adds its fp32 lanes in fp64. sum_rows adds fp32 sums of kRunTerms terms
-// each, in order. It rounds a 16-bit result once.
+// Rounding: dot_product sums in fp32 lanes and adds the lanes in fp64. sum_rows adds kRunTerms
+// terms at a time in fp32, then adds these sums in order, and rounds a 16-bit result once.
 #pragma once
 
 #include <algorithm>

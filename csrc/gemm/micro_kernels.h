@@ -1,15 +1,16 @@
 // Micro-kernels of the matrix product. They compute c (rows, kPanel) = or += a (rows, words) *
 // panel (words, kPanel).
 //
-// fp32 uses the micro-kernel of this file. torch's CPU build multiplies through MKL, which does not
-// use AVX-512 on AMD CPUs. It reaches half of our speed on a Zen 5, and up to nine tenths on a Zen
-// 4.
+// fp32 uses the micro-kernel of this file. It exists because torch multiplies with MKL, which does
+// not use AVX-512 on AMD CPUs. MKL reaches half of our speed on a Zen 5, and up to nine tenths on a
+// Zen 4.
 //
 // bf16 with fp32 sums uses the same micro-kernel with AVX512_BF16, or the AMX product inside torch,
 // at::native::cpublas::brgemm. That function is not part of the stable ABI, so it is looked up in
 // the loaded libtorch_cpu and may be missing.
-// Layout: a word is an fp32, or a pair of bf16 with neighbouring k. A panel stores one word for
-// each lane and each step of k.
+// Layout: k is the index of the sum. A word has 32 bits and contains one fp32, or two bf16 with
+// neighbouring k. A panel is a packed block of kPanel columns of b, with one word for each column
+// and each step of k.
 #pragma once
 
 #include <dlfcn.h>
@@ -103,8 +104,8 @@ struct Vectors {
       multiply_rows<kRows, kAcross>(p, row);
       between(row / kRows, rows / kRows);
     }
-    // Each remainder has a separate template instance, because the row count must be a compile-time
-    // constant.
+    // Multiply the remaining rows. The number of rows must be a compile-time constant, so that the
+    // sums stay in registers.
     switch (rows - row) {
       case 5: return multiply_rows<5, kAcross>(p, row);
       case 4: return multiply_rows<4, kAcross>(p, row);

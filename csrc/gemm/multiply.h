@@ -90,7 +90,7 @@ struct Blocks {
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
     const bool packs_cheaply = is_packed || p.b.k_down;  // otherwise blocks get few columns
-    // With few columns the sums are small, so L2 has room for more packed rows.
+    // Allow more packed rows if b has few columns, because the sums then take little space in L2.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
@@ -147,7 +147,8 @@ struct Worker {
       const bool is_last = slice + 1 == p.slices();
       sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
-    // Add the rounding error of each heavy element times its row of b, in fp32.
+    // Correct the sums for the rounding of heavy elements: add each rounding error times its row of
+    // b, in fp32.
     for (const Heavy& at : heavy)
       add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
                  sums + at.row * blocks.columns);
@@ -164,8 +165,8 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // find_limits will read all slices of the rows of the next block, so this loop prefetches all
-    // of them.
+    // Prefetch the rows that will be read next. If heavy elements are recorded, find_limits first
+    // reads all slices of the next block, so each step prefetches one slice of that block.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -176,7 +177,7 @@ struct Worker {
       product.c = sums + i * kPanel;
       product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {
-        // The first part of the first slice overwrites the sums, so they need not be cleared.
+        // Overwrite the uninitialised sums in the first part of the first slice. Add to them later.
         product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
           if (part) return;
@@ -255,8 +256,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // This thread also becomes a worker below. Workers do not use scratch memory of this purpose,
-    // so they do not overwrite the panels.
+    // Use scratch memory with a separate purpose for the shared panels. This thread also becomes a
+    // worker below, and a worker must not overwrite the panels.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

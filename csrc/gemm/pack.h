@@ -1,9 +1,10 @@
 // Packing of operands into the words that the micro-kernels read, one word for each lane and each
 // step of k.
 //
-// Rounding: operands that are more precise than bf16 are rounded here. An fp32 becomes two bf16
-// parts, the rounded number and its rounding error. A Positive16 becomes one bf16. If the element
-// dominates a sum, its rounding error is recorded and added in fp32 later.
+// Rounding: for bf16 products, operands that are more precise than bf16 are rounded here. An fp32
+// becomes two bf16 parts, the rounded number and its rounding error. A Positive16 becomes one bf16.
+// An element is heavy if it makes up a large part of its column. The rounding error of a heavy
+// Positive16 is recorded, and multiplied in fp32 later.
 #pragma once
 
 #include <type_traits>
@@ -23,8 +24,8 @@ struct Heavy {
 // An element is heavy if its square exceeds this share of the sum of squares of its column.
 constexpr float kHeavyShare = 1 / 16.0f;
 
-// Options for packing: the bf16 part of each element, the factors, and the place where heavy
-// elements are recorded.
+// Options for packing: which bf16 part of each element to write, the factors of the elements, and
+// the list to which heavy elements are added.
 struct Entry {
   int part = 0;
   const float* scales = nullptr;  // one factor per k; null: 1
@@ -85,8 +86,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
-// Selects the lanes of two rows, kStep apart, that form one row of the transposed pair. The result
-// is the first row of the pair, or the second row if kOdd is set.
+// Transposes blocks of kStep lanes between the rows a and b, which are kStep rows apart, and
+// returns the new a. If kOdd is set, it returns the new b.
 template <int kStep, bool kOdd, int... kLane>
 GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
   constexpr int kFirst = kOdd ? kStep : 0;
@@ -157,7 +158,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
-    // Almost no vector contains a heavy element, so all lanes are tested at once.
+    // Test all lanes at once and return early, because almost no vector contains a heavy element.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {

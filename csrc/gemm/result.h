@@ -25,7 +25,7 @@ struct Added {
     auto at = std::lower_bound(order.begin(), order.end(), block.row, is_before);
     for (; at != order.end() && id(*at) < block.row + block.rows; ++at) {
       const float factor = coefficients[*at];
-      // Skip this row, because 0 * NaN would be NaN.
+      // Skip a row with coefficient 0, because its values may be NaN and 0 * NaN is NaN.
       if (factor == 0) continue;
       const int64_t start = (rows ? rows[*at] : *at) * stride + block.column;
       float* to = sums + (id(*at) - block.row) * sums_stride;

@@ -57,7 +57,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
     const Floats d = exp_floored(t) * fma(t, linear, constant);
     return kSoftcap ? d * found.slope : d;
   };
-  // Two vectors at a time hide the latency of the exponential.
+  // Compute two vectors at a time to hide the latency of the exponential.
   int64_t column = 0;
   for (; column + 2 * kLanes <= columns.count; column += 2 * kLanes) {
     const Floats first = gradient(load(columns.x + column));

@@ -120,7 +120,7 @@ def row_topk_divergence_(
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
-        # 2. Append the tail mass of student and teacher as one more category.
+        # 2. Append the log-probability of the tail as one more category, for student and teacher.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
         # If K = V, the student's tail is empty and must not become a category. Keep a NaN tail even

@@ -13,7 +13,7 @@ from grpo_fast.objective.config import LossConfig
 
 
 def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """Apply the logit transform.
+    """Compute the final logits from raw logits with the logit transform, and their derivative.
 
     Returns:
         The final logits z, (C, V) fp32 (fp64 for fp64 inputs), and the derivative of z with respect
@@ -166,7 +166,7 @@ def row_grad_(
             rows = logits[0, at]
             logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform.rows(here))
         return logits
-    # 2. Compute the gradient of the logp, which is -g·p, and g·(1 - p) in the target column.
+    # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out
     lse, logps, entropy = stats
     z, slope = final_logits(logits, transform)
@@ -187,7 +187,7 @@ def row_grad_(
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
-    # 4. Set rows without a coefficient to exact zeros, because they may contain NaN.
+    # 4. Set the gradient of rows whose coefficients are 0 to exact zeros. Their logits may be NaN.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
 

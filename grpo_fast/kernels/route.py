@@ -55,7 +55,8 @@ class Kernels(NamedTuple):
     row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
     head_logps: Callable[..., RowStats] | None = None  # computes logps from hidden states
     head_exponentials: Callable[..., Exponentials] | None = None  # the same for exponentials
-    # The module gpu/gradients.py, or None if torch computes these steps.
+    # The module gpu/gradients.py with the kernels around the gradient GEMMs. None: torch computes
+    # these steps.
     gradients: ModuleType | None = None
 
 
@@ -123,8 +124,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 def kernel_module(rows: str, backend: str) -> ModuleType:
     """Return the module with the "support" or "divergence" kernels of a backend.
 
-    The modules support_reference.py and divergence_reference.py document these functions. They are
-    also used if the C++ library is unavailable.
+    The modules support_reference.py and divergence_reference.py document the kernel functions. They
+    implement the torch backend, and replace a C++ library that is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
     # Each C++ library is built separately, so the library of these kernels may be missing even if

@@ -89,7 +89,7 @@ class SupportRows(NamedTuple):
         return rows_of(self.offsets, len(self.ids))
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the rows with a token set. x has one row for each of the T active rows."""
+        """Return the (R, …) rows of x (T, …) that have a token set."""
         return x if self.row_index is None else x.index_select(0, self.row_index)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
@@ -120,7 +120,7 @@ def rows_of(offsets: Tensor, count: int) -> Tensor:
 
 
 class HeadRows(NamedTuple):
-    """Logits, statistics and slopes of the rows with a token set."""
+    """Logits, statistics and slopes of the R rows with a token set, computed by an LM head."""
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows

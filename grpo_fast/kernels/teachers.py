@@ -59,8 +59,8 @@ class TeacherTopK(NamedTuple):
     """A teacher, given by K ids and their log-probabilities for every row.
 
     Inference servers return this form. The log-probabilities must be computed at the temperature of
-    the student. A server at temperature 1 and a student at temperature 0.7, for example, add 0.1 to
-    0.2 nats that have no meaning.
+    the student. Otherwise the divergence has an error. It is, for example, 0.1 to 0.2 nats if the
+    server uses temperature 1 and the student uses 0.7.
 
     A row in which all log-probabilities are -inf contributes 0, which is useful for masked tokens.
     In every other row, the largest log-probability must be at least -1000, and the probabilities

@@ -19,8 +19,9 @@ RowStats = tuple[Tensor, Tensor, Tensor | None]
 # The number of rows of every GEMM is padded to a multiple of this number. With fewer than 8 rows,
 # MKL sums in a different order, so the bits of a row would depend on its batch.
 ROW_MULTIPLE = 32
-# Dtype of tensors with Positive16 numbers, which torch does not support. A Positive16 number is
-# between 0 and 2^30 and has ten significant bits (csrc/vec/storage.h).
+# Dtype of tensors that store Positive16 numbers. Positive16 is a 16-bit type of csrc
+# (csrc/vec/storage.h) that torch does not have. Its numbers are between 0 and 2^30 and have ten
+# significant bits.
 POSITIVE16 = torch.int16
 
 
@@ -93,7 +94,7 @@ class HeadTensors(NamedTuple):
 
 
 class ChunkRows(NamedTuple):
-    """The inputs of one chunk of rows."""
+    """The inputs of one chunk of C rows. Rows of hidden are padded with zeros."""
 
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64
@@ -114,7 +115,7 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Flags that say which gradients a pass must compute."""
+    """Flags that say which of the gradients dH, dW and db a pass must compute."""
 
     hidden: bool
     weight: bool
@@ -159,33 +160,34 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
-        """Return the errors of these elements in the stored `matrix` rounded to bf16.
+        """Return these elements with their rounding errors as values.
 
-        The values of the result are the exact fp32 values minus the rounded values.
+        The rounding error is the fp32 value minus the bf16 value that the matrix product uses for
+        the element of `matrix`.
         """
         # The matrix product rounds the stored elements to bf16, so apply the same rounding here.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Return the elements in the given rows, renumbered by their position in `rows`.
+        """Return those of the elements that are in the given rows of the matrix.
 
-        `count` is the number of rows before the selection.
+        Their row numbers become positions in `rows`. `count` is the number of rows of the matrix.
         """
         # `places` is the new row number of each element, or -1 if its row was not selected.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """Return the elements in the given columns."""
+        """Return those of the dominant elements that are in the given columns."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
-        """Return `targets`, the rows that are added to dH, with these elements appended.
+        """Return the terms that are added to dH: `targets`, followed by one term for each element.
 
         Args:
-            targets: one term for each row of the result, in order.
-            scales: (C,) factor of each row.
+            targets: coefficients and weight rows of the targets, one for each row of dH in order.
+            scales: (C,) factor by which the elements of each row are multiplied.
         """
         assert targets.rows is not None
         return AddedRows(
@@ -281,7 +283,10 @@ def vector(x: Tensor | None) -> Tensor | None:
 
 
 def dense_vector(x: Tensor) -> Tensor:
-    """Return per-row values as the kernels read them: fp32, unit stride, detached."""
+    """Return a vector of per-row values in the form that the kernels read.
+
+    The result is fp32 and contiguous, and has no autograd history.
+    """
     # Return early in the common case, which saves three torch calls per argument.
     if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
@@ -304,7 +309,7 @@ def transform_arguments(
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x detached, with unit stride along the last axis, as the C++ kernels require."""
+    """Return x without autograd history and with contiguous rows, as the C++ kernels require."""
     x = detached(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 

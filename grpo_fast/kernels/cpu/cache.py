@@ -48,8 +48,8 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
 
     Args:
         folder: the cache folder.
-        stem: identifies sources, flags, compiler and CPU.
-        build: writes the library to the given path.
+        stem: beginning of the file name, which identifies the sources, flags, compiler and CPU.
+        build: function that writes the library to the path that it is given.
 
     Raises:
         OSError: the folder cannot be created, read or written.
@@ -72,7 +72,8 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         target = folder / _name(output, stem)
         # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged libraries only after the new library exists.
+    # Remove damaged libraries only after the new library exists, so that a failed build deletes
+    # nothing.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):

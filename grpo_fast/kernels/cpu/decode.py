@@ -126,7 +126,7 @@ def pack(*weights: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
     """Compute x·weightᵀ, (B, width), with a packed weight.
 
-    The weight must have been packed alone, from a (width, K) matrix.
+    The weight must be the result of `pack` for a single (width, K) matrix.
     """
     out: Tensor = loader.operator("decoder", "linear")(x.contiguous(), weight, width)
     return out

@@ -51,14 +51,15 @@ def has_tiles() -> bool:
 
 
 def uses_tiles(x: Tensor) -> bool:
-    """Return whether products with x as the second operand run on AMX."""
+    """Return whether products with x as the second operand run on AMX (bf16 on a CPU with AMX)."""
     return x.dtype == torch.bfloat16 and has_tiles()
 
 
 def _is_right(tiles: bool) -> bool:
-    """Return whether a small bf16 product agrees with fp32.
+    """Check the bf16 product once: return whether a small bf16 product agrees with fp32.
 
-    The AMX function is not part of torch's public API, so a torch release may change it.
+    The check is necessary because the AMX function is not part of torch's public API, so a torch
+    release may change it.
     """
     generator = torch.Generator().manual_seed(0)
     # The sizes cover full tiles and edge tiles.

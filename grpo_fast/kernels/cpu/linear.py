@@ -40,7 +40,7 @@ def _rows(
     known: RowStats | None,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """Call the C++ operator `linear_rows`."""
+    """Call the C++ operator `linear_rows` with arguments in the form that it requires."""
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)
@@ -108,7 +108,8 @@ def head_exponentials(
         transform: the logit transform.
         out: (T, V) fp32 or POSITIVE16, any row stride.
         return_entropy: also compute the entropy.
-        known: statistics of these rows from an earlier call; `out` gets the same bits.
+        known: statistics of these rows from an earlier call, which are then not computed again. The
+            bits of `out` do not depend on this argument.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
         hidden, weight, bias, target_ids, transform, out, True, known, return_entropy

@@ -64,10 +64,11 @@ class CsrcUnavailable(RuntimeError):
 
 
 def unavailable(library: str = "rows") -> str | None:
-    """Return why a library cannot be used, or None if `torch.ops.grpo_fast_<library>` exists.
+    """Return why a C++ library cannot be used, or None if it can.
 
-    The library is built and loaded once per process. The first missing library is logged at WARNING
-    level, because the replacement in torch is slower.
+    If it can, its operators are in `torch.ops.grpo_fast_<library>`. The library is built and loaded
+    once per process. The first missing library is logged at WARNING level, because the replacement
+    in torch is slower.
     """
     # Hold a lock, because two threads must not load a library at the same time. Torch raises an
     # error if operators are registered twice.

@@ -87,9 +87,10 @@ def print_header(
     estimators: list[TokenFunction],
     divergences: Sequence[TokenFunction] = (),
 ) -> str:
-    """Return the text of a C++ header whose functions select a formula by number.
+    """Return the text of a C++ header with the formulas of losses, KL estimators and divergences.
 
-    The functions for divergences are templates over vectors.
+    It defines one C++ function for each of the three lists. Its first argument, or for divergences
+    its template argument, is the index of the formula in the list.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),

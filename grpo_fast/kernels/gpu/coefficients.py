@@ -33,7 +33,7 @@ MAX_PARAMS = 4
 def call_objective(
     lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
 ):
-    """Call the loss function with its number of hyperparameters.
+    """Call the loss function with the first N_PARAMS of the hyperparameters p0 to p3.
 
     Returns:
         The loss and its derivative with respect to the logp.

@@ -48,7 +48,7 @@ def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
 
     Columns that are not in [0, V) get z = -inf.
     """
-    # evict_last keeps the row in L2, because it is read four times.
+    # Load with evict_last to keep the row in L2, because it is read four times.
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
     z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope
@@ -136,8 +136,8 @@ def row_divergence_kernel(
     value_top, slope_top = DIVERGENCE(
         exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta
     )
-    # 3. Compute the values and slopes of all logits. The slope of the most likely logit is added
-    # separately.
+    # 3. Compute the values and slopes of all logits. Exclude the slope of the most likely logit
+    # from the sum, because step 5 needs the sum of the other slopes.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
@@ -166,7 +166,7 @@ def row_divergence_kernel(
     tl.store(sums_ptr + 2 * C + row, lse_p)
     tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
-        # 5. Compute the gradient.
+        # 5. Replace the slopes in `out` with the gradient.
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * center_others.to(tl.float32)
         c = center.to(tl.float32)

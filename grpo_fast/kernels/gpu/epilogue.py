@@ -56,8 +56,8 @@ def fold(
     if STORE == "logits":
         store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
-    # 2. Exclude the target column from the sums, so that 1 - p keeps its digits when p is close to
-    # 1.
+    # 2. Exclude the target's column from the sums. Their value then gives 1 - p of the target with
+    # all digits, even if p is close to 1.
     if not CLEAN:
         is_target = cols[None, :] == target[:, None]
         z_target += tl.sum(tl.where(is_target, z, 0.0), 1)

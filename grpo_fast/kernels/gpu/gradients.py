@@ -73,7 +73,7 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row of hidden by its coefficient."""
+    """Write by_row·hidden for one row. If by_row is 0, hidden is not read and the result is 0."""
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)

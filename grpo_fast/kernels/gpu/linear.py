@@ -103,7 +103,7 @@ def slice_kernel(
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-        # The shift s of the exponentials is z[target].
+        # Subtract s = z[target] from the logits before the exponentials, because it is known now.
         normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
         # In the second pass, where the lse is known, rows with z[target] far below the lse use
         # s = lse.
@@ -249,7 +249,8 @@ def sweep(
         lse: (T,) shift of rows with a large -logp.
         only_high_nll: compute only the row blocks that contain a row with a large -logp.
     """
-    # 1. Choose the tile. It must not depend on the batch.
+    # 1. Choose the tile size. It must not depend on the batch, because it changes the order of
+    # sums.
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
@@ -265,7 +266,8 @@ def sweep(
     # if no partial sums are stored, because registers would spill on sm_100 with Triton 3.6.
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
-    # 3. Group the row blocks whose hidden states fit into L2 together.
+    # 3. Compute the number of row blocks whose hidden states fit into GROUP_BYTES of L2. A group of
+    # this size processes all slices of W before the next group starts.
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )

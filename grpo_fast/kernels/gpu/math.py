@@ -86,9 +86,9 @@ def softcapped(x, softcap):
 
 @triton.jit
 def capped_logits(raw, logit_scale, softcap, inv_temperature):
-    """Return z and the factor 1 - tanh² of raw logits.
+    """Return the final logits z and the slope 1 - tanh² of the soft cap, for raw logits.
 
-    `softcap` is a number, or None at compile time.
+    `softcap` is a number, or None without a soft cap. The slope is then 1.
     """
     tanh_slope = 1.0
     if softcap is None:
@@ -109,9 +109,9 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# The exponentials of a row are exp(z - z[target]) if lse - z[target] is at most MAX_NLL. This limit
-# is far from the range limits of bf16 and fp32, so sums and products of exponentials do not
-# overflow.
+# Limit of lse - z[target], in nats. Up to this limit, the exponentials of a row are exp(z -
+# z[target]), otherwise exp(z - lse). The limit is far less than 88, where exp overflows in bf16 and
+# fp32, so sums and products of exponentials do not overflow either.
 MAX_NLL = tl.constexpr(40.0)
 
 

@@ -115,8 +115,8 @@ def write_gradient(
             z, slope = final_logits(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
-            # The target column uses g·(1 - p) = -g·expm1(logp), which does not cancel when p is
-            # close to 1.
+            # Use g·(1 - p) = -g·expm1(logp) in the target column, because g - g·p would cancel if p
+            # is close to 1.
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)
@@ -132,7 +132,7 @@ def row_logps_kernel(
     # Compute the offset of the row in int64, because it may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
-    # For ragged rows, the offsets give the start and the length of a row.
+    # If the rows have unequal lengths, load the start and the length of this row.
     if offset_ptr is not None:
         first = tl.load(offset_ptr + row)
         V = tl.load(offset_ptr + row + 1) - first

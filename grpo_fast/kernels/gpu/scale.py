@@ -41,7 +41,7 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a contiguous gradient by a one-element factor in place.
 
-    The elements of the gradient have at most 32 bits.
+    The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
     """
     size = gradient.numel()
     if size:

@@ -89,8 +89,8 @@ def support_head_kernel(
     others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
     h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
-    # 3. For BLOCK_K ids at a time, compute the logits, update the statistics and accumulate the
-    # slope.
+    # 3. For BLOCK_K ids at a time, compute the logits, update the softmax sums, and add the weight
+    # rows to `others`, from which step 6 computes the slope.
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
@@ -126,7 +126,7 @@ def support_head_kernel(
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
-    # 4. Add the target, which may raise the maximum.
+    # 4. Include the target in the maximum, and rescale the sums to the new maximum.
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
@@ -259,12 +259,13 @@ def _sums(
     *,
     add: bool = False,
 ) -> None:
-    """Launch `sums_kernel` for all segments.
+    """Write out[s] = Σ_i factors[i]·matrix[index[i]] for each segment s with `sums_kernel`.
 
     Args:
-        factors: (nnz,) fp32.
-        index: (nnz,) int64 rows of `matrix`.
-        offsets: (S+1,) int64 bounds of the segments.
+        factors: (nnz,) fp32 weights of the terms.
+        index: (nnz,) int64 row of `matrix` for each term.
+        offsets: (S+1,) int64 bounds of the segments. The terms of segment s are those from
+            offsets[s] to offsets[s + 1] - 1.
         matrix: (N, H).
         out: (S, H), rows contiguous.
         add: add to `out` instead of overwriting it.

@@ -26,9 +26,10 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
-# A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns.
+# A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns. A is the
+# row before the hidden rows are added, and S is the row afterwards.
 CANCELS = tl.constexpr(1 / 16)
-# Number of hidden rows, and of their columns, that a program adds per step.
+# Number of hidden rows that a program adds per step, and number of their columns that it processes.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
 # Tile sizes of the product: columns of E, columns of hidden, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
@@ -135,12 +136,13 @@ def add_targets_(
     matrix: Tensor,  # (padded C, V) exponentials
     scaled: Tensor,  # (padded C, H), contiguous
 ) -> None:
-    """Add by_target[t]·hidden[t] to d_weight[target_ids[t]] in fp32.
+    """Add by_target[t]·hidden[t] to the row of d_weight that belongs to the target of row t.
 
-    A 16-bit d_weight becomes as accurate as with an fp32 product.
+    The terms are added in fp32. Rows of a 16-bit d_weight that lose too many digits are recomputed,
+    so the result is about as accurate as with an fp32 product.
 
     Args:
-        d_weight: (V, H), contains matrixᵀ·scaled.
+        d_weight: (V, H), modified in place. It contains the product matrixᵀ·scaled.
         ids: (C,) target ids in ascending order.
         order: (C,) row of each target, ascending for equal ids.
         by_target: (C,) fp32 coefficients.

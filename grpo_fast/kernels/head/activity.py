@@ -15,7 +15,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """The active rows of each chunk of `chunk_rows` rows.
+    """The active rows (rows with a nonzero coefficient) of each chunk of `chunk_rows` rows.
 
     Args:
         active: (T,) bool; None: all rows are active, and the device is not read.

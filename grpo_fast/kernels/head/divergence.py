@@ -49,7 +49,9 @@ Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class DivergenceHead(LinearHead):
-    """A `LinearHead` whose losses and gradients include Σ weights·D.
+    """A `LinearHead` that also computes the divergences D of all rows.
+
+    Its gradients include the gradient of Σ weights·D.
 
     Args:
         tensors: hidden, weight and bias of the student.
@@ -144,8 +146,8 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute the chunk's logits. raw_logits then calls _form, which computes the
-            # divergences.
+            # 1. Compute the chunk's logits. raw_logits calls _form as soon as it has computed them,
+            # and _form computes the divergences of the chunk in `self.at`.
             self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)
@@ -170,10 +172,10 @@ class DivergenceHead(LinearHead):
     def _written(self, rows: int) -> Tensor:
         """Return the buffer that receives the d-logits of the divergences, (rows, V).
 
-        Until then, the buffer contains the teacher's logits.
+        Before the d-logits are written, it contains the logits of a teacher that has an LM head.
         """
-        # A top-k teacher without a policy loss needs one buffer only, which also holds the
-        # student's logits.
+        # Use the last buffer. A top-k teacher without a policy loss has one buffer only, so the
+        # d-logits overwrite the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
     def _form(self, z: Tensor) -> None:
@@ -260,7 +262,7 @@ def supported_divergence(
     `DivergenceHead`.
 
     Returns:
-        (T,) divergences, and the gradients.
+        A pair of the divergences, (T,), and the gradients (dH, dW, db).
     """
     # 1. Compute the rows without a set over the full vocabulary.
     support = rows.support
@@ -276,7 +278,7 @@ def supported_divergence(
         )  # fmt: skip
         others = dense.sweep(wanted)
         of_others = dense.values
-    # 2. Compute the logits of student and teacher in the sets of the remaining rows.
+    # 2. For the rows with a set, compute the logits of student and teacher at the ids of the set.
     source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
@@ -300,7 +302,7 @@ def supported_divergence(
         out=out,
         offsets=support.offsets,
     )
-    # 4. Merge the rows with and without a set.
+    # 4. Merge the divergences of the rows with and without a set, and compute the gradients.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()

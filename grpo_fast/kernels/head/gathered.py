@@ -51,7 +51,10 @@ class GatheredHead:
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
-        """Compute logits and statistics of every row, and slopes if requested."""
+        """Compute the logits at the ids of every set, and the statistics of every row.
+
+        With `return_slopes`, also compute the derivative of each logp with respect to hidden.
+        """
         found: HeadRows = self.row_kernels.head_rows(
             self.hidden, self.index, self.weight, self.bias, self.support, transform,
             return_entropy=return_entropy, return_slopes=return_slopes,

@@ -60,7 +60,12 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the remaining columns in ascending order, the skipped mass and the total mass."""
+    """Select the columns that the filter keeps.
+
+    Returns:
+        The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
+        skipped columns, 0-d; and the sum of all masses, 0-d.
+    """
     # If a mass is NaN, the total is NaN and every comparison with it is False. Nothing is skipped
     # then, so the NaN stays visible in the gradients.
     lightest, order = masses.sort()

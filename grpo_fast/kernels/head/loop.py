@@ -96,7 +96,7 @@ class LinearHead:
         self.filtered: Tensor | None = None
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the chunk representation for the route."""
+        """Create the object that stores a chunk as logits or as exponentials (chunks.py)."""
         head = self.weight, self.bias, route
         if self.shard is not None:
             return VocabularyChunks(*head, self.shard)
@@ -123,7 +123,7 @@ class LinearHead:
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
-        # Chunks of equal size avoid a small last chunk.
+        # Divide the rows evenly, because a small last chunk would waste a pass over W and dW.
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
@@ -175,7 +175,7 @@ class LinearHead:
         parts = []
         chunks = list(self.chunks())
         if self.head_logps is not None and not keep and self.num_rows:
-            # `head_logps` stores no logits here, so it can process all rows at once.
+            # Process all rows at once, because `head_logps` stores no logits and needs no chunks.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
             # 1. Compute only the statistics of a chunk that need not be cached.
@@ -246,7 +246,7 @@ class LinearHead:
             index = chunk
             is_cached = chunk == self.cached
             self.cached = None
-            # Recompute only the active rows if they are few.
+            # If few rows are active, recompute the logits of these rows only.
             if not is_cached and keep is not None and gathers(keep, len(at.target_ids)):
                 h, targets, transform = at
                 at = ChunkRows(
@@ -254,7 +254,8 @@ class LinearHead:
                 )
                 index = keep + chunk.start
                 keep = None
-            # 2. Compute the d-logits from the known statistics, and accumulate.
+            # 2. Compute the d-logits from the known statistics, and add their gradients to the
+            # sums.
             stats = pick(index, *known)
             here = pick(index, g, g_entropy)
             d_logits = self.chunk.gradients(at, stats, *here, cached=is_cached)

@@ -45,9 +45,14 @@ GATHERED_COST_GPU = 128
 def linear_sweep(
     tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
 ) -> LinearHead | SupportSweep | FullEntropySweep:
-    """Return the pass over an LM head for these rows. `options` are arguments of `LinearHead`.
+    """Create the object that runs rows with or without token sets through an LM head.
 
-    With `full_entropy`, entropies are over the full vocabulary and logps over the token sets.
+    Args:
+        tensors: hidden, weight and bias.
+        rows: the active rows and their token sets, if any.
+        route: the selected kernels.
+        full_entropy: compute entropies over the full vocabulary, and logps over the token sets.
+        options: arguments of `LinearHead`.
     """
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
@@ -73,7 +78,7 @@ def supported_head(
     """Return the cheaper head for these token sets: gathered weight rows, or the dense product."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    # Compare the cost of Σ|S| gathered logits with the cost of R·V dense logits.
+    # Use the dense product if its R·V logits cost less than the gathered logits, one for each id.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
     return form(tensors, rows, route, keep_fp32=keep_fp32)
@@ -122,7 +127,10 @@ class SupportSweep:
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of all active rows. With `keep`, cache the logits."""
+        """Compute (lse, logps, entropy) of all active rows, (T,) fp32 each.
+
+        With `keep`, the logits are cached for `gradients`.
+        """
         # Compute slopes, so that the backward pass need not read the weight rows again. With an
         # entropy gradient it must read them anyway, so slopes would be useless.
         has_slopes = keep and not self.entropy_gradient
@@ -208,7 +216,10 @@ class DenseHead(GatheredHead):
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
-        """Compute logits and statistics of every row. Slopes are never returned."""
+        """Compute the logits at the ids of every set, and the statistics of every row.
+
+        `return_slopes` is ignored, and the slopes are None.
+        """
         raw = self.weight.new_zeros(len(self.support.ids), dtype=self.sum_dtype)
         for _, h, places, at, z in self._chunks():
             matmul_logits(h, self.weight, out=z)
@@ -220,13 +231,17 @@ class DenseHead(GatheredHead):
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute (dH, dW, db), added to `others` if given."""
+        """Compute (dH, dW, db) of the rows with a token set.
+
+        If `others` is given, it contains the gradients of the other rows, which are added.
+        """
         keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Continue from the sums of the rows without a set.
+            # Start with the gradients of the rows without a set, to which those of this head are
+            # added.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():

@@ -29,7 +29,10 @@ ELSEWHERE = -1  # local target id of a target in a different rank's shard
 
 
 class VocabularyShard(NamedTuple):
-    """The vocabulary shard of this rank. Shards are in rank order."""
+    """The vocabulary shard of this rank.
+
+    The shards are consecutive ranges of the vocabulary, in the order of the ranks.
+    """
 
     group: distributed.ProcessGroup
     sizes: tuple[int, ...]  # number of weight rows of each rank, which may be 0
@@ -42,7 +45,7 @@ class VocabularyShard(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The size of the largest shard. All ranks derive the size of their chunks from it."""
+        """The size of the largest shard, from which all ranks compute the same chunk size."""
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
@@ -97,7 +100,8 @@ def unrounded_statistics(
 ) -> RowStats:
     """Compute `reference.row_logps` without the final rounding to fp32.
 
-    The lse is -inf if all columns are -inf.
+    If all columns of a row are -inf, its lse is -inf, so that the row adds nothing to those of
+    other shards.
     """
     z, _ = reference.final_logits(logits, transform)
     lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)

@@ -30,7 +30,7 @@ IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 class OnGpu(TorchFunctionMode):
-    """Mode in which meta tensors report `is_cuda`."""
+    """Mode in which `is_cuda` is True for every tensor, so that meta tensors take the GPU path."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is IS_CUDA or getattr(function, "__self__", None) is torch.Tensor.is_cuda:
@@ -104,7 +104,7 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    # Make a single product write dW in 16 bits, even at this small size.
+    # Set both limits so that a single product writes dW in 16 bits even at this small size.
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)

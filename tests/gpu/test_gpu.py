@@ -18,8 +18,8 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
-# The cases (H, V) are a small unaligned head, one block, a real vocabulary, and rows that are not
-# 16-byte aligned.
+# The tested sizes (H, V) of an LM head: a small head with unaligned rows of W, a vocabulary of one
+# block, a realistic vocabulary, and an odd vocabulary, whose rows of logits are unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
 # Limits of the relative L2 error of gradients. The bf16 limit is that of the numerical contract.
 # The fp32 limit is twice that of the contract, because the GPU and the CPU reference both round.
@@ -80,7 +80,7 @@ def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=linear_grpo_loss):
-    """Check the result on the GPU against fp32 on the CPU."""
+    """Check that `function` gives the same results on the GPU as in fp32 on the CPU."""
     upcast = dict(zip(positional, wide(positional.values(), torch.float32), strict=True))
     expected = run(function, upcast, keywords, config, "cpu", "torch")
     width = positional["hidden"].shape[1] if "hidden" in positional else 0
@@ -120,7 +120,7 @@ def test_logits(vocab, dtype):
 
 
 def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
-    """Return (logps, dH, dW) of a token-level loss on the tensors' device."""
+    """Compute a token-level loss on the device of the tensors. Return (logps, dH, dW)."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     config = config_of(
         options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options

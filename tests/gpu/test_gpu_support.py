@@ -53,7 +53,10 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
 
 
 def call(tensors, tokens, support, config, old, backend):
-    """Return logps and the gradients."""
+    """Compute a loss over token sets. Return logps and the gradients of `tensors`.
+
+    `tensors` is (hidden, weight) or (logits,).
+    """
     loss = linear_grpo_loss if len(tensors) == 2 else logits_grpo_loss
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     given = dict(tokens)

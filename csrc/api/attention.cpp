@@ -107,7 +107,7 @@ float* scratch(int64_t count) {
 void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
              const Packed& v, const Packed& out, const PerRow& lse) {
   const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
-  // 1. Repack the keys that these rows see, and gather the scaled queries.
+  // 1. Repack the keys that these rows see into tiles, and copy the queries, multiplied by `scale`.
   const int64_t width = round_up_to_tile(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;

@@ -34,7 +34,7 @@ int64_t packed_words(const Problem<float, float>& p) {
   return p.slices() * p.panels() * kPanelWords;
 }
 
-// Packs a weight (N, K) fp32 into panels. Returns a vector of words.
+// Packs a weight (N, K) fp32 into panels. Returns a vector of 32-bit words with the dtype fp32.
 Tensor pack(Tensor weight) {
   check_matrix(weight, "weight");
   STD_TORCH_CHECK(is_fp32(weight) && weight.numel() > 0, "weight: expected float32 numbers");
@@ -88,7 +88,7 @@ struct Layer {
   float eps;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Buffers for all rows. Each thread uses different rows.
+  // Buffers with one row for each completion. Threads that work separately use different rows.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 

@@ -18,7 +18,7 @@
 namespace grpo_fast {
 namespace {
 
-// Checks the logits of the student or the teacher. Their rows have no targets.
+// Checks the logits of the student or the teacher, and describes them as a Chunk without targets.
 Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
                const std::optional<Tensor>& offsets) {
   check_rows(logits, "logits");

@@ -31,7 +31,7 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
           checked_vector(bias, columns, "bias"), is_fp32(weight), tiles};
 }
 
-// Checks the optional output matrix (T, V).
+// Checks the shape and the dtype of the optional output matrix (T, V).
 void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_exponentials) {
   STD_TORCH_CHECK(!has_exponentials || out, "out: expected a matrix for the weights, got None");
   if (!out) return;

@@ -31,8 +31,8 @@ struct Variant {
 };
 
 // Calls run(Variant{}) with the variant for a dtype and the options. Each variant costs compile
-// time, so only fp32 rows without a soft cap have a variant without entropy. In the other variants,
-// the entropy takes no measurable time, because other operations take longer.
+// time, so only fp32 rows without a soft cap have a variant without entropy. The other variants
+// always compute it, because slower operations hide its cost.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;

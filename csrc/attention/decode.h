@@ -106,7 +106,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  // 2. Compute the scores of prompt and completion, next to each other in one row.
+  // 2. Compute the scores of the prompt and the completion. They are stored next to each other in
+  // one row for each query.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
@@ -116,7 +117,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
-  // 4. Add up the weighted values.
+  // 4. Add up the values of the tokens, weighted with the exponentials of their scores.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
@@ -146,7 +147,8 @@ inline void check_contiguous(const Tensor& x, const char* name,
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-// Checks the cache tensors and divides the completions into shares.
+// Checks the cache tensors, and divides the completions of each prompt into shares of at most
+// kRowsTogether completions.
 inline KvCache checked_cache(const Tensor& prompt_k, const Tensor& prompt_v,
                              const Tensor& completion_k, const Tensor& completion_v,
                              const Tensor& lengths, const Tensor& counts, int64_t rows,

@@ -41,8 +41,8 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// Writes the dot product of row x[i] and each token to to[i][token], for kParts vectors of tokens
-// that begin at `first`.
+// Writes the dot product of row i of x and each token to element `token` of row i of `to`. The
+// tokens are the kParts * kLanes tokens that begin at `first`.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
@@ -76,8 +76,8 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// Writes the dot product of row x[i] and each token to to[i][token], for the tiles that contain the
-// tokens [first, end).
+// Writes the dot product of row i of x and each token to element `token` of row i of `to`. It
+// processes all tokens of the vectors that contain the tokens [first, end).
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {

@@ -20,14 +20,16 @@
 namespace grpo_fast {
 
 constexpr int64_t kRows = 6;  // rows of a in one step
-// Vectors of b in one step. The sums then fill 12 of 16 ymm registers, or 24 of 32 zmm registers.
+// Vectors of b in one step. The kRows * kVectors sums then fill 12 of the 16 ymm registers, or 24
+// of the 32 zmm registers, and leave enough registers for the operands.
 constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  // One instruction adds both bf16 products of a word to the fp32 sum.
+  // This instruction multiplies the two bf16 pairs of a word and adds both products to the fp32
+  // sum.
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
@@ -116,8 +118,8 @@ struct Vectors {
   }
 };
 
-// Signature of torch's AMX product, c (m, n) fp32 += or = a (m, k) * b (k, n). `vnni` says that b
-// is in VNNI order, where the two elements of a pair of k are adjacent.
+// Signature of torch's AMX product, c (m, n) fp32 = or += a (m, k) * b (k, n). `vnni` says that b
+// is in VNNI order, in which the elements with k and k + 1 of a column are adjacent in memory.
 using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
                         bool add, const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
 using Release = void (*)(bool vnni);

@@ -73,16 +73,16 @@ struct Problem {
   }
 };
 
-// Divides `size` into equal parts of at most `most`. Returns the length of a part, rounded up to a
-// multiple of `multiple`.
+// Divides `size` elements into equal parts of at most `most` elements. Returns the length of a
+// part, rounded up to a multiple of `multiple`.
 inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
 }
 
-// The block size and the number of blocks. The sums of a block must stay in L2. A packed operand is
-// reused more often if the opposite side of the block is long. Every thread should get at least two
-// blocks.
+// The block size and the number of blocks. The block size has three aims. The sums of a block must
+// stay in L2. Blocks with many rows reuse a packed panel of b more often, and blocks with many
+// columns reuse the packed rows of a. Every thread should get at least two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
@@ -119,7 +119,7 @@ void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// The state of one thread, which computes one block after another.
+// One thread of the product with its scratch memory. It computes one block after another.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
@@ -134,8 +134,8 @@ struct Worker {
   std::vector<Heavy> heavy = {};
   std::vector<float> limits = {};  // per result row; an element with a larger square is heavy
 
-  // Computes the sums of `block`. During the last slice, the first operands of the block `after`
-  // are prefetched.
+  // Computes the sums of `block` over all slices of k. During the last slice, it prefetches the
+  // first operands of `after`, the block that this thread computes next.
   void sum(const Block& block, const Block& after) {
     if (p.keeps_heavy()) {
       limits.resize(block.rows);
@@ -212,7 +212,7 @@ struct Worker {
       pack_down<T>(x, width, entry, to);
       product->stride = kPerWord<T>, product->step = width * kPerWord<T>;
     } else {
-      // AMX reads rows along k. Pack the words first, then transpose them.
+      // Pack the words, then transpose them, because AMX needs rows that run along k.
       pack_down<T>(x, width, entry, packed_rows);
       const auto* words = reinterpret_cast<const float*>(packed_rows);
       const Slice<float> down{words, width, x.words, block.rows, block.rows};

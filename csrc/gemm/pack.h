@@ -29,7 +29,8 @@ constexpr float kHeavyShare = 1 / 16.0f;
 struct Entry {
   int part = 0;
   const float* scales = nullptr;  // one factor per k; null: 1
-  // One limit per column. An element is recorded in `heavy` if its square exceeds the limit.
+  // One limit per column, or null. An element is recorded in `heavy` if its square exceeds the
+  // limit.
   const float* limits = nullptr;
   int64_t first_k = 0;
   std::vector<Heavy>* heavy = nullptr;
@@ -74,7 +75,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
     const auto both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(next, x));
-    // cvtne2ps writes x and next as two halves of the register; the permutation interleaves them.
+    // cvtne2ps writes x to the lower half of the register and next to the upper half. Interleave
+    // them, because a word contains an element of x and an element of next.
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
                                            24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
                                            16, 0);
@@ -109,7 +111,7 @@ GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   }
 }
 
-// Transposes a square of kLanes x kLanes words in log2(kLanes) steps.
+// Transposes a square of kLanes x kLanes words in registers, in log2(kLanes) steps.
 GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride, uint32_t* to,
                                        int64_t to_stride) {
   Words rows[kLanes];

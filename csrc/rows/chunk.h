@@ -1,7 +1,8 @@
 // Rows of logits with their targets and logit transforms, and the loop that distributes rows to
 // threads.
 //
-// The logits are either stored, or computed block by block without being stored.
+// The operators on rows read the logits from memory. The fused LM head computes them block by block
+// and does not store them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

@@ -92,7 +92,8 @@ struct DivergenceSide {
   }
 };
 
-// Results of one row: D, the sum of the slopes, and lse of both sides.
+// Results of one row: the divergence D, the sum of the slopes (`center`), and the lse of the
+// student and of the teacher.
 struct DivergenceSums {
   double value, center, lse, teacher_lse;
 };

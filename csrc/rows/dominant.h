@@ -90,8 +90,8 @@ class DominantExponentials {
     });
   }
 
-  // Records the dominant elements of a run that begins at column `first`. `largest` holds the
-  // largest e of each lane, so that a run without candidates returns immediately.
+  // Records the dominant elements of a run that begins at column `first`. `largest` is the largest
+  // e of each lane. If it does not exceed the threshold, the function returns immediately.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {

@@ -32,7 +32,7 @@ inline double final_logit(float raw, const RowTransform& transform) {
   return kSoftcap ? transform.outer * std::tanh(scaled) : scaled;
 }
 
-// Adds up the lanes of the totals.
+// Adds up the lanes of the totals, and returns the sums of the row.
 inline PartialSums partial(float shift, const Totals& totals) {
   return {shift, sum_lanes(totals.sum), sum_lanes(totals.moment)};
 }

@@ -44,7 +44,7 @@ struct Totals {
   Floats largest = {};
 };
 
-// The exponent of each lane, and the slope of the soft cap.
+// The exponent t = z - shift of each lane, and the slope of the soft cap.
 struct Exponent {
   Floats t;  // z - shift by one FMA: exact near the shift even for a large |z|
   Floats slope;  // 1 - tanh^2 under a soft cap, else 1
@@ -84,7 +84,7 @@ struct Ignore {
   GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
 };
 
-// Accumulators of one chain of additions.
+// The sums of one of the four independent chains of additions in add_run.
 template <bool kEntropy, class Emit>
 struct Sums {
   Floats sum = {}, moment = {}, largest = {};

@@ -86,7 +86,7 @@ class Sweep {
  private:
   using Rows = std::vector<int64_t>;
 
-  // Raw logits of one slice of a row.
+  // Raw logits of one row in one slice of kSliceColumns columns.
   struct Piece {
     int64_t row, column;
     Columns<float> run;

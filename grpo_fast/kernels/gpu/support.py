@@ -130,7 +130,7 @@ def support_head_kernel(
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
-    # 5. Compute and store the statistics.
+    # 5. Statistics.
     lse, lp, entropy = finish(new_max, exp_sum * rescale, exp_z_sum, z_target, True)
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)

@@ -1,7 +1,8 @@
 // Operators attention and attention_backward, which compute packed variable-length attention in
 // fp32.
 //
-// Query span n attends to key span n. grpo_fast/attention/kernels/explicit.py has the formulas.
+// A span is a range of consecutive tokens. The queries of span n attend to the keys of span n.
+// grpo_fast/attention/kernels/explicit.py has the formulas.
 //
 // Layout: q, k and v are (T, heads, D) with any row stride and head stride. A group of `repeats`
 // query heads shares one key-value head, and the kernels process them as additional rows of the
@@ -23,7 +24,8 @@
 namespace grpo_fast {
 namespace {
 
-// Sizes of the tasks. The scores of kBackwardRows rows and kBackwardKeys keys stay in cache.
+// Number of rows in a forward task, and of rows and keys in a block of the backward pass. The
+// scores of such a block stay in cache.
 constexpr int64_t kForwardRows = 128;
 constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
@@ -48,7 +50,8 @@ struct Problem {
   float scale;
 };
 
-// One span in one key-value head. A row is a (query, repeat) pair, and rows are ordered by query.
+// One span in one key-value head. A row is one query in one of the `repeats` query heads that share
+// the key-value head. Rows are ordered by query.
 struct Span {
   int64_t first_q, first_k, queries, keys, head, repeats;
   bool causal;
@@ -104,7 +107,7 @@ float* scratch(int64_t count) {
 void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
              const Packed& v, const Packed& out, const PerRow& lse) {
   const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
-  // 1. Repack the keys that these rows see, and gather the scaled queries.
+  // 1. Repack the keys that these rows see into tiles, and copy the queries, multiplied by `scale`.
   const int64_t width = round_up_to_tile(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;
@@ -118,7 +121,8 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
-      // Tokens after the last visible one get -inf, so their exponentials are 0.
+      // Set the scores of tokens that the row does not see to -inf, so that their exponentials are
+      // 0.
       std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + round_up_to_tile(last),
                 kUnseen);
       found[i] = exponentials(scores.row(i), round_up_to_tile(last));
@@ -246,7 +250,8 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   }
 }
 
-// Checks span offsets. They must be int32, must not decrease, and must run from 0 to `end`.
+// Checks span offsets and returns their data. They must be int32 numbers that begin with 0, never
+// decrease and end with `end`.
 const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
                       x.is_contiguous() && x.size(0) == count && count > 0,
@@ -303,8 +308,8 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, 
   return {out, lse};
 }
 
-// Returns dq, dk and dv. out and lse may come from attention over more keys than k has (merged
-// spans).
+// Returns dq, dk and dv. The queries may have attended to keys of other calls, too. In this case,
+// out and lse must be the merged results of all calls.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {

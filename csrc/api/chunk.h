@@ -25,7 +25,8 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
   return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
 }
 
-// Checks row offsets (C + 1,). They must not decrease, and must run from 0 to `end`.
+// Checks row offsets (C + 1,) and returns their data. They must begin with 0, never decrease and
+// end with `end`.
 inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
   const int64_t count = x.dim() == 1 ? x.size(0) : 0;
   const int64_t* found = checked_vector<int64_t>(x, count, "offsets");

@@ -19,7 +19,8 @@
 namespace grpo_fast {
 namespace {
 
-// A thread with this many rows fills the registers of its micro-kernel, so it can work alone.
+// Least number of rows per thread for which threads work separately. With fewer rows, a thread
+// would not fill the registers of its micro-kernel.
 constexpr int64_t kRowsAlone = 16;
 
 // Describes the product of x (rows, depth) and a transposed weight (width, depth).
@@ -33,7 +34,7 @@ int64_t packed_words(const Problem<float, float>& p) {
   return p.slices() * p.panels() * kPanelWords;
 }
 
-// Packs a weight (N, K) fp32 into panels. Returns a vector of words.
+// Packs a weight (N, K) fp32 into panels. Returns a vector of 32-bit words with the dtype fp32.
 Tensor pack(Tensor weight) {
   check_matrix(weight, "weight");
   STD_TORCH_CHECK(is_fp32(weight) && weight.numel() > 0, "weight: expected float32 numbers");
@@ -87,7 +88,7 @@ struct Layer {
   float eps;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Buffers for all rows. Each thread uses different rows.
+  // Buffers with one row for each completion. Threads that work separately use different rows.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 
@@ -114,7 +115,8 @@ struct Layer {
     }
   }
 
-  // Runs the completions of the shares [from, to) through the layer.
+  // Runs the shares [from, to) through the layer. A share is a group of completions of one prompt
+  // (attention/decode.h).
   void run(int64_t from, int64_t to) const {
     const std::vector<Share>& shares = attention.shares;
     const int64_t first = shares[from].first;
@@ -137,7 +139,8 @@ struct Layer {
     down.multiply(gated + first * inner, rows, x + first * hidden, true);
   }
 
-  // Runs the layer. Threads get separate shares if there are enough rows for each thread.
+  // Runs the layer. If there are enough rows for each thread, the threads process different shares.
+  // Otherwise all threads work on each product together.
   void run() const {
     const int64_t shares = static_cast<int64_t>(attention.shares.size());
     const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());

@@ -7,7 +7,8 @@
 // Layout: the logits of student and teacher are (C, V) fp32 with any row stride, or ragged rows in
 // (1, nnz) with offsets.
 //
-// Rounding: sums are fp32 in runs of columns, and fp64 across runs. Outputs are fp64.
+// Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64. Outputs
+// are fp64.
 // Parallel: threads compute different rows.
 #include <torch/csrc/stable/library.h>
 
@@ -17,7 +18,7 @@
 namespace grpo_fast {
 namespace {
 
-// Checks the logits of the student or the teacher. Their rows have no targets.
+// Checks the logits of the student or the teacher, and describes them as a Chunk without targets.
 Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
                const std::optional<Tensor>& offsets) {
   check_rows(logits, "logits");
@@ -89,8 +90,8 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
     for_each_row(chunk, [&](int64_t row) {
       DivergenceRow<decltype(number)::value> own(side(chunk, x, row), side(other, y, row),
                                                  static_cast<float>(beta));
-      // For a vocabulary shard, the caller passes lse of the full rows. The sums then cover the
-      // shard only.
+      // For a vocabulary shard, use the lse of the full rows, which the caller passes. The returned
+      // values then cover the columns of the shard only.
       const double lse = given ? given[2 * rows + row] : own.lse();
       const double teacher_lse = given ? given[3 * rows + row] : own.teacher_lse();
       float* to_row = out ? chunk.start(d, row) : nullptr;

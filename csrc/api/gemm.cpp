@@ -18,7 +18,7 @@ namespace {
 struct Product {
   Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
   bool a_transposed, b_transposed, add;
-  bool tiles;  // use torch's AMX product
+  bool tiles;  // whether to use torch's AMX product
   const float *scales, *out_scales;
   Added added;
 
@@ -110,8 +110,8 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
   p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
 }
 
-// Returns three flags: fp32 products use FMA, bf16 products use AVX512_BF16, and torch has an AMX
-// product.
+// Returns three flags. They say whether fp32 products use FMA, whether bf16 products use
+// AVX512_BF16, and whether torch has an AMX product.
 std::tuple<bool, bool, bool> features() {
 #if defined(__FMA__)
   constexpr bool has_fma = kLanes >= 8;

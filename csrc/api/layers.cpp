@@ -16,8 +16,8 @@
 namespace grpo_fast {
 namespace {
 
-// The number of partial sums of dw is fixed, so the bits of dw do not depend on the number of
-// threads.
+// Maximum number of partial sums of dw. It is constant, so that the bits of dw do not depend on the
+// number of threads.
 constexpr int64_t kBlocks = 64;
 
 // Checks that x is an fp32 matrix, and returns its rows.
@@ -115,8 +115,8 @@ Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cos
   return y;
 }
 
-// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). `inverse`
-// computes the gradient instead.
+// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). If `inverse`
+// is set, q and k are upstream gradients, and the results are the gradients of the inputs.
 std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) {
   const int64_t rows = cos.size(0), width = cos.size(1);
   STD_TORCH_CHECK(width % 2 == 0, "cos: expected an even number of columns, got ", width);

@@ -31,7 +31,7 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
           checked_vector(bias, columns, "bias"), is_fp32(weight), tiles};
 }
 
-// Checks the optional output matrix (T, V).
+// Checks the shape and the dtype of the optional output matrix (T, V).
 void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_exponentials) {
   STD_TORCH_CHECK(!has_exponentials || out, "out: expected a matrix for the weights, got None");
   if (!out) return;
@@ -49,9 +49,10 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 // rows, columns and fp32 values of the 16-bit exponentials that dominate their row. They are sorted
 // by row and column.
 //
-// entropy is (0,) unless requested. unit and target_unit are (0,) without exponentials. out (T, V)
-// receives raw logits in fp32, or exponentials in fp32 or Positive16 (int16). known_lse and
-// known_logps are statistics of the same rows from an earlier call.
+// Results that are not requested are empty: entropy without return_entropy, and unit and
+// target_unit without exponentials. out (T, V) receives raw logits in fp32, or exponentials in fp32
+// or Positive16 (int16). known_lse and known_logps are statistics of the same rows from an earlier
+// call.
 Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
                     std::optional<Tensor> out, bool has_exponentials,
                     std::optional<Tensor> known_lse, std::optional<Tensor> known_logps,
@@ -78,8 +79,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // With a soft cap, the entropy costs little compared with tanh, so this case has no variant
-  // without entropy.
+  // Select the variant at compile time. With a soft cap, always compute the entropy, because it
+  // costs little compared with tanh. This saves the compilation of one more variant.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

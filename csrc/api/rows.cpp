@@ -30,9 +30,9 @@ struct Variant {
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// Calls run(Variant{}) with the variant for a dtype and the options. Only fp32 rows without a soft
-// cap have a variant without entropy. In other variants, other operations hide the cost of the
-// entropy, and each further variant would cost compile time.
+// Calls run(Variant{}) with the variant for a dtype and the options. Each variant costs compile
+// time, so only fp32 rows without a soft cap have a variant without entropy. The other variants
+// always compute it, because slower operations hide its cost.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -153,7 +153,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
-      // A row without a target is excluded, even if its loss terms contain NaN.
+      // Exclude a row without a target: its loss and gradient are 0, even if its terms contain NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
       if (counts) loss = row_loss(function, terms, row, to.logps[row]);

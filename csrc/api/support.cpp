@@ -4,8 +4,8 @@
 // grpo_fast/kernels/support_reference.py documents the results.
 // Layout: the sets of all R rows are concatenated in ids (nnz,). offsets (R + 1,) holds their
 // bounds.
-// Rounding: dot products and sums are computed in fp32 runs, and their totals in fp64 or fp32. A
-// 16-bit dW is rounded once.
+// Rounding: terms are summed in fp32. The lanes of a dot product are added in fp64. A 16-bit dW is
+// rounded once.
 // Parallel: logits and dH are divided by rows, and dW by blocks of vocabulary rows, so that no two
 // threads write to the same row.
 #include <torch/csrc/stable/library.h>
@@ -88,7 +88,8 @@ std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor tar
   const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
   const Tensor places = empty(ids, sets.rows, ScalarType::Long);
   const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
-  // last[id] is the most recent row that contained id, so a duplicate is found in O(1).
+  // last[id] is the most recent row that contained id. If it is the current row, the id occurs
+  // twice.
   std::vector<int64_t> last(vocabulary, -1);
   int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
   *repeated = -1;
@@ -172,7 +173,7 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
     const auto h = gathered<T>(hidden);
     const Head<T> head{gathered<T>(weight), added, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
-      // The slopes are computed right after the logits, while the weight rows are in cache.
+      // Compute the slopes right after the logits, while the weight rows are still in cache.
       head.logits(h.row(sources[row]), row, z.data);
       write_statistics(chunk, z, row, to);
       if (!return_slopes) return;
@@ -237,7 +238,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // Without `add`, rows without terms must be overwritten with zeros.
+          // Skip an id without terms if `add` is set. Otherwise, write zeros to its row.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

@@ -74,13 +74,14 @@ inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
-// Computes one key-value head of a share. Queries are (row, repeat) pairs, ordered by row.
+// Computes the attention of a share in one key-value head. A query is one completion (row) in one
+// of the `repeats` query heads that share the key-value head. Queries are ordered by row.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
-  // Tiles outside the window are never scored, so their scores must be -inf. Otherwise the softmax
-  // would include scores of an earlier task.
+  // Set all scores to -inf first, because step 2 does not write scores of tiles outside the window.
+  // Otherwise the softmax would include old scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
   // Calls body(visible tokens, first query, number of queries, scores). The first calls pair all
@@ -105,7 +106,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  // 2. Compute the scores of prompt and completion, next to each other in one row.
+  // 2. Compute the scores of the prompt and the completion. They are stored next to each other in
+  // one row for each query.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
@@ -115,7 +117,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
-  // 4. Add up the weighted values.
+  // 4. Add up the values of the tokens, weighted with the exponentials of their scores.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
@@ -145,7 +147,8 @@ inline void check_contiguous(const Tensor& x, const char* name,
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-// Checks the cache tensors and divides the completions into shares.
+// Checks the cache tensors, and divides the completions of each prompt into shares of at most
+// kRowsTogether completions.
 inline KvCache checked_cache(const Tensor& prompt_k, const Tensor& prompt_v,
                              const Tensor& completion_k, const Tensor& completion_v,
                              const Tensor& lengths, const Tensor& counts, int64_t rows,

@@ -2,7 +2,8 @@
 //
 // Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
 // tokens.
-// Rounding: a dot product is a sum of fp32 sums of kTermsTogether terms each, added in order.
+// Rounding: a dot product adds kTermsTogether terms at a time in fp32, and then adds these sums in
+// order.
 #pragma once
 
 #include <algorithm>
@@ -40,12 +41,12 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// Writes the dot product of row x[i] and each token to to[i][token], for kParts vectors of tokens
-// that begin at `first`.
+// Writes the dot product of row i of x and each token to element `token` of row i of `to`. The
+// tokens are the kParts * kLanes tokens that begin at `first`.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
-  // kRows * kParts accumulators must fit into the registers.
+  // The callers choose kRows and kParts so that all kRows * kParts sums stay in registers.
   Floats totals[kRows][kParts] = {};
   const float* from[kParts];
   for (int part = 0; part < kParts; ++part) {
@@ -75,14 +76,15 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// Writes the dot product of row x[i] and each token to to[i][token], for the tiles that contain the
-// tokens [first, end).
+// Writes the dot product of row i of x and each token to element `token` of row i of `to`. It
+// processes all tokens of the vectors that contain the tokens [first, end).
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  // With few rows, process more vectors at a time: independent chains hide the latency of an FMA.
+  // With few rows, process more vectors at a time, because only independent sums hide the latency
+  // of an FMA.
   if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);

@@ -2,8 +2,8 @@
 //
 // The hardware prefetcher cannot predict the address of the next row. dot_product and add_row
 // therefore prefetch the next row while they read the current row.
-// Rounding: dot_product adds its fp32 lanes in fp64. sum_rows adds fp32 sums of kRunTerms terms
-// each, in order. It rounds a 16-bit result once.
+// Rounding: dot_product sums in fp32 lanes and adds the lanes in fp64. sum_rows adds kRunTerms
+// terms at a time in fp32, then adds these sums in order, and rounds a 16-bit result once.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace grpo_fast {
 
-// Number of terms that sum_rows adds up before it adds their sum to the total.
+// Number of terms that sum_rows adds up before it adds their sum to the total. Shorter sums have
+// smaller rounding errors.
 constexpr int64_t kRunTerms = 256;
 
 // View of a matrix whose rows are read by index.
@@ -36,8 +37,8 @@ GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, c
   return column;
 }
 
-// Returns the dot product of a and b, and prefetches the row `next`. Four independent sums hide the
-// latency of an FMA.
+// Returns the dot product of a and b, and prefetches the row `next`. It computes four independent
+// sums, because a single sum would wait for the latency of each FMA.
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   Floats sums[4] = {};

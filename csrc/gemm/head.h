@@ -27,8 +27,8 @@ struct Head {
           : run<Bfloat16, Vectors>(rows, count, block_columns, finish);
   }
 
-  // Returns one logit. Its bits can differ from those that multiply() computes, because the terms
-  // are added in a different order.
+  // Returns one logit. Its last bits can differ from the same logit of multiply(), because the
+  // terms are added in a different order.
   float logit(int64_t row, int64_t column) const {
     const float product =
         is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);
@@ -51,8 +51,8 @@ struct Head {
   template <class T, class Kernel>
   void run(const int64_t* rows, int64_t count, int64_t block_columns, const Finish& finish) const {
     const T* x = static_cast<const T*>(hidden);
-    // Consecutive rows are read in place. Other rows are copied first, because the product needs a
-    // constant row stride.
+    // Read consecutive rows of hidden in place. Copy other rows first, because the product needs a
+    // constant distance between rows.
     const bool is_run = rows[count - 1] - rows[0] == count - 1;
     std::vector<T> chosen(is_run ? 0 : count * depth);
     for (int64_t i = 0; !is_run && i < count; ++i)

@@ -1,15 +1,16 @@
 // Micro-kernels of the matrix product. They compute c (rows, kPanel) = or += a (rows, words) *
 // panel (words, kPanel).
 //
-// fp32 uses the micro-kernel of this file. torch's CPU build multiplies through MKL, which does not
-// use AVX-512 on AMD CPUs. It reaches half of our speed on a Zen 5, and up to nine tenths on a Zen
-// 4.
+// fp32 uses the micro-kernel of this file. It exists because torch multiplies with MKL, which does
+// not use AVX-512 on AMD CPUs. MKL reaches half of our speed on a Zen 5, and up to nine tenths on a
+// Zen 4.
 //
 // bf16 with fp32 sums uses the same micro-kernel with AVX512_BF16, or the AMX product inside torch,
 // at::native::cpublas::brgemm. That function is not part of the stable ABI, so it is looked up in
 // the loaded libtorch_cpu and may be missing.
-// Layout: a word is an fp32, or a pair of bf16 with neighbouring k. A panel stores one word for
-// each lane and each step of k.
+// Layout: k is the index of the sum. A word has 32 bits and contains one fp32, or two bf16 with
+// neighbouring k. A panel is a packed block of kPanel columns of b, with one word for each column
+// and each step of k.
 #pragma once
 
 #include <dlfcn.h>
@@ -19,14 +20,16 @@
 namespace grpo_fast {
 
 constexpr int64_t kRows = 6;  // rows of a in one step
-// Vectors of b in one step. The sums then fill 12 of 16 ymm registers, or 24 of 32 zmm registers.
+// Vectors of b in one step. The kRows * kVectors sums then fill 12 of the 16 ymm registers, or 24
+// of the 32 zmm registers, and leave enough registers for the operands.
 constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  // One instruction adds both bf16 products of a word to the fp32 sum.
+  // This instruction multiplies the two bf16 pairs of a word and adds both products to the fp32
+  // sum.
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
@@ -103,8 +106,8 @@ struct Vectors {
       multiply_rows<kRows, kAcross>(p, row);
       between(row / kRows, rows / kRows);
     }
-    // Each remainder has a separate template instance, because the row count must be a compile-time
-    // constant.
+    // Multiply the remaining rows. The number of rows must be a compile-time constant, so that the
+    // sums stay in registers.
     switch (rows - row) {
       case 5: return multiply_rows<5, kAcross>(p, row);
       case 4: return multiply_rows<4, kAcross>(p, row);
@@ -115,8 +118,8 @@ struct Vectors {
   }
 };
 
-// Signature of torch's AMX product, c (m, n) fp32 += or = a (m, k) * b (k, n). `vnni` says that b
-// is in VNNI order, where the two elements of a pair of k are adjacent.
+// Signature of torch's AMX product, c (m, n) fp32 = or += a (m, k) * b (k, n). `vnni` says that b
+// is in VNNI order, in which the elements with k and k + 1 of a column are adjacent in memory.
 using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
                         bool add, const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
 using Release = void (*)(bool vnni);

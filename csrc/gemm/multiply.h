@@ -73,16 +73,16 @@ struct Problem {
   }
 };
 
-// Divides `size` into equal parts of at most `most`. Returns the length of a part, rounded up to a
-// multiple of `multiple`.
+// Divides `size` elements into equal parts of at most `most` elements. Returns the length of a
+// part, rounded up to a multiple of `multiple`.
 inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
 }
 
-// The block size and the number of blocks. The sums of a block must stay in L2. A packed operand is
-// reused more often if the opposite side of the block is long. Every thread should get at least two
-// blocks.
+// The block size and the number of blocks. The block size has three aims. The sums of a block must
+// stay in L2. Blocks with many rows reuse a packed panel of b more often, and blocks with many
+// columns reuse the packed rows of a. Every thread should get at least two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
@@ -90,7 +90,7 @@ struct Blocks {
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
     const bool packs_cheaply = is_packed || p.b.k_down;  // otherwise blocks get few columns
-    // With few columns the sums are small, so L2 has room for more packed rows.
+    // Allow more packed rows if b has few columns, because the sums then take little space in L2.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
@@ -119,7 +119,7 @@ void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// The state of one thread, which computes one block after another.
+// One thread of the product with its scratch memory. It computes one block after another.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
@@ -134,8 +134,8 @@ struct Worker {
   std::vector<Heavy> heavy = {};
   std::vector<float> limits = {};  // per result row; an element with a larger square is heavy
 
-  // Computes the sums of `block`. During the last slice, the first operands of the block `after`
-  // are prefetched.
+  // Computes the sums of `block` over all slices of k. During the last slice, it prefetches the
+  // first operands of `after`, the block that this thread computes next.
   void sum(const Block& block, const Block& after) {
     if (p.keeps_heavy()) {
       limits.resize(block.rows);
@@ -147,7 +147,8 @@ struct Worker {
       const bool is_last = slice + 1 == p.slices();
       sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
-    // Add the rounding error of each heavy element times its row of b, in fp32.
+    // Correct the sums for the rounding of heavy elements: add each rounding error times its row of
+    // b, in fp32.
     for (const Heavy& at : heavy)
       add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
                  sums + at.row * blocks.columns);
@@ -164,8 +165,8 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // find_limits will read all slices of the rows of the next block, so this loop prefetches all
-    // of them.
+    // Prefetch the rows that will be read next. If heavy elements are recorded, find_limits first
+    // reads all slices of the next block, so each step prefetches one slice of that block.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -176,7 +177,7 @@ struct Worker {
       product.c = sums + i * kPanel;
       product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {
-        // The first part of the first slice overwrites the sums, so they need not be cleared.
+        // Overwrite the uninitialised sums in the first part of the first slice. Add to them later.
         product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
           if (part) return;
@@ -211,7 +212,7 @@ struct Worker {
       pack_down<T>(x, width, entry, to);
       product->stride = kPerWord<T>, product->step = width * kPerWord<T>;
     } else {
-      // AMX reads rows along k. Pack the words first, then transpose them.
+      // Pack the words, then transpose them, because AMX needs rows that run along k.
       pack_down<T>(x, width, entry, packed_rows);
       const auto* words = reinterpret_cast<const float*>(packed_rows);
       const Slice<float> down{words, width, x.words, block.rows, block.rows};
@@ -255,8 +256,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // This thread also becomes a worker below. Workers do not use scratch memory of this purpose,
-    // so they do not overwrite the panels.
+    // Use scratch memory with a separate purpose for the shared panels. This thread also becomes a
+    // worker below, and a worker must not overwrite the panels.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

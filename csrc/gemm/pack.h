@@ -1,9 +1,10 @@
 // Packing of operands into the words that the micro-kernels read, one word for each lane and each
 // step of k.
 //
-// Rounding: operands that are more precise than bf16 are rounded here. An fp32 becomes two bf16
-// parts, the rounded number and its rounding error. A Positive16 becomes one bf16. If the element
-// dominates a sum, its rounding error is recorded and added in fp32 later.
+// Rounding: for bf16 products, operands that are more precise than bf16 are rounded here. An fp32
+// becomes two bf16 parts, the rounded number and its rounding error. A Positive16 becomes one bf16.
+// An element is heavy if it makes up a large part of its column. The rounding error of a heavy
+// Positive16 is recorded, and multiplied in fp32 later.
 #pragma once
 
 #include <type_traits>
@@ -23,12 +24,13 @@ struct Heavy {
 // An element is heavy if its square exceeds this share of the sum of squares of its column.
 constexpr float kHeavyShare = 1 / 16.0f;
 
-// Options for packing: the bf16 part of each element, the factors, and the place where heavy
-// elements are recorded.
+// Options for packing: which bf16 part of each element to write, the factors of the elements, and
+// the list to which heavy elements are added.
 struct Entry {
   int part = 0;
   const float* scales = nullptr;  // one factor per k; null: 1
-  // One limit per column. An element is recorded in `heavy` if its square exceeds the limit.
+  // One limit per column, or null. An element is recorded in `heavy` if its square exceeds the
+  // limit.
   const float* limits = nullptr;
   int64_t first_k = 0;
   std::vector<Heavy>* heavy = nullptr;
@@ -73,7 +75,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
     const auto both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(next, x));
-    // cvtne2ps writes x and next as two halves of the register; the permutation interleaves them.
+    // cvtne2ps writes x to the lower half of the register and next to the upper half. Interleave
+    // them, because a word contains an element of x and an element of next.
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
                                            24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
                                            16, 0);
@@ -85,8 +88,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
-// Selects the lanes of two rows, kStep apart, that form one row of the transposed pair. The result
-// is the first row of the pair, or the second row if kOdd is set.
+// Transposes blocks of kStep lanes between the rows a and b, which are kStep rows apart, and
+// returns the new a. If kOdd is set, it returns the new b.
 template <int kStep, bool kOdd, int... kLane>
 GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
   constexpr int kFirst = kOdd ? kStep : 0;
@@ -108,7 +111,7 @@ GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   }
 }
 
-// Transposes a square of kLanes x kLanes words in log2(kLanes) steps.
+// Transposes a square of kLanes x kLanes words in registers, in log2(kLanes) steps.
 GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride, uint32_t* to,
                                        int64_t to_stride) {
   Words rows[kLanes];
@@ -157,7 +160,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
-    // Almost no vector contains a heavy element, so all lanes are tested at once.
+    // Test all lanes at once and return early, because almost no vector contains a heavy element.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {

@@ -6,9 +6,9 @@
 
 namespace grpo_fast {
 
-// Rows that are added to the result. Row ids[t] of the result gets coefficients[t] *
-// values[rows[t]]. Rows with equal ids are added in the order of t. If `ids` or `rows` is null, the
-// index is t.
+// Scaled rows that are added to the result of a product. For each t, coefficients[t] *
+// values[rows[t]] is added to row ids[t] of the result. Terms with equal ids are added in the order
+// of t. If `ids` or `rows` is null, the index is t.
 struct Added {
   const float* coefficients = nullptr;  // (T,)
   const int64_t *ids = nullptr, *rows = nullptr;
@@ -19,13 +19,13 @@ struct Added {
 
   int64_t id(int64_t t) const { return ids ? ids[t] : t; }
 
-  // Adds the rows that belong to a block to its sums.
+  // Adds to the sums of a block the terms of the result rows in this block.
   void add(const Block& block, float* sums, int64_t sums_stride) const {
     const auto is_before = [&](int64_t t, int64_t row) { return id(t) < row; };
     auto at = std::lower_bound(order.begin(), order.end(), block.row, is_before);
     for (; at != order.end() && id(*at) < block.row + block.rows; ++at) {
       const float factor = coefficients[*at];
-      // Skip this row, because 0 * NaN would be NaN.
+      // Skip a row with coefficient 0, because its values may be NaN and 0 * NaN is NaN.
       if (factor == 0) continue;
       const int64_t start = (rows ? rows[*at] : *at) * stride + block.column;
       float* to = sums + (id(*at) - block.row) * sums_stride;

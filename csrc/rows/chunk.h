@@ -1,7 +1,8 @@
 // Rows of logits with their targets and logit transforms, and the loop that distributes rows to
 // threads.
 //
-// The logits are either stored, or computed block by block without being stored.
+// The operators on rows read the logits from memory. The fused LM head computes them block by block
+// and does not store them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -71,7 +72,8 @@ void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
-  // Rows with coefficient 0 cost almost nothing, so a static split would leave some threads idle.
+  // Let threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so with a
+  // fixed division of the rows some threads would be idle.
   const auto work = [&](int64_t, int64_t) {
     for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);

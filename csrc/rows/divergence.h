@@ -15,7 +15,7 @@
 // formula slope - center p would cancel if the student is almost certain.
 //
 // Layout: both rows are fp32 logits.
-// Rounding: sums are fp32 in runs of kRun columns, and fp64 across runs.
+// Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64.
 // Parallel: the caller distributes rows to threads.
 #pragma once
 
@@ -24,15 +24,15 @@
 
 namespace grpo_fast {
 
-// One row of the student or the teacher. The struct holds raw logits, from which the
-// log-probabilities z - lse are computed.
+// One row of raw logits of the student or the teacher, with functions that compute its lse and its
+// log-probabilities z - lse.
 struct DivergenceSide {
   const float* x;
   int64_t count;
   RowTransform transform;
   bool is_capped;
   int64_t top = 0;  // column of the largest logit
-  float shift = 0, rest = 0;  // lse = shift + rest, so a log-probability near 0 keeps its digits
+  float shift = 0, rest = 0;  // lse = shift + rest: two fp32 keep digits that one would round away
 
   // Returns z - shift.
   GRPO_FAST_INLINE Floats below(Floats raw) const {
@@ -47,7 +47,7 @@ struct DivergenceSide {
     return is_capped ? tanh_and_slope(raw * transform.inner).slope : splat(1.0f);
   }
 
-  // Splits lse into an fp32 shift and the rest that the shift rounds away.
+  // Stores lse as the sum of an fp32 number (`shift`) and its rounding error (`rest`).
   void set(double lse) {
     const bool is_empty = lse == -std::numeric_limits<double>::infinity();
     shift = is_empty ? 0 : static_cast<float>(lse);
@@ -67,14 +67,14 @@ struct DivergenceSide {
     }
   }
 
-  // Returns lse. The largest term is left out of the sum and added by log1p, which keeps the digits
-  // of small terms.
+  // Returns lse. The largest term is excluded from the sum and added with log1p. The result is
+  // therefore accurate even if one logit has nearly all of the probability.
   double lse() {
     shift = 0;
     const float high = below(splat(x[top]))[0];
     if (high == -kInfinity) return high;
     shift = high;
-    const Floats own = below(splat(x[top]));  // the rounding error of the FMA in below()
+    const Floats own = below(splat(x[top]));  // z - shift at the top: the rounding error of shift
     double sum = 0;
     const Ints lanes = lane_numbers();
     for (int64_t start = 0; start < count; start += kRun) {
@@ -92,7 +92,8 @@ struct DivergenceSide {
   }
 };
 
-// Results of one row: D, the sum of the slopes, and lse of both sides.
+// Results of one row: the divergence D, the sum of the slopes (`center`), and the lse of the
+// student and of the teacher.
 struct DivergenceSums {
   double value, center, lse, teacher_lse;
 };
@@ -110,13 +111,14 @@ class DivergenceRow {
   double lse() { return p_.lse(); }
   double teacher_lse() { return q_.lse(); }
 
-  // Computes the sums. The slopes are written to `slopes` unless it is null. `slopes` may be the
-  // row of the teacher.
+  // Computes the sums of the row, given both lse. The slopes are written to `slopes` unless it is
+  // null. `slopes` may be the memory of the teacher's row.
   DivergenceSums sums(double lse, double teacher_lse, float* slopes) {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
-    // Read the top logits first, because the loop may overwrite the row of the teacher.
+    // Compute the terms of the student's most likely token first, because the loop may overwrite
+    // the row of the teacher.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
     raw_top_ = p_.x[p_.top];
@@ -138,7 +140,7 @@ class DivergenceRow {
     return {value, others + of_top_, lse, teacher_lse};
   }
 
-  // Replaces the slopes in `out` by the gradient of weight * D with respect to the raw logits.
+  // Replaces the slopes in `out` with the gradient of weight * D with respect to the raw logits.
   void write(float* out, double center, double weight) const {
     const double factor = weight * p_.transform.chain;
     const float scale = static_cast<float>(factor), c = static_cast<float>(center);

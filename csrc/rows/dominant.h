@@ -1,11 +1,12 @@
-// Exponentials of a run of columns, stored for the gradient GEMMs:
+// Exponentials of neighbouring columns, which are stored for the gradient GEMMs:
 //
 //   E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
 //
-// The shift s is an estimate and may be too small. The sum of the row can then overflow, but every
-// E is finite. Elements of a Positive16 matrix that exceed 1/16 of the sum of their row are also
-// recorded in fp32, because their rounding errors matter. The errors of smaller elements are small
-// compared with the gradient of the row, or cancel.
+// The shift s is an estimate of lse and may be too small. The sum of the row can then overflow, but
+// every E is finite, because its exponent is clamped. An element of a Positive16 matrix is dominant
+// if it exceeds 1/16 of the sum of its row. Dominant elements are also recorded in fp32, because
+// their rounding errors matter. The errors of smaller elements are small compared with the gradient
+// of the row, or cancel.
 #pragma once
 
 #include <atomic>
@@ -17,15 +18,15 @@
 
 namespace grpo_fast {
 
-// Adds exponentials to the sum without storing them. The exponent is clamped on both sides. A NaN
-// becomes the largest exponent, so -logp of the row exceeds kMaxNll and the row is computed again.
+// Emitter of add_run that stores nothing. It clamps the exponent on both sides. A NaN becomes the
+// largest exponent, so -logp of the row exceeds kMaxNll and the row is computed again.
 struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
   }
 };
 
-// Adds exponentials to the sum and stores them.
+// Emitter of add_run that stores the exponentials.
 template <bool kSoftcap, class Out>
 struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
@@ -34,7 +35,7 @@ struct WriteExponentials : SumExponentials {
   explicit WriteExponentials(Out* out) : out(out) {}
 
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
-    // e * slope may be NaN. max() replaces a NaN by 0.
+    // With a soft cap, e * slope may be NaN. max() replaces NaN with 0, so that every E is finite.
     store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
   }
 };
@@ -49,7 +50,7 @@ struct Dominant {
   float weight;  // e times the slope of the soft cap
 };
 
-// Records the elements of a run that exceed a threshold.
+// Emitter of add_run that records the elements that exceed a threshold.
 template <bool kSoftcap>
 struct NoteAbove : SumExponentials {
   float threshold;
@@ -64,14 +65,15 @@ struct NoteAbove : SumExponentials {
   }
 };
 
-// Collection of the dominant elements. It is filled while the row sums are still incomplete, so it
-// records too many elements at first. finished() removes the excess.
+// Collection of the dominant elements. It is filled while the row sums are still incomplete and
+// thus too small, so it records too many elements at first. finished() removes those below the
+// final threshold.
 class DominantExponentials {
  public:
   explicit DominantExponentials(int64_t rows) : known_(rows) {}
 
-  // Adds `sum` to the sum that is known so far for a row. A concurrent update may be lost, but this
-  // only lowers the threshold.
+  // Adds `sum` to the incomplete sum of a row. If two threads update it at the same time, one
+  // update may be lost. This only lowers the threshold, so too many elements are recorded.
   void raise(int64_t row, double sum) {
     const float known = known_[row].load(std::memory_order_relaxed);
     known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
@@ -88,12 +90,13 @@ class DominantExponentials {
     });
   }
 
-  // Records the dominant elements of a run that begins at column `first`. `largest` holds the
-  // largest e of each lane, so that a run without candidates returns immediately.
+  // Records the dominant elements of a run that begins at column `first`. `largest` is the largest
+  // e of each lane. If it does not exceed the threshold, the function returns immediately.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {
-    // The factor 0.99 allows for the different rounding of the final sums.
+    // Use a threshold that is 1% lower, because the final sums are rounded differently. finished()
+    // compares with the exact threshold.
     const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;

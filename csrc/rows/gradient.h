@@ -40,8 +40,8 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const bool has_target = columns.target >= 0;
   // Read the target logit now, because the loop may overwrite it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
-  // The stored lse was rounded to fp32. If |logp| is smaller than |lse|, z_y - logp restores more
-  // digits.
+  // Compute lse as z_y - logp if |logp| is smaller than |lse|. The stored values were rounded to
+  // fp32, and the rounding error of the smaller number is smaller.
   double lse = at.lse[row];
   if (has_target && std::fabs(logp) < std::fabs(lse))
     lse = final_logit<kSoftcap>(raw_target, transform) - logp;
@@ -57,7 +57,7 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
     const Floats d = exp_floored(t) * fma(t, linear, constant);
     return kSoftcap ? d * found.slope : d;
   };
-  // Two vectors at a time hide the latency of the exponential.
+  // Compute two vectors at a time to hide the latency of the exponential.
   int64_t column = 0;
   for (; column + 2 * kLanes <= columns.count; column += 2 * kLanes) {
     const Floats first = gradient(load(columns.x + column));

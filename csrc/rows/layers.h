@@ -60,7 +60,7 @@ struct Sigmoid {
 };
 
 GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
-  // Evaluate only e^-|x|, which cannot overflow.
+  // Compute both results from e^-|x|, which cannot overflow. e^-x could.
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(-size)), large = 1.0f / (1.0f + a), small = a * large;
   const Ints is_negative = x < splat(0);

@@ -24,14 +24,15 @@ struct PartialSums {
   double rest, moment;
 };
 
-// Returns z of one element in fp64. This is used for the target, whose logit enters logp directly.
+// Returns the final logit z of one element in fp64. It is used for the target, because an error of
+// the target's z is an error of logp.
 template <bool kSoftcap>
 inline double final_logit(float raw, const RowTransform& transform) {
   const double scaled = static_cast<double>(raw) * transform.inner;
   return kSoftcap ? transform.outer * std::tanh(scaled) : scaled;
 }
 
-// Adds up the lanes of the totals.
+// Adds up the lanes of the totals, and returns the sums of the row.
 inline PartialSums partial(float shift, const Totals& totals) {
   return {shift, sum_lanes(totals.sum), sum_lanes(totals.moment)};
 }
@@ -46,7 +47,7 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   row.logp = !z_target        ? std::numeric_limits<double>::quiet_NaN()
              : e >= sums.rest ? 0.0 - std::log1p(sums.rest / e)
                               : t - log_total;
-  // For a target at -inf, e * t would be 0 * -inf, which is NaN.
+  // Set e * t to its limit 0 if the target's logit is -inf, because 0 * -inf is NaN.
   const double entropy = log_total - (sums.moment + (e == 0 ? 0 : e * t)) / total;
   row.entropy = entropy < 0 ? 0 : entropy;
   return row;
@@ -71,8 +72,8 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
-    // Rescale the sums to the new maximum. moment = sum e (z - shift) contains the shift itself, so
-    // it also needs a second term.
+    // Rescale the sums to the new maximum. The moment, sum e (z - shift), depends on the shift in
+    // its second factor, too. Correct this factor by adding sum e (old shift - new shift).
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);
@@ -89,7 +90,7 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   return finished(partial(shift, totals), &z_target);
 }
 
-// Returns the sums of one run, relative to the maximum of the run.
+// Returns the sums over a few neighbouring columns (a run), relative to their maximum.
 template <bool kSoftcap, bool kEntropy>
 PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   const float shift = shift_of<kSoftcap>(largest_of(run, transform.inner), transform);

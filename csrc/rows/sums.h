@@ -1,8 +1,9 @@
-// Softmax sums over a run of columns: sum e^t and sum e^t * t, with t = z - shift.
+// Softmax sums over a run (up to kRun neighbouring columns of a row): sum e^t and sum e^t * t, with
+// t = z - shift.
 //
 // z_j is raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap.
-// Rounding: sums are fp32 in a run of columns, and fp64 across runs. The order of the additions
-// depends on V and the target only, not on the thread or on other rows.
+// Rounding: the columns of a run are summed in fp32, and the sums of the runs are added in fp64.
+// The order of the additions depends on V and the target only, not on the thread or on other rows.
 #pragma once
 
 #include <algorithm>
@@ -36,14 +37,14 @@ struct Columns {
   }
 };
 
-// Sums of each lane. `largest` is the largest e^t, which is tracked only if the emitter requests
-// it.
+// Sums of each lane. `largest` is the largest e^t. It is computed only if the emitter (the callback
+// of add_run) sets kFindsLargest.
 struct Totals {
   Doubles sum = {}, moment = {};
   Floats largest = {};
 };
 
-// The exponent of each lane, and the slope of the soft cap.
+// The exponent t = z - shift of each lane, and the slope of the soft cap.
 struct Exponent {
   Floats t;  // z - shift by one FMA: exact near the shift even for a large |z|
   Floats slope;  // 1 - tanh^2 under a soft cap, else 1
@@ -75,14 +76,15 @@ inline float largest_of(const Columns<T>& columns, float inner) {
   return max_lane(max(max(a, b), max(c, d)));
 }
 
-// The default emitter of add_run, which does nothing.
+// The default emitter of add_run, which does nothing. add_run calls its emitter with every vector
+// of exponentials.
 struct Ignore {
   static constexpr bool kFindsLargest = false;
   GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(t); }
   GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
 };
 
-// Accumulators of one chain of additions.
+// The sums of one of the four independent chains of additions in add_run.
 template <bool kEntropy, class Emit>
 struct Sums {
   Floats sum = {}, moment = {}, largest = {};
@@ -131,7 +133,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
       emit(column, kLanes, e, found.slope);
     };
     for (int64_t column = begin; column < end; column += kStep) {
-      // Prefetch the next block, because the search for its maximum would otherwise wait for
+      // Prefetch the next block of columns. Otherwise the search for its maximum would wait for
       // memory.
       prefetch<kStep>(run.x + column + kBlock);
       add(a, column), add(b, column + kLanes);
@@ -143,7 +145,7 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
     add_ragged<kSoftcap>(run.part(first, size), first, transform, shift, sums, emit);
   };
   const int64_t whole = run.count / kStep * kStep, target = run.target;
-  // The step that contains the target needs masks, so it is added separately.
+  // Add the kStep columns that contain the target separately, because only they need masks.
   const int64_t odd = target >= 0 && target < whole ? target / kStep * kStep : whole;
   add_whole(0, odd);
   if (odd < whole) {

@@ -1,7 +1,8 @@
 // LM head fused with log-softmax. It computes log-probabilities and exponentials from hidden
 // states, without storing the logits.
 //
-// The gradient of sum g * logp follows from the exponentials E of dominant.h:
+// g is the gradient of the loss with respect to logp, and y is the target's column. The gradient of
+// sum g * logp follows from the exponentials E of dominant.h:
 //
 //   d raw_j = g unit E_j,              unit = -e^(s - lse) logit_scale / temperature
 //   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
@@ -49,7 +50,7 @@ class Sweep {
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
         dominant_(to.exponentials16.data ? chunk.rows : 0) {
-    // The shift of every row starts as z of its target.
+    // Start with z of the target as the shift s of every row.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
       shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
@@ -59,18 +60,20 @@ class Sweep {
   // Runs all steps. is_known means that lse and logps are given. Returns the dominant elements of
   // 16-bit exponentials.
   std::vector<Dominant> run(bool is_known) {
-    // 1. Compute all rows relative to their targets.
+    // 1. Compute sums and outputs of all rows, with z of the target as the shift.
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)
       each(all, true, [&](const Piece& piece) { return sum_and_store(piece, false); });
-    // 2. Sum the rows again whose lse is far above the target logit, relative to their maximum.
+    // 2. In rows whose lse exceeds the target's logit by more than kMaxNll, the sums may have
+    // overflowed. Compute them again, relative to the maximum of the row.
     const Rows high_nll = high_nll_rows();
     if (!is_known)
       each(high_nll, true, [&](const Piece& piece) {
         return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
       });
-    // 3. Write the exponentials that need s = lse.
+    // 3. Write the exponentials of these rows with s = lse. If the statistics were given, step 1
+    // was skipped, so write those of all rows.
     if (!to_.has_exponentials()) return {};
     for (const int64_t row : high_nll) shifts_[row] = to_.rows.lse[row];
     if (to_.exponentials16.data) dominant_.settle(exponential_sums(), high_nll);
@@ -83,7 +86,7 @@ class Sweep {
  private:
   using Rows = std::vector<int64_t>;
 
-  // Raw logits of one slice of a row.
+  // Raw logits of one row in one slice of kSliceColumns columns.
   struct Piece {
     int64_t row, column;
     Columns<float> run;

@@ -63,8 +63,9 @@ GRPO_FAST_INLINE Floats load(const Bfloat16* x) {
   return bit_cast<Floats>(load_halves(x) << 16);
 }
 
-// Shifts the exponent and the fraction to their fp32 positions, and adds the exponent offset. Zero
-// is masked, because the offset would turn it into 2^-98.
+// Loads Positive16 numbers as fp32. The exponent and the fraction are shifted to their fp32
+// positions, and the exponent offset is added. Zero is masked, because the offset would turn it
+// into 2^-98.
 GRPO_FAST_INLINE Floats load(const Positive16* x) {
   const Words halves = load_halves(x);
   return keep_where(halves != 0u, bit_cast<Floats>((halves << 14) + kLeastPositive));
@@ -108,8 +109,8 @@ GRPO_FAST_INLINE void store(Float16* out, Floats x) {
 #else
   const Words word = bit_cast<Words>(x), size = word & 0x7fffffffu;
   const Words normal = (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
-  // A number below 2^-14 becomes a subnormal. Adding 0.5 leaves the bits of this subnormal in the
-  // low half.
+  // A number below 2^-14 becomes a subnormal fp16. Adding 0.5 rounds it, and leaves the bits of the
+  // subnormal in the low half of the sum.
   const Words small = bit_cast<Words>(bit_cast<Floats>(size) + 0.5f) - 0x3f000000u;
   Words bits = size < 0x38800000u ? small : normal;
   bits = size >= 0x477ff000u ? Words{} + 0x7c00u : bits;  // 65520 and above become infinity

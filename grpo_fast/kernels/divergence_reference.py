@@ -1,7 +1,8 @@
 """Reference implementation of divergences from a teacher, in plain torch.
 
 Each function in objective/divergences.py returns the value and the slope of the divergence for one
-logit. This module combines them into results per row:
+logit. This module sums them to the divergence D of a row and its gradient with respect to the
+student's logits z, where p is the softmax of z:
 
     D = Σ_j value_j,    dD/dz_j = slope_j - p_j·Σ_k slope_k
 """
@@ -63,8 +64,8 @@ def row_divergence_(
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
         z, chain = final_logits(logits[at], transform.rows(rows))
         y, _ = final_logits(teacher[at], teacher_transform.rows(rows))
-        # A vocabulary shard uses the lse of the full rows, because its own probabilities do not sum
-        # to 1.
+        # A rank with a vocabulary shard has only part of each row. Use the lse of the full row, so
+        # that its probabilities are those of the full softmax.
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
@@ -73,7 +74,8 @@ def row_divergence_(
         if out is not None:
             center = here.centers if here else center
             w = weights[rows, None].to(z.dtype)
-            # Use a select instead of a product, because 0·NaN is NaN.
+            # Select exact zeros for rows with weight 0. A product would keep NaN, because 0·NaN is
+            # NaN.
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
             out[at] = d.to(out.dtype)
         for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):
@@ -114,15 +116,15 @@ def row_topk_divergence_(
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
-        # Ignore entries whose teacher log-probability is -inf. They are unused, whatever their id.
+        # A teacher log-probability of -inf marks an unused entry. Its id still counts as a tail id.
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
-        # 2. Append the tail mass of student and teacher as one more category.
+        # 2. Append the log-probability of the tail as one more category, for student and teacher.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
-        # The tail is empty if K = V. Keep a NaN tail even without `has_tail`, so that the NaN
-        # appears in the result.
+        # If K = V, the student's tail is empty and must not become a category. Keep a NaN tail even
+        # without `has_tail`, so that a NaN among the student's logits shows up in the result.
         has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
@@ -159,15 +161,19 @@ def row_lse(z: Tensor) -> Tensor:
     The largest term is excluded from the sum and added with log1p. The result is therefore accurate
     even if one logit has nearly all of the probability.
     """
-    # If all logits of a row are -inf, so is the maximum, and subtracting it would give NaN.
+    # If all logits of a row are -inf, subtract 0 instead of the maximum: -inf - (-inf) is NaN.
     high, top = z.max(-1, keepdim=True)
     rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (row numbers, index into x) for each block of rows. Both are the same slice."""
-    # A block has at least one row, even if the row is longer than a block.
+    """Split the rows of x into blocks, and yield the slice of each block twice.
+
+    `_ragged_blocks` yields pairs (row numbers, element positions). For a matrix, both are the
+    slice.
+    """
+    # Process at least one row at a time, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
         rows = slice(start, min(start + step, x.shape[0]))
@@ -175,7 +181,7 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (row numbers, element positions) for blocks of rows with equal length.
+    """Split ragged rows into blocks of equal length, and yield (row numbers, element positions).
 
     The shapes are (n,) and (n, k) for n rows of length k.
     """
@@ -184,7 +190,10 @@ def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
-    """Return z - lse, as two differences, so that a log-probability near 0 keeps its digits."""
+    """Return the log-probabilities z - lse, in the dtype of z.
+
+    The fp64 lse is subtracted in two steps, so that a log-probability near 0 keeps its digits.
+    """
     # Split the fp64 lse into its value in the dtype of z and the remainder.
     near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
     rest = (lse[:, None] - near.double()).to(z.dtype)
@@ -193,12 +202,16 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
 
 def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     """Return the value and the slope of the divergence for every logit, (C, V) each."""
-    d = (lp - lq).masked_fill_(lp == lq, 0.0)  # both may be -inf
+    # Set the difference of equal values to 0, because -inf - (-inf) is NaN.
+    d = (lp - lq).masked_fill_(lp == lq, 0.0)
     return divergence.function(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
 
 
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
-    """Return the gradient slope - center·p, without cancellation at the most likely logit."""
+    """Return the gradient of the divergence with respect to the logits, slope - center·p.
+
+    At the most likely logit, a formula without cancellation is used.
+    """
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
     # (1 - p)·slope - p·(center - slope) equals slope - center·p, but does not cancel as p → 1.
     top = lp.argmax(-1, keepdim=True)

@@ -13,7 +13,7 @@ from grpo_fast.objective.config import LossConfig
 
 
 def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """Apply the logit transform.
+    """Compute the final logits from raw logits with the logit transform, and their derivative.
 
     Returns:
         The final logits z, (C, V) fp32 (fp64 for fp64 inputs), and the derivative of z with respect
@@ -27,7 +27,7 @@ def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Ten
         tanh = torch.tanh(z / transform.softcap)
         z = tanh * transform.softcap
         slope = (1 - tanh * tanh) * slope
-    # A temperature tensor has one element per row, which broadcasts over the vocabulary.
+    # A temperature tensor has one element per row. Add an axis to broadcast it over the vocabulary.
     if isinstance(transform.temperature, Tensor):
         temperature = transform.temperature.to(z.dtype)[:, None]
         return z / temperature, slope / temperature
@@ -90,20 +90,21 @@ def row_statistics(
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
     # Compute logp = -softplus(x) from elementwise functions, because the bits of torch's softplus
-    # depend on the position of an element in the vector. Above the limit, log(1 + e^x) rounds to x.
+    # depend on the position of an element in the vector. If x is greater than `limit`, log(1 + e^x)
+    # rounds to x.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
-    # If the target's logit is -inf, z_target - logp would be NaN. The lse is then that of the other
-    # columns.
+    # If the target's logit is -inf, z_target - logp would be NaN. Use the logsumexp of the other
+    # columns, to which the target adds nothing.
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
-    # A row with +inf defines no distribution. Report NaN instead of a misleading number.
+    # A row with a logit of +inf defines no distribution. Return NaN instead of a misleading number.
     is_sound = lse < torch.inf
     lse = torch.where(is_sound, lse, torch.nan)
     logps = torch.where(is_sound, logps, torch.nan)
     entropy = None
     if return_entropy:
         logp_all = z - lse[:, None]
-        # p·log p → 0 as p → 0, but 0·(-inf) is NaN.
+        # Set p·log p to its limit 0 where p is 0, because 0·(-inf) is NaN.
         entropy = -torch.where(logp_all == -torch.inf, 0.0, logp_all.exp() * logp_all).sum(-1)
     return lse, logps, entropy
 
@@ -114,11 +115,11 @@ def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
 
 
 def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (row numbers, element positions) for each length k that occurs.
+    """Group ragged rows by length, and yield (row numbers, element positions) of each group.
 
     The shapes are (n,) and (n, k) if n rows have the length k.
     """
-    # Processing all rows of one length together avoids a loop over single rows.
+    # Rows of one length form a matrix, so the caller needs no loop over single rows.
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -165,7 +166,7 @@ def row_grad_(
             rows = logits[0, at]
             logits[0, at] = row_grad_(rows, ids, own, g, g_entropy, transform.rows(here))
         return logits
-    # 2. Compute the gradient of the logp, which is -g·p, and g·(1 - p) in the target column.
+    # 2. Compute the gradient of g·logp, which is g·(1 - p) in the target column and -g·p elsewhere.
     out = logits if out is None else out
     lse, logps, entropy = stats
     z, slope = final_logits(logits, transform)
@@ -176,17 +177,17 @@ def row_grad_(
     columns = target_columns(target_ids, logits)[:, None]
     # Compute 1 - p as -expm1(logp), which keeps its digits as p → 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
-    # If a column index was clamped, the column does not belong to the target.
+    # A target outside [0, V) was clamped to a column of another id. Keep the value -g·p there.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
-        # If p = 0, log p is -inf, but the gradient has the limit 0.
+        # Set the term to its limit 0 where p is 0, because 0·log 0 is NaN.
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
-    # 4. Set rows without a coefficient to exact zeros, because they may contain NaN.
+    # 4. Set the gradient of rows whose coefficients are 0 to exact zeros. Their logits may be NaN.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
 

@@ -32,11 +32,12 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
 # For each device type, the backend that "auto" selects if it is available.
 PREFERRED = {"cpu": "cpu", "cuda": "triton"}
-# With a smaller vocabulary, the C++ row kernels are as fast as the kernels that start from hidden
-# states. They also compute the loss, so they need fewer Python calls.
+# Smallest vocabulary for which the C++ kernels that start from hidden states are used. Below it,
+# the row kernels are as fast and need fewer Python calls, because they also compute the loss.
 FROM_HIDDEN = 2048
 
-# basicConfig does nothing if the application has configured logging.
+# Add a handler, so that GRPO_FAST_LOG=1 works in a script without logging. If the application has
+# configured logging, basicConfig does nothing.
 if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
     logging.basicConfig(format="%(message)s")
     logger.setLevel(logging.INFO)
@@ -54,7 +55,8 @@ class Kernels(NamedTuple):
     row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
     head_logps: Callable[..., RowStats] | None = None  # computes logps from hidden states
     head_exponentials: Callable[..., Exponentials] | None = None  # the same for exponentials
-    # The module gpu/gradients.py, or None if torch computes these steps.
+    # The module gpu/gradients.py with the kernels around the gradient GEMMs. None: torch computes
+    # these steps.
     gradients: ModuleType | None = None
 
 
@@ -108,7 +110,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
-    # On a GPU, only bf16 weights store exponentials, which are as precise as bf16 d-logits.
+    # On a GPU, store exponentials in bf16, which are as precise as bf16 d-logits. With any other
+    # dtype of the weight, store logits instead.
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
@@ -121,12 +124,12 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 def kernel_module(rows: str, backend: str) -> ModuleType:
     """Return the module with the "support" or "divergence" kernels of a backend.
 
-    The modules support_reference.py and divergence_reference.py document these functions. They are
-    also used if the C++ library is unavailable.
+    The modules support_reference.py and divergence_reference.py document the kernel functions. They
+    implement the torch backend, and replace a C++ library that is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
-    # Each C++ library is built separately, so this one may be missing even if the row kernels
-    # exist.
+    # Each C++ library is built separately, so the library of these kernels may be missing even if
+    # the library of the row kernels exists.
     if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
     logger.info("grpo_fast: %s kernels are in kernels.%s", rows, name)
@@ -143,8 +146,8 @@ def uses_csrc_gemm(x: Tensor) -> bool:
     - The dtype is fp32, and the CPU is an x86 CPU that was not made by Intel. There, MKL does not
       use AVX-512. It reaches half of the speed of csrc on a Zen 5, and up to nine tenths on a Zen
       4. On a Zen 3, which has no AVX-512, both are equally fast.
-    - The dtype is fp32, and the user allows torch to round operands (medium matmul precision on
-      AMX).
+    - The dtype is fp32, and the user allows torch to round operands, as with
+      `torch.set_float32_matmul_precision("medium")` on a CPU with AMX. csrc does not round them.
     """
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
@@ -170,7 +173,7 @@ def _resolved(backend: str, x: Tensor) -> str:
     other cases, and always for fp64. A backend that the user names is never replaced: if it cannot
     run, an error is raised.
     """
-    # fp64 is used for reference results, and only torch supports it.
+    # Only the torch backend supports fp64, which is used for reference results.
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
             raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
@@ -198,7 +201,7 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # The loader has already logged why the C++ kernels are missing, at the appropriate level.
+        # On the CPU, do not warn: the loader has already logged why the C++ kernels are missing.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")

@@ -1,4 +1,7 @@
-"""Token sets of a truncating sampler (top-p, top-k), as a public type and as an internal type."""
+"""Types for the token sets that a truncating sampler (top-p, top-k) kept.
+
+`Support` is the public type. `SupportRows` and `HeadRows` are used inside the passes.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ class Support(NamedTuple):
 
     The cost is proportional to Σ_t |S_t| logits instead of T·V. Old, reference and sampling logps
     must be computed with the same sets. There is one set for each of the T targets, in the order of
-    `target_ids.reshape(-1)`. An empty set means the full vocabulary. The set of a target is ignored
-    if the target is masked or -100.
+    `target_ids.reshape(-1)`. An empty set means no restriction: the row uses the full vocabulary.
+    The set of a target is ignored if the target is masked or -100.
 
     Attributes:
         ids: (nnz,), int32 or int64. The ids of all sets, one set after another. They are in [0, V),
@@ -61,7 +64,8 @@ class Support(NamedTuple):
         drawn = [one for one in sets if one is not None]
         if not drawn:
             return None
-        # A completion without sets gets empty sets, which stand for the full vocabulary.
+        # Give every token of a completion without sets an empty set, which means the full
+        # vocabulary.
         counts = [
             torch.zeros(length, dtype=torch.int64) if one is None else one[1]
             for one, length in zip(sets, lengths, strict=True)
@@ -71,7 +75,7 @@ class Support(NamedTuple):
 
 
 class SupportRows(NamedTuple):
-    """The R active rows that have a token set, and the positions of their logits."""
+    """The R active rows that have a token set, with the sets as ids and offsets."""
 
     row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
     dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
@@ -85,7 +89,7 @@ class SupportRows(NamedTuple):
         return rows_of(self.offsets, len(self.ids))
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the rows with a token set. x has one row for each of the T active rows."""
+        """Return the (R, …) rows of x (T, …) that have a token set."""
         return x if self.row_index is None else x.index_select(0, self.row_index)
 
     def merge_rows(self, own: Tensor, others: Tensor | None) -> Tensor:
@@ -98,7 +102,8 @@ class SupportRows(NamedTuple):
         if self.row_index is None:
             return own
         assert self.dense_index is not None and others is not None
-        # Every element is written once, because each of the T rows is in exactly one index tensor.
+        # The uninitialised tensor is filled completely, because each of the T rows is in exactly
+        # one of the two index tensors.
         merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 
@@ -115,7 +120,7 @@ def rows_of(offsets: Tensor, count: int) -> Tensor:
 
 
 class HeadRows(NamedTuple):
-    """Logits, statistics and slopes of the rows with a token set."""
+    """Logits, statistics and slopes of the R rows with a token set, computed by an LM head."""
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows

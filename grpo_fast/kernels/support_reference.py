@@ -14,7 +14,8 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
 
-# Maximum number of elements of the weight or of hidden that are gathered at a time.
+# Maximum number of elements of `weight` or `hidden` that are gathered at a time, to bound the
+# memory of the gathered rows.
 BLOCK_ELEMENTS = 4 << 20
 
 
@@ -27,14 +28,15 @@ def target_places(
     """Find the position of each target in its token set.
 
     Returns:
-        The (R,) int64 position of each target, or -1 if its set does not contain it; and a 0-d
-        tensor with an id that occurs twice in one set, or -1 if there is none.
+        A pair of int64 tensors. The first, (R,), is the position of each target in its set, or -1
+        if the set does not contain the target. The second, 0-d, is an id that occurs twice in one
+        set, or -1 if no id does.
     """
     rows = rows_of(offsets, len(ids))
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
     places = torch.where(ids == target_ids[rows], places, -1)
     of_targets = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, places, "amax")
-    # Equal (row, id) pairs become neighbours in the sorted keys.
+    # An id that occurs twice in a set gives two equal keys, which are neighbours after sorting.
     keys = (rows * vocab_size + ids).sort().values
     again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
     return of_targets, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
@@ -53,7 +55,8 @@ def head_rows(
 ) -> HeadRows:
     """Compute the logits of all ids in the sets, and the statistics of every row.
 
-    All results have at least fp32 precision. Slopes are computed only with `return_slopes`.
+    All results have at least fp32 precision. The slopes, the derivatives of the logps with respect
+    to the hidden states, are computed only with `return_slopes`.
     """
     raw = _logits(hidden, index, weight, bias, rows)
     slopes = None

@@ -59,8 +59,8 @@ class TeacherTopK(NamedTuple):
     """A teacher, given by K ids and their log-probabilities for every row.
 
     Inference servers return this form. The log-probabilities must be computed at the temperature of
-    the student. A server at temperature 1 and a student at temperature 0.7, for example, add 0.1 to
-    0.2 nats that have no meaning.
+    the student. Otherwise the divergence has an error. It is, for example, 0.1 to 0.2 nats if the
+    server uses temperature 1 and the student uses 0.7.
 
     A row in which all log-probabilities are -inf contributes 0, which is useful for masked tokens.
     In every other row, the largest log-probability must be at least -1000, and the probabilities
@@ -74,8 +74,9 @@ class TeacherTopK(NamedTuple):
         has_tail: if True, all other ids form one more category with the remaining probability. If
             False, the logps must be renormalised over the K ids, and the student is renormalised
             as well.
-        floor: smallest probability of the tail category, in (0, 1). Choose it as large as the
-            rounding error of a sum of the server's probabilities.
+        floor: smallest probability of the tail category, in (0, 1). The teacher's tail is 1 - Σ
+            exp(logps). Choose `floor` about as large as the rounding error of this sum, because a
+            smaller tail is only noise.
 
     Example:
         >>> import torch
@@ -150,6 +151,6 @@ class DivergenceRows(NamedTuple):
     """Results of a divergence kernel for every row, (C,) fp64 each."""
 
     values: Tensor
-    centers: Tensor  # Σ_j slope_j
+    centers: Tensor  # Σ_j slope_j, the factor of p in the gradient
     lse: Tensor  # logsumexp of the student's transformed logits
     teacher_lse: Tensor  # logsumexp of the teacher's transformed logits

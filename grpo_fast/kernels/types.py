@@ -19,8 +19,9 @@ RowStats = tuple[Tensor, Tensor, Tensor | None]
 # The number of rows of every GEMM is padded to a multiple of this number. With fewer than 8 rows,
 # MKL sums in a different order, so the bits of a row would depend on its batch.
 ROW_MULTIPLE = 32
-# Dtype of tensors with Positive16 numbers, which torch does not support. A Positive16 number is
-# between 0 and 2^30 and has ten significant bits (csrc/vec/storage.h).
+# Dtype of tensors that store Positive16 numbers. Positive16 is a 16-bit type of csrc
+# (csrc/vec/storage.h) that torch does not have. Its numbers are between 0 and 2^30 and have ten
+# significant bits.
 POSITIVE16 = torch.int16
 
 
@@ -60,7 +61,7 @@ class ActiveRows(NamedTuple):
         if index is None:
             return self._replace(support=None)
         whole = self.active_index, self.hidden_index
-        # If x is None, it stands for all rows in order, so the selection is `index` itself.
+        # An index tensor of None stands for all rows in order, so selecting from it gives `index`.
         active, hidden = (index if x is None else x[index] for x in whole)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
@@ -88,12 +89,12 @@ class HeadTensors(NamedTuple):
     bias: Tensor | None  # (V,)
 
     def no_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three empty tensors in place of (dH, dW, db)."""
+        """Return three empty tensors in place of (dH, dW, db), for a pass without gradients."""
         return (self.hidden.new_empty(0),) * 3
 
 
 class ChunkRows(NamedTuple):
-    """The inputs of one chunk of rows."""
+    """The inputs of one chunk of C rows. Rows of hidden are padded with zeros."""
 
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64
@@ -114,7 +115,7 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Flags that say which gradients a pass must compute."""
+    """Flags that say which of the gradients dH, dW and db a pass must compute."""
 
     hidden: bool
     weight: bool
@@ -124,8 +125,8 @@ class Wanted(NamedTuple):
 class AddedRows(NamedTuple):
     """Scaled rows that are added to a matrix in fp32.
 
-    The operation is total[ids[t]] += coefficients[t]·values[rows[t]]. Terms with a coefficient of 0
-    are skipped, even if `values` contains NaN. Terms with equal ids are added in the order of t.
+    For every t, total[ids[t]] += coefficients[t]·values[rows[t]]. Terms with a coefficient of 0 are
+    skipped, even if `values` contains NaN. Terms with equal ids are added in the order of t.
     """
 
     coefficients: Tensor  # (T,) fp32
@@ -159,30 +160,34 @@ class Dominant(NamedTuple):
     values: Tensor  # (n,) fp32
 
     def rounding_errors(self, matrix: Tensor) -> Dominant:
-        """Return the errors that rounding `matrix` to bf16 causes at these elements."""
+        """Return these elements with their rounding errors as values.
+
+        The rounding error is the fp32 value minus the bf16 value that the matrix product uses for
+        the element of `matrix`.
+        """
         # The matrix product rounds the stored elements to bf16, so apply the same rounding here.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Return the elements in the given rows, renumbered by their position in `rows`.
+        """Return those of the elements that are in the given rows of the matrix.
 
-        `count` is the number of rows before the selection.
+        Their row numbers become positions in `rows`. `count` is the number of rows of the matrix.
         """
-        # places maps an old row number to its new one, or -1 if the row was dropped.
+        # `places` is the new row number of each element, or -1 if its row was not selected.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """Return the elements in the given columns."""
+        """Return those of the dominant elements that are in the given columns."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
-        """Append these elements to the target rows that are added to dH.
+        """Return the terms that are added to dH: `targets`, followed by one term for each element.
 
         Args:
-            targets: one term for each row of the result, in order.
-            scales: (C,) factor of each row.
+            targets: coefficients and weight rows of the targets, one for each row of dH in order.
+            scales: (C,) factor by which the elements of each row are multiplied.
         """
         assert targets.rows is not None
         return AddedRows(
@@ -228,7 +233,7 @@ class Exponentials(NamedTuple):
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Index each tensor; None stays None."""
+    """Return x[index] for each tensor x. None stays None."""
     return tuple(None if x is None else x[index] for x in tensors)
 
 
@@ -265,7 +270,10 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def detached(x: Tensor) -> Tensor:
-    """Return x detached. Calling `Tensor.detach` only if necessary saves a microsecond."""
+    """Return x without its autograd history.
+
+    A tensor that does not require grad is returned itself, which saves a microsecond.
+    """
     return x.detach() if x.requires_grad else x
 
 
@@ -275,8 +283,11 @@ def vector(x: Tensor | None) -> Tensor | None:
 
 
 def dense_vector(x: Tensor) -> Tensor:
-    """Return per-row values as the kernels read them: fp32, unit stride, detached."""
-    # The common case avoids three Python calls per argument.
+    """Return a vector of per-row values in the form that the kernels read.
+
+    The result is fp32 and contiguous, and has no autograd history.
+    """
+    # Return early in the common case, which saves three torch calls per argument.
     if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
     return detached(x).float().contiguous()
@@ -298,7 +309,7 @@ def transform_arguments(
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x detached, with unit stride along the last axis, as the C++ kernels require."""
+    """Return x without autograd history and with contiguous rows, as the C++ kernels require."""
     x = detached(x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -306,7 +317,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Convert a 16-bit tensor, including POSITIVE16, to fp32. Return other tensors unchanged."""
     if x.dtype == POSITIVE16:
-        # int16 is sign-extended, so mask the upper half.
+        # Converting int16 to int32 extends the sign bit, but the numbers are unsigned. Clear the
+        # upper half.
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
     return x if x.dtype.itemsize >= 4 else x.float()

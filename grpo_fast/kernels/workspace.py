@@ -1,4 +1,7 @@
-"""Memory helpers: the chunk workspace, asynchronous copies to the host, and fast zeros on CPUs."""
+"""Memory helpers for the workspace, for copies to the host and for zeros.
+
+The workspace is the buffer for the logits of one chunk. On a CPU, it is reused between calls.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-# Tensors of at least this many bytes use fresh memory pages, which Linux has already set to zero.
+# Minimum size in bytes of a tensor of zeros that uses fresh memory pages, which Linux has already
+# set to zero. For smaller tensors, torch.zeros is used.
 ZERO_PAGES_FROM = 8 << 20
 # Value of the Linux constant, which Python's mmap module does not define.
 MADV_POPULATE_WRITE = 23
-# By default, logits may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), this is enough
-# for 8192 rows of 151936 16-bit logits (2.3 GiB) in one chunk.
+# By default, logits may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), these are 2.4
+# GiB. 8192 rows of 151936 16-bit logits, a typical micro-batch, need 2.3 GiB and fit in one chunk.
 GPU_SHARE = 32
 
 
@@ -37,8 +41,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     def take(start: int) -> None:
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
-        # Old Linux kernels do not support this advice. Pages are then faulted in on the first
-        # write.
+        # Ignore a failure of madvise. Old Linux kernels do not support this advice. A page is then
+        # faulted in when it is first written.
         libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -55,7 +59,8 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     arrived = torch.cuda.Event()
-    # Record on the stream of x's device, which may differ from the current device.
+    # Record the event on the stream of x's device, where the copy runs. The current device may be a
+    # different one.
     arrived.record(torch.cuda.current_stream(x.device))
     return host, arrived
 
@@ -63,7 +68,7 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 def gpu_bytes(device: torch.device) -> int:
     """Return the memory of a GPU in bytes, or 0 if torch finds no GPU.
 
-    A run can be planned on a machine without a GPU.
+    The result 0 makes it possible to plan a run on a machine without a GPU.
     """
     if not torch.cuda.is_available():
         return 0
@@ -73,7 +78,7 @@ def gpu_bytes(device: torch.device) -> int:
 def workspace_bytes(
     device: torch.device, bytes_per_logit: int = 4, spared: int = 0, memory: int | None = None
 ) -> int:
-    """Return how many bytes of logits may exist at a time.
+    """Return the maximum size of the workspace, the buffer for the logits of one chunk, in bytes.
 
     The environment variable GRPO_FAST_WORKSPACE_MIB sets the size. On a GPU, the default is 1/32 of
     the memory and at least 1 GiB. On the CPU, it is 128 Mi logits, which take 512 MiB in fp32 and
@@ -85,7 +90,8 @@ def workspace_bytes(
     Args:
         device: the device of the logits.
         bytes_per_logit: size of a logit, which scales the default on the CPU.
-        spared: bytes that a single chunk saves elsewhere, which are added to the result.
+        spared: bytes that are added to the result. A caller passes the memory that it saves
+            elsewhere if all rows form a single chunk.
         memory: GPU memory in bytes, if the GPU is in a different machine; None: query the device.
 
     Raises:
@@ -128,7 +134,8 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
 
 def give_back_workspace(workspace: Tensor | None) -> None:
     """Keep a workspace for the next call. The caller must not use it afterwards."""
-    # A tensor that was created in inference mode cannot be modified outside of inference mode.
+    # Do not keep a tensor that was created in inference mode, because the next call may run outside
+    # of inference mode and could not modify the tensor.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.

@@ -1,6 +1,7 @@
-"""Tests of the calls to CUDA attention kernels, without a GPU.
+"""Tests of the arguments that our code passes to CUDA attention kernels, without a GPU.
 
-The kernels are called on meta tensors, or replaced by fake packages.
+torch's kernels run on meta tensors. Fake packages with the documented signatures replace
+flash-attn.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
-    """Run a bf16 model on meta tensors, and check how it calls torch's attention kernels.
+    """Check the spans, windows and lengths that a bf16 model passes to torch's attention kernels.
 
-    Forward and backward run on shapes only. The test checks the arguments and the results.
+    The model runs forward and backward on meta tensors, which have shapes but no values.
     """
     calls = []
     fields = {"sliding_window": window} if window else {}
@@ -49,8 +50,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     kernel = Kernel(spy, dispatch.cuda.aten_backward)
     provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
-    # transformers would read the values of position_ids to find packed sequences, but meta tensors
-    # have no values. Our attention does not use the mask that transformers would build.
+    # Disable the search for packed sequences in transformers. It reads the values of position_ids,
+    # but meta tensors have no values. Our attention does not use the mask that depends on it.
     monkeypatch.setattr(
         "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
     )
@@ -62,8 +63,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     assert logits.shape == (1, pack.layout.total, 61) and logits.dtype == torch.bfloat16
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    # In each layer, every segment attends to itself, and completions attend to their prompt. With a
-    # window, one call with copied keys does both.
+    # Expect two calls per layer: every segment attends to itself, and completions attend to their
+    # prompt. With a window, expect one call, which does both with copied keys.
     per_layer = (
         [(True, (3, 0), 9, 10)] if window else [(True, (-1, 0), 9, 9), (False, (-1, -1), 12, 9)]
     )
@@ -71,9 +72,9 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 
 def spans_of(cu_q, cu_k, causal):
-    """Return the spans that a package would read from its arguments.
+    """Return the spans that a package would derive from its arguments.
 
-    Keys without queries are allowed, but queries without keys are not.
+    Check that every span has keys, because the packages do not support queries without keys.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
     return Spans.of(cu_q.diff().tolist(), cu_k.diff().tolist(), causal=causal)
@@ -82,7 +83,8 @@ def spans_of(cu_q, cu_k, causal):
 def rule_of(spans, scale, left, right, softcap):
     """Return the attention parameters that a package would derive from its arguments.
 
-    If `left` or `right` is None, it stands for -1, which means no limit.
+    `left` and `right` are the numbers of visible tokens before and after a query. None and -1 mean
+    no limit.
     """
     left, right = (-1 if x is None else x for x in (left, right))
     assert right == 0 if spans.causal and left >= 0 else spans.causal or left == right == -1
@@ -96,9 +98,10 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     assert len(k) == int(cu_k[-1])
 
 
-# Documented signatures of packages that cannot be installed without a GPU: flash-attn 2.8 (private
-# functions), FA3 (hopper) and FA4. Arguments that are never passed are left out. The signatures of
-# torch's CUDA kernels come from their schemas.
+# Signatures of the attention functions that the fake packages imitate. flash-attn 2.8 (private
+# functions), FA3 (hopper) and FA4 cannot be installed without a GPU, so their signatures are copied
+# from their documentation, without arguments that we never pass. The signatures of torch's CUDA
+# kernels come from their schemas.
 FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
 WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
 FA4_KEYS = "window_size_left=None, window_size_right=None"
@@ -147,16 +150,17 @@ RENAMED = {
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
     "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# Additional results of a forward function. The backward function receives the random state.
+# Results of each forward function in addition to (out, lse). STATE imitates torch's random state,
+# which the backward function must receive.
 STATE = torch.zeros(2, dtype=torch.uint64)
 MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
         "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
 def stand_ins(name: str) -> tuple[Callable, Callable]:
-    """Return a forward and a backward function with the signatures of a package.
+    """Return a fake forward and a fake backward function with the signatures of a package.
 
-    The explicit kernel computes their results.
+    They check their arguments and compute their results with the explicit kernel.
     """
 
     def bound(parameters: str) -> Callable:
@@ -201,7 +205,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
 def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
-    """Check every argument that a package receives, and the merged result."""
+    """Check that each package receives valid arguments, and that the attention output is right."""
     path, *_ = SIGNATURES[name]
     module_name, _, function_name = path.rpartition(".")
     module = ModuleType(module_name or "aten")

@@ -2,7 +2,7 @@
 
 A meta tensor has no values, so every operation that reads one (`nonzero`, `item`, `bool`, `cpu`, a
 mask as index) raises, as it would during capture. In these tests, meta tensors report that they are
-on a GPU. Triton launches are skipped, because they take only pointers and lengths.
+on a GPU. Triton kernels are not launched, because a launch reads no values on the host.
 tests/gpu/test_gpu_graphs.py captures and replays on a real GPU.
 """
 
@@ -30,7 +30,7 @@ IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 class OnGpu(TorchFunctionMode):
-    """Mode in which meta tensors report `is_cuda`."""
+    """Mode in which `is_cuda` is True for every tensor, so that meta tensors take the GPU path."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is IS_CUDA or getattr(function, "__self__", None) is torch.Tensor.is_cuda:
@@ -104,7 +104,7 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    # Make a single product write dW in 16 bits, even at this small size.
+    # Set both limits so that a single product writes dW in 16 bits even at this small size.
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
@@ -143,12 +143,13 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):
-    """Check that the same calls do read values without a capture.
+    """Check that these tests would notice a read on the host.
 
-    They read the number of inactive rows, and look for targets of -100.
+    Without a capture, the same calls read the number of inactive rows or look for targets of -100.
+    On meta tensors, these reads must raise.
     """
     recorded(False)
-    # The value checks would start an asynchronous copy of their flags.
+    # Disable the value checks. They copy flags to the host asynchronously, which needs a GPU.
     monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
 
     def copy_to_host_async(x):  # pinned memory needs a GPU
@@ -168,9 +169,10 @@ def test_the_test_sees_a_sync(recorded, monkeypatch):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 def test_what_is_selected_away(monkeypatch, return_entropy):
-    """Check that excluded rows change no result during a simulated capture on the CPU.
+    """Check that a simulated capture on the CPU gives the same results as a normal call.
 
-    Excluded rows have a target of -100, or no coefficient.
+    Some rows have a target of -100 or an advantage of 0. A normal call skips these rows, and a
+    capture keeps them as zeros.
     """
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g) / 4

@@ -1,8 +1,8 @@
-"""Tests of the Triton backend on a real GPU against torch in fp32 on the CPU.
+"""Tests of the Triton backend on a real GPU against torch on the CPU, in fp32 or fp64.
 
-Other tests compare the torch backend with fp64. `benchmarks/gpu_session.sh --part tests` runs these
-tests. Only a GPU shows races, misaligned vector loads and wrong tensor-core code. The interpreter
-and the compile tests cannot show them.
+`benchmarks/gpu_session.sh --part tests` runs them. They find races, misaligned vector loads and
+wrong tensor-core code, which the tests in Triton's interpreter and the compile tests cannot find.
+Other tests compare torch's fp32 results with fp64.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
-# The cases (H, V) are a small unaligned head, one block, a real vocabulary, and rows that are not
-# 16-byte aligned.
+# The tested sizes (H, V) of an LM head: a small head with unaligned rows of W, a vocabulary of one
+# block, a realistic vocabulary, and an odd vocabulary, whose rows of logits are unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Limits of the relative L2 error of gradients. In bf16, it is the limit of the numerical contract.
-# In fp32, it is twice that limit, because both sides round.
+# Limits of the relative L2 error of gradients. The bf16 limit is that of the numerical contract.
+# The fp32 limit is twice that of the contract, because the GPU and the CPU reference both round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
 
@@ -63,7 +63,10 @@ def run(function, positional: dict, keywords: dict, config: LossConfig, device: 
 
 
 def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 0) -> None:
-    """Check that results agree. `width` is the hidden size if tensor cores compute the logits."""
+    """Check that loss, logps and gradients agree within the limits for `dtype`.
+
+    `width` is the hidden size if tensor cores compute the logits, and 0 if the logits are given.
+    """
     bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both sides round
     assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
@@ -77,7 +80,7 @@ def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=linear_grpo_loss):
-    """Check the result on the GPU against fp32 on the CPU."""
+    """Check that `function` gives the same results on the GPU as in fp32 on the CPU."""
     upcast = dict(zip(positional, wide(positional.values(), torch.float32), strict=True))
     expected = run(function, upcast, keywords, config, "cpu", "torch")
     width = positional["hidden"].shape[1] if "hidden" in positional else 0
@@ -117,7 +120,7 @@ def test_logits(vocab, dtype):
 
 
 def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
-    """Return (logps, dH, dW) of a token-level loss on the tensors' device."""
+    """Compute a token-level loss on the device of the tensors. Return (logps, dH, dW)."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     config = config_of(
         options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options
@@ -138,8 +141,8 @@ def problem(n: int, h: int, v: int) -> tuple:
     return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
 
 
-# The sizes are close to those of a tile (128 x 256, in pieces of 64 columns), a slice (2048
-# columns) and an aligned row (16 bytes).
+# The sizes are just below, at and above the block sizes of the kernels, to test the edges: a tile
+# (128 x 256, in pieces of 64 columns), a slice (2048 columns) and an aligned row (16 bytes).
 @pairs(
     n__h__v=[
         (1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
@@ -163,9 +166,10 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
 
 
 def test_weights_of_unlikely_targets_and_of_nan():
-    """Check the gradients of rows with unlikely targets and with NaN.
+    """Check gradients against fp64 if targets are very unlikely, and that NaN does not spread.
 
-    A -logp of up to 1000 gives finite gradients. A row with NaN but no advantage changes nothing.
+    Four targets have a -logp of up to 1000. One row has advantage 0: replacing a hidden value of
+    this row with NaN must not change any gradient.
     """
     hidden, weight, target_ids, advantages = problem(300, 64, 5000)
     weight[7], target_ids[:4] = 0.0, 7
@@ -185,10 +189,10 @@ def test_weights_of_unlikely_targets_and_of_nan():
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_row_does_not_depend_on_its_batch(entropy):
-    """Check that logps are bitwise independent of batch, order, entropy and gradient.
+    """Check that the logps of a row are bitwise equal in every batch, with and without gradients.
 
-    Computing the entropy uses a different tile. dH is excluded, because the vendor's GEMM may split
-    its sums depending on the number of rows.
+    With an entropy, the kernel uses a different tile size, so both cases are tested. dH is not
+    tested, because the vendor's GEMM may split its sums depending on the number of rows.
     """
     hidden, weight, target_ids, advantages = (x.to(DEVICE) for x in problem(700, 896, 32000))
     given = hidden, weight, target_ids, advantages
@@ -214,9 +218,10 @@ def test_deterministic_algorithms_change_no_bit():
 
 
 def test_bad_offsets_leave_the_context_alive():
-    """Check that invalid offsets do not break the CUDA context.
+    """Check that invalid values in `cu_seqlens` do not break the CUDA context.
 
-    The GPU clamps the offsets. The next call raises an error, and the call after that works.
+    The first call finishes, because the GPU clamps the offsets. The next call reports the error of
+    the first call, and the call after that works.
     """
     logps = torch.zeros(9, device=DEVICE, requires_grad=True)
     for offsets in ([0, 4, 6, 12], [0, 2**62, -(2**62), 9], [9, 0, 0, 0]):

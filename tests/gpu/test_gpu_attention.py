@@ -1,7 +1,7 @@
 """Tests of the attention kernels on a real GPU against the dense reference, alone and in a model.
 
-`benchmarks/gpu_session.sh --part attention-tests` runs them. No package is needed, because torch's
-FlashAttention is the default. Installed flash-attn versions (FA2, FA3, FA4) are tested as well.
+`benchmarks/gpu_session.sh --part attention-tests` runs them. They need no package, because they
+test torch's FlashAttention. If flash-attn (FA2, FA3 or FA4) is installed, they test it as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Limits of the relative L2 error of outputs and gradients, against fp64 on the same inputs.
+# Limits of the relative L2 error of outputs and gradients, for each input dtype. The errors are
+# measured against fp64 results for the same inputs.
 BARS = {BF16: 1e-2, FP16: 1.5e-3, FP32: 2e-5}
 LAYOUTS = {
     "packed": ([257, 64, 1, 640, 129], []),
@@ -46,11 +47,11 @@ def problem(name, kind, heads=(6, 2)):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_provider_is_the_dense_reference(kind):
-    """Check every provider against the dense reference, forward and backward.
+    """Check outputs and gradients of every attention provider against the dense reference.
 
-    The cases are ragged layouts, grouped heads, window and softcap. All failures are reported
-    together. A provider that raises is skipped, as in `choose`, and printed (pytest -rP). flex
-    compiles for 15 seconds and is tested separately.
+    The test covers ragged layouts, grouped heads, windows and soft caps, and reports all failures
+    together. A provider that raises an exception is skipped, as in `choose`, and its name is
+    printed (visible with pytest -rP). flex compiles for 15 seconds and is tested separately.
     """
     wrong, rule = [], rule_of(kind)
     providers = [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]
@@ -82,7 +83,10 @@ def test_every_provider_is_the_dense_reference(kind):
     ids=str,
 )
 def test_flex_is_the_dense_reference(kind, bar):
-    """Check flex, the fallback on CUDA, on the tiny row of the self-test and on a long row."""
+    """Check flex, the fallback on CUDA, against the dense reference.
+
+    It runs on the tiny packed row of the self-test and on a long packed row.
+    """
     assert dispatch.self_test(flex.attend, kind) <= bar
     (given, layout), rule = problem("shared", kind), rule_of(kind)
     expected = results(reference.attend, given, layout, rule, torch.float64)
@@ -115,10 +119,11 @@ def test_deterministic_where_asked_for(has_window):
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])  # gemma2 may need flex
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_bf16_model_shared_packed_and_split(family, checkpointing):
-    """Check a bf16 model with shared, packed and split rows against fp32 on the CPU.
+    """Check that sharing prompts and splitting groups hardly increase the error of a bf16 model.
 
-    The errors of the shared and the split layout may be only slightly larger than those of the
-    packed layout.
+    The layouts are: shared (one pack, each prompt once), packed (one pack, a prompt copy for each
+    completion) and split (shared prompts in several packs). All are compared with fp32 on the CPU.
+    The errors of the shared and the split layout may be at most 1.3 times those of the packed one.
     """
     g = torch.Generator().manual_seed(1)
     lengths = [(200, (30, 1, 64, 17)), (90, (5, 40))]

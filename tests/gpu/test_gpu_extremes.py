@@ -1,4 +1,6 @@
-"""Stress tests on a real GPU: runs next to a busy stream, long rows, more than 2³¹ logits."""
+"""Stress tests on a real GPU: repeated calls next to a busy stream, long completions, and more than
+2³¹ logits.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_lo
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
-# Number of tokens in one completion. It exceeds the grid dimension limit of 65535, and its product
-# with V exceeds 32 bits.
+# Number of tokens in one completion. It exceeds 65535, the limit of a grid dimension on a GPU, and
+# LONG·V exceeds the range of int32. Both could break the indexing of a kernel.
 LONG = 131072
-# BAR limits the relative L2 error of gradients, as the numerical contract does for bf16. LOSS_BAR
-# limits the error of the loss, relative to the loss of one token.
+# BAR is the limit of the relative L2 error of gradients, which is that of the numerical contract
+# for bf16. LOSS_BAR is the limit of the error of the loss, relative to the loss of one token.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
@@ -84,7 +86,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # Run independent work on the same multiprocessors.
+        # Run an independent matrix product at the same time, which changes the timing of the
+        # kernels. A race would then give different bits.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):
@@ -95,8 +98,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
 
 @pytest.mark.parametrize(
     ("rows", "vocab"),
-    # The first case is a long completion with rows of odd length. The second case has 2.16e9
-    # logits, which take 4.3 GB in bf16.
+    # The first case is a long completion with an odd vocabulary size, so rows are not aligned. The
+    # second case has 2.16e9 logits, more than an int32 index can address (4.3 GB in bf16).
     [(LONG, 1003), (16500, LONG)],
     ids=["L131072", "NV-above-2**31"],
 )

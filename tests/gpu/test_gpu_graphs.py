@@ -1,7 +1,9 @@
-"""Tests of CUDA graphs on a real GPU: a replay with new values must equal a call bit for bit.
+"""Tests of CUDA graphs on a real GPU.
 
-`benchmarks/gpu_session.sh --part tests` runs them. grpo_fast/kernels/gpu/capture.py says what can
-be captured. tests/gpu/test_cuda_graphs.py checks without a GPU that this path reads no values.
+A replay with new input values must give the same bits as a normal call with these values.
+`benchmarks/gpu_session.sh --part tests` runs the tests. grpo_fast/kernels/gpu/capture.py documents
+what can be captured. tests/gpu/test_cuda_graphs.py checks without a GPU that captured code reads no
+values on the host.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ T, H, V, B = 192, 128, 5000, 3
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
-    """Return a random batch in which every row has a coefficient.
+    """Return a random batch in which every row has a nonzero coefficient.
 
-    A call outside of a graph therefore skips no row.
+    A normal call therefore skips no row, and its GEMMs have the same shapes as those of a graph.
     """
     g = torch.Generator().manual_seed(seed)
     cut = torch.randint(1, T - 1, (2,), generator=g).sort().values
@@ -40,7 +42,10 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
-    """Return a function that computes loss, logps, metrics and gradients of the named tensors."""
+    """Return a step function that calls `function` on a batch.
+
+    It returns loss, logps, metrics and the gradients of the tensors in `names`.
+    """
     config = LossConfig(beta=0.1, **options)
 
     def step(x: dict) -> list:
@@ -102,7 +107,10 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
 @pytest.mark.parametrize("workspace", ["1024", "0"])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay(name, workspace, monkeypatch):
-    """Check that a replay equals a call bit for bit, in one chunk and in chunks of 32 rows."""
+    """Check that a replay and a normal call give the same bits for new input values.
+
+    The workspace size selects one chunk or chunks of 32 rows.
+    """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     step, static = STEPS[name], values(0)
     graph, results = recorded(step, static)
@@ -117,10 +125,10 @@ def test_replay(name, workspace, monkeypatch):
 
 
 def test_rows_without_a_target_or_coefficient():
-    """Check that a graph and a call agree if some rows have no target.
+    """Check that a replay and a normal call agree if some rows have no target.
 
-    The graph masks these rows, and the call skips them. The gradients differ only in the order of
-    the vendor's sums.
+    The graph masks these rows, and the normal call skips them. The logps must be bitwise equal. The
+    gradients may differ by rounding, because the vendor's GEMM adds in a different order.
     """
     static = values(0)
     static["target_ids"][5:60] = -100

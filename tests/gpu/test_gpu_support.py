@@ -1,6 +1,6 @@
-"""Tests of token sets on a real GPU against fp64.
+"""Tests of losses over token sets on a real GPU against fp64.
 
-Repeated runs, and runs without gradient, must have the same bits.
+They also check that repeated runs, and runs without gradient, give the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
 T, V, K = 512, 32000, 50
-# Limits of the relative L2 error of gradients. For bf16, it is the limit of the numerical contract.
+# Limits of the relative L2 error of gradients. The bf16 limit is that of the numerical contract.
 BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
@@ -53,7 +53,10 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
 
 
 def call(tensors, tokens, support, config, old, backend):
-    """Return logps and the gradients."""
+    """Compute a loss over token sets. Return logps and the gradients of `tensors`.
+
+    `tensors` is (hidden, weight) or (logits,).
+    """
     loss = linear_grpo_loss if len(tensors) == 2 else logits_grpo_loss
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     given = dict(tokens)
@@ -72,7 +75,8 @@ def old_logps(tensors, tokens, support, config) -> torch.Tensor:
         return linear_logps(*tensors, tokens["target_ids"], support=support, **transform)
 
 
-# The widths use 4, 8 and 16 warps. 897 is odd, and 9000 uses the reference implementation.
+# The hidden sizes are chosen so that the kernel uses 4, 8 and 16 warps. 897 gives unaligned rows.
+# 9000 exceeds SUPPORT_COLUMNS, so the reference implementation is used.
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("width", "dtype"),

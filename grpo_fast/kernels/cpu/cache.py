@@ -1,8 +1,7 @@
 """Cache folder for compiled libraries: its location, its owner check and its integrity check.
 
-A library's file name ends in the sha256 of its content. A file that a crash or a full disk
-truncated is therefore detected before dlopen, where it would cause a SIGBUS that Python cannot
-catch.
+A library's file name ends in the sha256 of its content, which is checked before the library is
+loaded. Loading a file that a crash or a full disk has truncated would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from pathlib import Path
 logger = logging.getLogger("grpo_fast")
 
 _SCRATCH = "grpo-fast-build-"
-_SCRATCH_NAME = re.compile(  # as tempfile names them
-    _SCRATCH + r"[a-z0-9_]{8}"
-)  # names that tempfile creates with this prefix
-# Leftover folders are recognised by age, not by process id, because a build on a network drive may
-# run on a different machine.
+_SCRATCH_NAME = re.compile(_SCRATCH + r"[a-z0-9_]{8}")  # tempfile appends eight characters
+# Age at which a scratch folder counts as a leftover of a killed build. The process id would not
+# tell whether the build still runs, because on a network drive it may run on a different machine.
 SWEPT_AFTER_S = 3600
 
 
@@ -51,8 +48,8 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
 
     Args:
         folder: the cache folder.
-        stem: identifies sources, flags, compiler and CPU.
-        build: writes the library to the given path.
+        stem: beginning of the file name, which identifies the sources, flags, compiler and CPU.
+        build: function that writes the library to the path that it is given.
 
     Raises:
         OSError: the folder cannot be created, read or written.
@@ -75,7 +72,8 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         target = folder / _name(output, stem)
         # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged libraries only after the new library exists.
+    # Remove damaged libraries only after the new library exists, so that a failed build deletes
+    # nothing.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):

@@ -113,7 +113,9 @@ class LayerWeights(NamedTuple):
 
 
 def pack(*weights: Tensor) -> Tensor:
-    """Concatenate fp32 weights (N, K) along N, and pack them for fast products with few rows.
+    """Concatenate fp32 weights (N, K) along N, and pack them into one tensor for `linear`.
+
+    The packed layout makes products with few rows of x fast.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.
@@ -124,7 +126,7 @@ def pack(*weights: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
     """Compute x·weightᵀ, (B, width), with a packed weight.
 
-    The weight must have been packed alone, from a (width, K) matrix.
+    The weight must be the result of `pack` for a single (width, K) matrix.
     """
     out: Tensor = loader.operator("decoder", "linear")(x.contiguous(), weight, width)
     return out

@@ -20,19 +20,20 @@ DTYPES = torch.float32, torch.bfloat16
 
 @functools.cache
 def unavailable(dtype: torch.dtype) -> str | None:
-    """Return why `mm_` is not used for this dtype on this machine, or None if it is used."""
+    """Return why `mm_` cannot be used for this dtype on this machine, or None if it can."""
     if dtype not in DTYPES:
         return f"the csrc product takes float32 and bfloat16, not {dtype}"
     reason = loader.unavailable("gemm")
     if reason:
         return reason
-    # These are the features that the compiler enabled. The CPU may have more.
+    # Query the instruction sets for which the library was compiled. The CPU may support more.
     has_fma, has_dot16, _ = loader.operator("gemm", "features")()
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
-    # The result is cached, so the caller's autocast or default device must not influence it.
+    # Test in a new thread, because the result is cached: the autocast mode or default device of the
+    # first caller must not influence it.
     is_right = in_fresh_thread(lambda: _is_right(has_tiles()))
     return None if is_right else "its bf16 product failed its self-check"
 
@@ -44,20 +45,21 @@ def vendor_rounds() -> bool:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether bf16 products run on AMX. A function inside libtorch_cpu computes them."""
+    """Return whether bf16 products run on AMX, through a function inside libtorch_cpu."""
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
     return has_amx and loader.operator("gemm", "features")()[2]
 
 
 def uses_tiles(x: Tensor) -> bool:
-    """Return whether products with x as the second operand run on AMX."""
+    """Return whether products with x as the second operand run on AMX (bf16 on a CPU with AMX)."""
     return x.dtype == torch.bfloat16 and has_tiles()
 
 
 def _is_right(tiles: bool) -> bool:
-    """Return whether a small bf16 product agrees with fp32.
+    """Check the bf16 product once: return whether a small bf16 product agrees with fp32.
 
-    The AMX function is not part of torch's public API, so a torch release may change it.
+    The check is necessary because the AMX function is not part of torch's public API, so a torch
+    release may change it.
     """
     generator = torch.Generator().manual_seed(0)
     # The sizes cover full tiles and edge tiles.
@@ -104,10 +106,11 @@ def mm_(
     Returns:
         `out`.
     """
-    # `scales` require a transposed a. A one-row matrix looks the same in memory as its transpose,
-    # so transpose it explicitly.
+    # The operator accepts `scales` only with a transposed a. `_as_stored` cannot tell a matrix of
+    # one row or column from its transpose, so pass the transpose explicitly.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
-    # To keep the precision of large elements, the kernel adds rows of b, which must be contiguous.
+    # For a transposed POSITIVE16 a, the kernel corrects the rounding of large elements by adding
+    # rows of b. It requires that these rows are contiguous.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4

@@ -34,8 +34,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, N).
     """
-    # In a rollout, a product takes only tens of microseconds, so check the cheapest conditions
-    # first.
+    # Check the cheapest conditions first, because in a rollout a product takes only tens of
+    # microseconds.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
@@ -122,7 +122,9 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def _in_transform(grad: Tensor | None = None) -> bool:
-    """Return whether tensors may be batched or carry tangents. The C++ operators would ignore both.
+    """Return whether tensors may be batched by vmap or carry forward-mode tangents.
+
+    The C++ operators would ignore the batch dimension and the tangents.
 
     Args:
         grad: gradient in a backward pass, which `is_grads_batched` may batch without `torch.func`.
@@ -174,8 +176,8 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    # The kernel requires that the heads of a token are adjacent. Models compute them in this
-    # layout, so usually nothing is copied.
+    # Move the token axis before the head axis, because the kernel requires that the heads of a
+    # token are adjacent. Models compute q and k in this layout, so usually nothing is copied.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
@@ -189,7 +191,7 @@ def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Apply the transpose of the rotation.
+    # The gradient of a rotation is its transpose, applied to the upstream gradient.
     low, high = (grad * sin).chunk(2, -1)
     return grad * cos + torch.cat([high, -low], -1)
 

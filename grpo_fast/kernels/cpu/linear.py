@@ -6,9 +6,9 @@ The kernel sums the softmax statistics of a block of logits while the block is i
 without gradients stores no logits. A pass with gradients writes one exponential per logit. It
 equals the d-logit up to a factor per row (gpu/exponentials.py derives this).
 
-Each block of W is read from memory once per group of rows. For fp32 inputs, 4 bytes are written per
-logit. For bf16 inputs, it is 2 bytes, and the exponentials have ten significant bits, two more than
-bf16. Elements that dominate a row of dH are also returned in fp32.
+Each block of W is read from memory once per group of rows. An exponential takes 4 bytes for fp32
+inputs and 2 bytes for bf16 inputs. In 2 bytes it has ten significant bits, two more than bf16.
+Exponentials that make up more than 1/16 of their row are also returned in fp32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _rows(
     known: RowStats | None,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """Call the C++ operator `linear_rows`."""
+    """Call the C++ operator `linear_rows` with arguments in the form that it requires."""
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)
@@ -108,7 +108,8 @@ def head_exponentials(
         transform: the logit transform.
         out: (T, V) fp32 or POSITIVE16, any row stride.
         return_entropy: also compute the entropy.
-        known: statistics of these rows from an earlier call; `out` gets the same bits.
+        known: statistics of these rows from an earlier call, which are then not computed again. The
+            bits of `out` do not depend on this argument.
     """
     lse, logps, entropy, unit, target_unit, *dominant = _rows(
         hidden, weight, bias, target_ids, transform, out, True, known, return_entropy

@@ -67,12 +67,14 @@ class CsrcUnavailable(RuntimeError):
 
 
 def unavailable(library: str = "rows") -> str | None:
-    """Return why a library cannot be used, or None if its operators exist.
+    """Return why a C++ library cannot be used, or None if it can.
 
-    The library is built and loaded once per process. The first missing library is logged at WARNING
-    level, because the replacement in torch is slower.
+    If it can, its operators are in `torch.ops.grpo_fast_<library>`. The library is built and loaded
+    once per process. The first missing library is logged at WARNING level, because the replacement
+    in torch is slower.
     """
-    # Operators can be registered only once, so a second thread must not load the library again.
+    # Hold a lock, because two threads must not load a library at the same time. Torch raises an
+    # error if operators are registered twice.
     with _lock:
         return _unavailable_once(library)
 
@@ -99,7 +101,9 @@ def one_line(reason: str) -> str:
 
 @functools.cache
 def operator(library: str, name: str) -> Operator:
-    """Return an operator of a library. The operator raises RuntimeError for unsupported tensors.
+    """Return an operator of a library, which is built and loaded first if necessary.
+
+    Called with unsupported tensors, the operator raises RuntimeError.
 
     Raises:
         CsrcUnavailable: the library cannot be used; the message contains the compiler's output.
@@ -118,7 +122,7 @@ def _load(library: str) -> str | None:
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
     if wanted not in _INSTRUCTION_SETS:
         return f"GRPO_FAST_CPU: expected one of {list(_INSTRUCTION_SETS)}, got {wanted!r}"
-    # Without this check the process would die of SIGILL.
+    # Check the features of the CPU, because an unsupported instruction would kill the process.
     missing = _INSTRUCTION_SETS[wanted][1] - set(cpu_flags())
     if missing:
         return f"GRPO_FAST_CPU={wanted}: this CPU lacks {', '.join(sorted(missing))}"
@@ -233,7 +237,7 @@ def compile_library(
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
-        # repr keeps the parts apart, so that different inputs cannot give the same text.
+        # Hash the repr of the tuple. Joined strings could be equal for different inputs.
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
@@ -290,7 +294,7 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     if done.returncode == 0 and output.is_file():
         return None
     said = done.stderr.strip()
-    # The first line with "error" is the most useful line of a compiler's output.
+    # Put the first line that contains "error" first, because logs show only the first line.
     errors = [text for text in said.splitlines() if "error" in text.lower()]
     outcome = f"status {done.returncode}: {errors[0] if errors else 'it names no error'}"
     return f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"

@@ -1,9 +1,9 @@
 """Code generator that translates loss functions, KL estimators and divergences from Python to C++.
 
 Each function is called once with `Variable` objects, which record every operation as one line of
-C++. Every function of the `tl` vocabulary has a C++ counterpart. Loss functions and KL estimators
-use `double`. Divergences use vectors, because they run once per logit. The header loss_functions.h
-is generated when the kernels are compiled.
+C++. A call of `tl.exp` or another allowed function of `tl` becomes a call of its C++ counterpart.
+Loss functions and KL estimators use `double`. Divergences use vectors, because they run once per
+logit. The header loss_functions.h is generated when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def header() -> str:
     """Return the text of loss_functions.h.
 
     Raises:
-        ValueError: a function uses an operation outside the vocabulary; the message names both.
+        ValueError: a function uses an operation that has no C++ counterpart; the message names
+            the function and the operation.
     """
     return print_header(objective_functions(), kl_functions(), list(DIVERGENCES.values()))
 
@@ -86,9 +87,10 @@ def print_header(
     estimators: list[TokenFunction],
     divergences: Sequence[TokenFunction] = (),
 ) -> str:
-    """Return the text of a C++ header whose functions select a formula by number.
+    """Return the text of a C++ header with the formulas of losses, KL estimators and divergences.
 
-    The functions for divergences are templates over vectors.
+    It defines one C++ function for each of the three lists. Its first argument, or for divergences
+    its template argument, is the index of the formula in the list.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
@@ -108,7 +110,7 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunctio
     """
     cases = []
     for index, formula in enumerate(formulas):
-        # All arguments of a formula after the common ones are hyperparameters.
+        # The arguments of a formula that follow `arguments` are its hyperparameters.
         extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
@@ -145,7 +147,12 @@ def body(
 ) -> str:
     """Return the C++ statements that compute a formula and return its pair of results.
 
-    Unused statements have no effect in C++.
+    Args:
+        formula: the Python function to translate.
+        arguments: C++ names of its arguments.
+        words: C++ names of the functions of `tl`.
+        helpers: C++ names of the Python helpers that the formula calls.
+        constant: format of a number in C++.
     """
     lines = [""]
 

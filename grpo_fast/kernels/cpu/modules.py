@@ -5,8 +5,9 @@ class, weights, names, hooks and submodules do not change.
 
 A fast layer is used only after a trial has shown that it computes the module's formula. The trial
 compares outputs and gradients on random inputs and weights. It runs once for each combination of
-class, forward and settings. Every call checks that the combination is unchanged. Therefore hooks,
-replaced submodules and patched classes are respected, even if they are added later.
+class, forward and settings (attributes such as eps). Every call of a fast layer checks that the
+combination is unchanged. Therefore hooks, replaced submodules and patched classes are respected,
+even if they are added later.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 from grpo_fast.kernels.cpu import layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
-CLOSE = 1e-5  # relative tolerance for the same formula in fp32
+CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
 # Name of the function that rotates queries and keys in the attention modules of transformers.
 ROTARY = "apply_rotary_pos_emb"
 # Attributes of these types may change the formula of a module.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
-# Scales of the random rows in the trial of a norm. In rows with a small scale, eps dominates.
+# Factors of the random input rows with which a norm is tested. Rows of small numbers show whether
+# eps is used in the same way, because there eps is larger than the mean square.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 
 LINEAR_FORWARD = nn.Linear.forward
@@ -37,15 +39,15 @@ _verdicts: dict[Hashable, bool] = {}
 
 
 class OurForward(functools.partial):
-    """The `forward` that `fast_layers` assigned to a module."""
+    """The `forward` that `fast_layers` assigned to a module, as opposed to a patch by the user."""
 
 
 def fast_layers(model: nn.Module) -> None:
     """Replace the layers of a CPU model with fast layers. A patched `forward` is kept."""
     for module in model.modules():
         first = next(module.parameters(), None)
-        # A `forward` in the instance is a patch by the user and must be kept. Modules on the meta
-        # device are included, because their weights are loaded later.
+        # Skip a module with a `forward` in its instance, because the user has patched it. Also skip
+        # modules on other devices. Include the meta device, because its weights are loaded later.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
         ours = _layer_of(module)
@@ -56,7 +58,7 @@ def fast_layers(model: nn.Module) -> None:
 def is_untouched(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no `forward` that the user patched."""
     forward = vars(module).get("forward")
-    # A fused layer would bypass the hooks of a submodule.
+    # Check for hooks, because a fused layer does not call the submodule and would bypass them.
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
@@ -67,7 +69,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return the class, forward and settings of a module, by which its trial is cached."""
+    """Return the key under which the trial of a module is cached: class, forward and settings."""
     kind = type(module)
     return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 
@@ -89,7 +91,7 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
-    """Return whether a trial passes. The result is cached under `key`."""
+    """Return whether the trial of a fast layer passes. It runs once, and is cached under `key`."""
     if key not in _verdicts:
         _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
             lambda: _passes(trial)
@@ -100,7 +102,8 @@ def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
 def _passes(trial: Callable[[], bool]) -> bool:
     try:
         return trial()
-    # A forward of an unknown class may raise anything on the trial's inputs.
+    # The forward of an unknown class may raise any exception on the trial's inputs. The trial then
+    # fails, and the original layer is used.
     except Exception:
         return False
 
@@ -143,7 +146,7 @@ def _linear_layer(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def epsilon_of(norm: nn.Module) -> float | None:
-    """Return the epsilon attribute of a norm, or None."""
+    """Return the attribute `variance_epsilon` or `eps` of a norm, or None if it has neither."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
@@ -153,7 +156,7 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
     is_plain = layers.is_plain(x, weight) and x.shape[-1:] == weight.shape
     if rest or options or not isinstance(eps, float) or not is_plain:
         return type(module).forward(module, x, *rest, **options)
-    # Settings are part of the key, so changing eps starts a new trial.
+    # The key contains the settings, so a changed eps causes a new trial.
     key = settings_of(module)
     if not _verdict(key, lambda: _is_plain_norm(module, len(weight), eps)):
         return type(module).forward(module, x)
@@ -161,13 +164,16 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
 
 
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
-    """Return whether a norm agrees with `layers.rms_norm` in a trial."""
+    """Return whether a norm and `layers.rms_norm` give the same outputs and gradients.
+
+    Both are called with random inputs of different scales and with random weights.
+    """
     # Test a shallow copy, so that the parameters of the original module do not change.
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # The trial is cached by attributes of the types in SETTINGS. Reject modules with other
-    # attributes, because these could change without a new trial.
+    # The key of a cached trial contains only attributes of the types in SETTINGS. Reject modules
+    # with other attributes, because these could change the formula without a new trial.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
@@ -191,8 +197,8 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # The bytecode of an MLP is compared with this function. A trial would call the submodules and
 # hooks.
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # This is a copy of LlamaMLP.forward in transformers. The assignment is necessary, because a
-    # direct return would have different bytecode.
+    # This is a copy of LlamaMLP.forward in transformers. Do not simplify the assignment to a direct
+    # return, because the bytecode would differ.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -222,7 +228,10 @@ def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
 
 
 class _Rotated(NamedTuple):
-    """An attention forward that calls `layers.rotary`, and the globals that it uses."""
+    """A copy of an attention forward that calls `layers.rotary`.
+
+    `names` contains the global variables of the original forward that its code uses.
+    """
 
     forward: Callable[..., Any]
     names: dict[str, Any]
@@ -258,7 +267,7 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
             return theirs(q, k, cos, sin, *rest, **options)
         return layers.rotary(q, k, cos, sin)
 
-    # The copied code object looks up the rotary function in these globals.
+    # Replace the rotary function in the globals of the copy. The original forward is unchanged.
     names = {**forward.__globals__, ROTARY: rotate}
     ours = types.FunctionType(code, names, code.co_name, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
@@ -267,6 +276,6 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
 
 
 def _rotates_halves(theirs: Callable[..., Any]) -> bool:
-    """Return whether a rotary function agrees with `layers.rotary` in a trial."""
+    """Return whether a rotary function and `layers.rotary` agree in outputs and gradients."""
     q, k, cos, sin = (_draw(1, n, 3, 8, seed=n) for n in (2, 1, 3, 4))
     return _agree(layers.rotary, theirs, [q, k], cos[:, 0], sin[:, 0])

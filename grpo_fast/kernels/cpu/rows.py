@@ -62,7 +62,7 @@ def row_grad_(
     """Implement `reference.row_grad_` in C++."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    # The kernel reads the entropies only if they have coefficients.
+    # Pass the entropies only if they have coefficients. The kernel does not read them otherwise.
     entropy = None if grad_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,

@@ -4,9 +4,9 @@ A graph contains kernel launches but no decisions of the host, so the host must 
 values during capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`,
 `logits_logps`, their gradients and `LossOutput.metrics` then behave as follows:
 
-    no compaction    rows without a coefficient stay in the GEMMs as exact zeros (and must be
-                     finite); targets of -100 are masked
-    no value checks  invalid values in tensors are not reported; ids are clamped
+    no compaction    rows with coefficient 0 stay in the GEMMs as exact zeros, so their inputs must
+                     be finite; targets of -100 are masked
+    no value checks  invalid values in tensors are not reported; ids are clamped into [0, V)
 
 Arguments whose values determine shapes are refused: `completion_mask`, `grad_filter` and
 `validate="full"`. Pack the batch instead of passing a mask. The values of `cu_seqlens` may change
@@ -25,7 +25,7 @@ def is_capturing(x: Tensor) -> bool:
     """Return whether work on x is being captured into a CUDA graph."""
     if not x.is_cuda:
         return False
-    with torch.cuda.device_of(x):  # torch queries the stream of the current device
+    with torch.cuda.device_of(x):  # the query below uses the stream of the current device
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -33,13 +33,13 @@ MAX_PARAMS = 4
 def call_objective(
     lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr
 ):
-    """Call the loss function with its number of hyperparameters.
+    """Call the loss function with the first N_PARAMS of the hyperparameters p0 to p3.
 
     Returns:
         The loss and its derivative with respect to the logp.
     """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
-    # Triton cannot unpack arguments, so each count is a branch at compile time.
+    # Triton cannot unpack a list of arguments, so select the call by N_PARAMS at compile time.
     if N_PARAMS == 0:
         loss, slope = OBJECTIVE(lp, lr, advantage)
     elif N_PARAMS == 1:
@@ -66,12 +66,12 @@ def loss_and_slope(
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
         lr = lp - tl.load(old_logps_ptr + at, mask=mask, other=0.0)
-        # Limit the log ratio, so that the ratio is finite.
+        # Limit the log ratio, so that the ratio exp(lr) is finite.
         lr = tl.where(lr > RATIO_MAX, RATIO_MAX, lr)
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
     loss, slope = call_objective(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
-    # Select instead of multiplying by 0: excluded rows may contain NaN.
+    # Select 0 for rows with weight 0. A product would keep NaN, because 0·NaN is NaN.
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
@@ -85,7 +85,8 @@ def loss_and_slope(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # Propagate a NaN logp. Comparisons in the loss function or a weight of 0 would hide it.
+    # If the logp is NaN, return NaN. Otherwise comparisons in the loss function or a weight of 0
+    # would hide it.
     return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
 
 

@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 import torch
 
-# The vocabulary is divided into slices of this constant width. The order of sums, and with it every
-# bit of a log-probability, therefore depends on V only and not on the number of rows. A program
-# processes one slice of 128 rows. With 2752 rows (a 1 GiB chunk at V = 151936), slices of 4096
-# columns give 814 programs. These are 6.2 waves on 132 multiprocessors, so the seventh wave is
-# nearly empty. Slices of 2048 columns waste 5% less time. Slices of 1024 columns would save another
-# 3%, but would start twice as many programs. With a chunk of 8192 rows, 2% of the time is wasted.
+# Number of vocabulary columns that one program processes (for a block of 128 rows). The width is
+# constant, so that the order of sums, and with it every bit of a log-probability, depends on V only
+# and not on the number of rows. The value 2048 balances idle multiprocessors in the last wave of
+# programs against the number of programs. With 2752 rows (a 1 GiB chunk at V = 151936), 4096
+# columns would give 814 programs. On 132 multiprocessors, these are 6.2 waves, so the seventh wave
+# is nearly empty. 2048 columns waste 5% less time. 1024 columns would save another 3%, but would
+# double the number of programs. With 8192 rows, 2048 columns waste 2% of the time.
 SLICE_COLUMNS = 2048
 
 # Maximum size of the hidden states that are processed concurrently. They are read again for every
-# tile of W, so they must stay in L2 together with these tiles (5.5 slices, 11 MB at H = 4096). L2
-# has 50 MB on an H100 and 60 MB on an H200. 24 MiB hold 3072 rows of 4096 elements, which is enough
-# for a chunk.
+# tile of W, so they must stay in L2 together with the tiles of W in use (11 MB at H = 4096). L2 has
+# 50 MB on an H100 and 60 MB on an H200. 24 MiB hold 3072 rows of 4096 16-bit elements.
 GROUP_BYTES = 24 << 20
 
 
@@ -93,13 +93,16 @@ def row_config(vocab: int) -> RowConfig:
     return RowConfig(1024, 4) if vocab <= 1024 else RowConfig(2048, 8)
 
 
-# The key is (architecture or "other", whether inputs have 16 bits, whether W is aligned). "Aligned"
-# means that the size of a row is a multiple of 16 bytes, as tensor descriptors (TMA) and vector
-# loads require. Unaligned rows are loaded element by element. Registers then spill with large
-# tiles, and in fp32 even with 32 x 64. A tile of 128 x 128 causes spills on all architectures
-# except sm_90 and gfx942. On sm_100 it does so with a soft cap and Triton 3.6, and Triton 3.9
-# cannot compile pieces of a tile with 8 warps there. With TMA on sm_120, Triton 3.6 uses local
-# memory. fp32 inputs run on FMA units (IEEE).
+# The block sizes of `linear_config`. The key is (architecture or "other", whether inputs have 16
+# bits, whether W is aligned). "Aligned" means that the size of a row is a multiple of 16 bytes, as
+# tensor descriptors (TMA) and vector loads require. The tiles were chosen so that registers do not
+# spill, for these reasons:
+# - A tile of 128 x 128 spills on all architectures except sm_90 and gfx942. On sm_100, it spills
+#   only with a soft cap and Triton 3.6, but Triton 3.9 cannot compile pieces of a tile with 8 warps
+#   there.
+# - Unaligned rows are loaded element by element. Large tiles then spill, and in fp32 even 32 x 64.
+# - With TMA on sm_120, Triton 3.6 uses local memory, so this architecture uses pointers.
+# fp32 inputs are multiplied by FMA units, in IEEE precision.
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
@@ -109,8 +112,8 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Epilogues that need few registers can use a tile of twice the size. It reduces L2 traffic from
-# 1/64 to 1/85 byte per flop, and L2 traffic limits a 128 x 128 tile on Hopper. Epilogues that store
+# Epilogues that need few registers use a tile of twice the size. It reduces L2 traffic, which
+# limits a 128 x 128 tile on Hopper, from 1/64 to 1/85 byte per flop. Epilogues that store
 # exponentials cannot use the large tile with a soft cap (3 to 12 spills with Triton 3.6, 14 to 44
 # with 3.9), nor with both a bias and an entropy (57 spills with 3.6).
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
@@ -143,7 +146,7 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
     4096 columns have 64 KiB in flight per multiprocessor. With unaligned weights, a thread loads a
     quarter of this, because every element needs its own address.
     """
-    # Triton needs a power of two that covers H.
+    # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)
     num_warps = min(max(block_h // 512, 4), 16)
     numbers = 32 * num_warps * (128 // dtype.itemsize if aligned else 16)

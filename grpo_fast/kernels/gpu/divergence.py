@@ -36,16 +36,19 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Two columns per thread and four warps compile without spills on all architectures with Triton 3.6
-# and 3.9. Four columns spill on sm_80 and sm_100, and two columns with eight warps spill on sm_100
-# (3.6).
+# Number of columns and of warps per block. Two columns per thread and four warps compile without
+# spills on all architectures with Triton 3.6 and 3.9. Four columns per thread spill on sm_80 and
+# sm_100. Two columns with eight warps spill on sm_100 with Triton 3.6.
 BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """Return z (-inf beyond V) of some columns and its derivative with respect to the raw logit."""
-    # evict_last keeps the row in L2, because it is read four times.
+    """Load raw logits of one row, and return the final logits z and their derivatives d z/d raw.
+
+    Columns that are not in [0, V) get z = -inf.
+    """
+    # Load with evict_last to keep the row in L2, because it is read four times.
     raw = tl.load(row_ptr + cols, mask=cols < V, other=0.0, eviction_policy="evict_last")
     z, slope = final_logits(raw.to(tl.float32), logit_scale, softcap, inv_temperature)
     return tl.where(cols < V, z, float("-inf")), slope
@@ -53,9 +56,10 @@ def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
-    """Return (top, row_max, rest), with lse = row_max + rest, for one row.
+    """Find the largest final logit of a row and compute the row's lse. Return (top, row_max, rest).
 
-    `top` is the column of the largest z, and `row_max` is its value. The remainder is
+    `top` is the column of the largest z, and `row_max` is its value. The lse is row_max + rest,
+    where
 
         rest = log(1 + Σ_{j≠top} e^(z_j - row_max))
     """
@@ -65,8 +69,7 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, unused = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature)
-        # Use a strict comparison. It keeps the first of several equal columns, so the choice is
-        # deterministic.
+        # Compare with > instead of >=, so that the first of several equal columns is chosen.
         is_larger = z > best
         best = tl.where(is_larger, z, best)
         best_col = tl.where(is_larger, cols, best_col)
@@ -83,7 +86,7 @@ def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: t
 
 @triton.jit
 def split_lse(lse):
-    """Split an fp64 lse into two fp32 parts; -inf becomes 0."""
+    """Split an fp64 lse into an fp32 value and the fp32 remainder. Replace -inf with 0."""
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     shift = lse.to(tl.float32)
     return shift, (lse - shift.to(tl.float64)).to(tl.float32)
@@ -133,8 +136,8 @@ def row_divergence_kernel(
     value_top, slope_top = DIVERGENCE(
         exp_fp32(lp_top), exp_fp32(lq_top), d_top, expm1(-tl.abs(d_top)), beta
     )
-    # 3. Compute the values and slopes of all logits. The slope of the most likely logit is added
-    # separately.
+    # 3. Compute the values and slopes of all logits. Exclude the slope of the most likely logit
+    # from the sum, because step 5 needs the sum of the other slopes.
     for start in range(0, V, BLOCK_V):
         cols = start + offs_v
         z, chain_p = load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_t)
@@ -143,7 +146,7 @@ def row_divergence_kernel(
         )
         lp = (z - lse_high_p) - lse_low_p
         lq = (y - lse_high_q) - lse_low_q
-        # Both log-probabilities may be -inf, and -inf - -inf is NaN.
+        # Set the difference to 0 if both log-probabilities are -inf, because -inf - -inf is NaN.
         d = tl.where(lp == lq, 0.0, lp - lq)
         value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
@@ -163,7 +166,7 @@ def row_divergence_kernel(
     tl.store(sums_ptr + 2 * C + row, lse_p)
     tl.store(sums_ptr + 3 * C + row, lse_q)
     if out_ptr is not None:
-        # 5. Compute the gradient.
+        # 5. Replace the slopes in `out` with the gradient.
         weight = tl.load(weights_ptr + row)
         d_top = -expm1(lp_top) * slope_top - exp_fp32(lp_top) * center_others.to(tl.float32)
         c = center.to(tl.float32)
@@ -174,7 +177,7 @@ def row_divergence_kernel(
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
             p = exp_fp32((z - lse_high_p) - lse_low_p)
             d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
-            # Use a select instead of a product: a row with weight 0 may contain NaN.
+            # Select 0 for a row with weight 0, which may contain NaN. 0·NaN would be NaN.
             tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
 
 

@@ -1,8 +1,8 @@
 """Epilogue of the LM head GEMM, which computes online softmax statistics of a tile in registers.
 
 It can also store the tile. A tile is processed from left to right, in pieces with a fixed number of
-columns. Only one piece at a time needs registers in addition to the tile (otherwise a 128 x 256
-tile would spill). The order of the sums does not depend on the tile size.
+columns. This has two reasons. Only one piece at a time needs registers in addition to the tile, so
+that a 128 x 256 tile does not spill. And the order of the sums does not depend on the tile size.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def fold(
 ):  # fmt: skip
     """Add COLS columns of logits to the running sums of their rows, and store them if requested.
 
-    CLEAN states that no target is among the columns, and that all columns are inside the
-    vocabulary. The masks are then skipped, and the bits are the same.
+    The caller sets CLEAN if none of the columns is a target and all are inside the vocabulary. The
+    masks for both are then skipped. The results have the same bits.
     """
     row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
@@ -56,13 +56,13 @@ def fold(
     if STORE == "logits":
         store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
-    # 2. Exclude the target column from the sums, so that 1 - p keeps its digits when p is close to
-    # 1.
+    # 2. Exclude the target's column from the sums. Their value then gives 1 - p of the target with
+    # all digits, even if p is close to 1.
     if not CLEAN:
         is_target = cols[None, :] == target[:, None]
         z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
         z = tl.where((cols < V)[None, :] & ~is_target, z, float("-inf"))
-    # 3. Online softmax: rescale the running sums to the new maximum and add the piece.
+    # 3. Update the online softmax: rescale the running sums to the new maximum and add the columns.
     new_max = tl.maximum(row_max, tl.max(z, 1))
     rescale = exp_fp32(row_max - new_max)
     shifted = z - new_max[:, None]
@@ -79,8 +79,8 @@ def fold(
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
-        # tl.maximum returns 0 for NaN. A row without a coefficient must store finite values even if
-        # its inputs are NaN, because 0·NaN would reach all of dW.
+        # Replace NaN with 0, which tl.maximum does. Otherwise a NaN in a row with coefficient 0
+        # would reach all of dW, because 0·NaN is NaN.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     return new_max, exp_sum, exp_z_sum, z_target

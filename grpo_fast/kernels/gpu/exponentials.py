@@ -6,8 +6,9 @@ The matrix E is written once, before the loss is known:
     d raw_j = g·unit·E_j,               unit = -exp(s - lse)·logit_scale/temperature
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
-Here g is dL/dlogp. It scales the rows of dH = E·W, and the rows of hidden in dW = Eᵀ·hidden, so E
-is never modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
+Here y is the target's column, s is a shift that is chosen for each row, and g is dL/dlogp. The
+factor g·unit scales the rows of dH = E·W and the rows of hidden in dW = Eᵀ·hidden, so E is never
+modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
 
 The d-logit of the target is the largest of its row, so the target is excluded from E. Its
 contribution is added in fp32: one row of W to each row of dH, and one row of hidden to a row of dW.
@@ -48,7 +49,7 @@ def target_kernel(
     hidden_ptr, weight_ptr, bias_ptr, target_ptr, raw_ptr,
     V, H, stride_hidden_t, stride_weight_v, stride_weight_h, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute the raw logit of one row's target, or 0 if the target is outside [0, V)."""
+    """Compute the raw logit of one row's target. If the target is outside [0, V), it is 0."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
@@ -76,12 +77,13 @@ def units_kernel(
     temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
     n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute `unit` and `target_unit` of `Exponentials` for BLOCK_T rows."""
+    """Compute `unit` and `target_unit` of BLOCK_T rows (see the formulas above)."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
-    # div_rn rounds correctly on every architecture, so all kernels use the same factor.
+    # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
+    # same factor, bit for bit.
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)

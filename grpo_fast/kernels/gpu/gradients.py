@@ -1,12 +1,13 @@
-"""Triton kernels that run before and after the gradient GEMMs of exponentials.
+"""Triton kernels that run before and after the gradient GEMMs, which multiply exponentials E.
 
     times            by_row = dL/dlogps·unit, by_target = dL/dlogps·target_unit
     write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
     scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_     the targets' part of dW (target_rows.py)
 
-exponentials.py defines E. The HBM traffic per element of (C, H) is 10 bytes for write_hidden_ and 4
-bytes for scaled_hidden. A coefficient of 0 gives exact zeros, even in rows with NaN.
+exponentials.py defines E, unit and target_unit. The HBM traffic per element of (C, H) is 10 bytes
+for write_hidden_ and 4 bytes for scaled_hidden. A coefficient of 0 gives exact zeros, even in rows
+with NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def times_kernel(
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
     unit = tl.load(unit_ptr + rows, mask=in_rows, other=0.0)
     target_unit = tl.load(target_unit_ptr + rows, mask=in_rows, other=0.0)
-    # Padding rows get coefficients of 0, because their exponentials are undefined.
+    # Write coefficients of 0 for padding rows (n_rows <= row < n_padded), whose exponentials are
+    # undefined.
     inside = rows < n_padded
     tl.store(by_row_ptr + rows, tl.where(g == 0.0, 0.0, g * unit), mask=inside)
     tl.store(by_target_ptr + rows, tl.where(g == 0.0, 0.0, g * target_unit), mask=inside)
@@ -51,7 +53,7 @@ def write_hidden_kernel(
     row = tl.program_id(0).to(tl.int64)
     by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
-    # An inactive row may have an invalid target, so its weight row must not be read.
+    # If by_target is 0, read no weight row, because the target of an inactive row may be invalid.
     read = tl.where(by_target == 0.0, 0, H)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
@@ -59,7 +61,7 @@ def write_hidden_kernel(
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
-        # Use a select instead of a product: x may be NaN in an inactive row.
+        # Select 0 in an inactive row, where x may be NaN. 0·NaN would be NaN.
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)
         to = out_ptr + row * stride_out_t + cols
@@ -71,7 +73,7 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row of hidden by its coefficient."""
+    """Write by_row·hidden for one row. If by_row is 0, hidden is not read and the result is 0."""
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)

@@ -1,4 +1,4 @@
-"""Launch function of the Triton kernels, and inputs and outputs that several kernels share."""
+"""Launch function of the Triton kernels, and types and helpers that several kernels share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def launch(kernel: Any, programs: int, *args: object, **options: object) -> None
     """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
-        # Fusing multiplications and additions would change bits from kernel to kernel (see
-        # rows.py).
+        # Disable fused multiply-add. The compiler would use it in some kernels and not in others,
+        # so the same row would get different bits (see rows.py).
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 

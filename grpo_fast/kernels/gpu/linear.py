@@ -5,8 +5,8 @@
 
 The kernel reads hidden and W from HBM (W once per 24 MiB of hidden). Per row, it writes
 16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second kernel reads. On
-request, the same kernel also stores the raw logits, or the exponentials of exponentials.py. Passes
-with and without gradient therefore have bitwise equal log-probabilities.
+request, the same kernel also stores the raw logits, or the exponentials that exponentials.py
+defines. Passes with and without gradient therefore have bitwise equal log-probabilities.
 
 One program computes BLOCK_T rows of one slice of 2048 columns. It keeps max, Σe, Σe·(z - max) and
 z[target] of each row in registers. The sums exclude the target. A second kernel joins the slices of
@@ -82,8 +82,8 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # Replace invalid ids with -1, which matches no column. int32 needs half the registers and
-    # comparisons of int64.
+    # Replace invalid ids with -1, which matches no column. Convert the ids to int32, which needs
+    # half the registers of int64.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
@@ -93,7 +93,7 @@ def slice_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         row_inv_temperature = inv_temperature
 
-    # 2. Initialise the running sums. Exponentials need a normaliser that is known in advance.
+    # 2. Initialise the running sums. If exponentials are stored, choose their shift in advance.
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
     row_max = tl.full([BLOCK_T], FLOOR, tl.float32)
@@ -103,9 +103,10 @@ def slice_kernel(
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-        # The shift s of the exponentials is z[target].
+        # Subtract s = z[target] from the logits before the exponentials, because it is known now.
         normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
-        # In rows where z[target] is far below the lse, the second pass uses s = lse.
+        # In the second pass, where the lse is known, rows with z[target] far below the lse use
+        # s = lse.
         if lse_ptr is not None:
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
             high_nll = exceeds_max_nll(lse, normaliser) & in_rows
@@ -124,7 +125,8 @@ def slice_kernel(
             b = load_tile(
                 weight, start, V, stride_weight_v, h, H, stride_weight_h, BLOCK_V, BLOCK_H, USE_TMA
             )
-            # "ieee" disables TF32 for fp32 operands; 16-bit operands accumulate in fp32 anyway.
+            # Request "ieee", which disables TF32 for fp32 operands. It does not affect 16-bit
+            # operands, whose products are summed in fp32.
             raw = tl.dot(a, b.T, raw, input_precision="ieee")
         row_max, exp_sum, exp_z_sum, z_target = fold_tile(
             raw, start, (row_max, exp_sum, exp_z_sum, z_target),
@@ -135,7 +137,8 @@ def slice_kernel(
 
     # 4. Store the partial sums of the slice.
     if partial_ptr is not None:
-        # partial has the shape (4, S, T), so that stores of neighbouring rows are contiguous.
+        # `partial` has the shape (4, S, T) for S slices and T rows. With T last, neighbouring rows
+        # are stored contiguously.
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
         tl.store(here, row_max, mask=in_rows)
@@ -154,7 +157,7 @@ def join_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # A target outside the vocabulary is in none of the sums.
+    # A target outside the vocabulary is in none of the slices, so nothing must be added for it.
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
@@ -216,7 +219,7 @@ def head_inputs(
         raise ValueError(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
-    # Copy hidden only, because it is small compared with W.
+    # Copy `hidden` if it is unaligned, so that its layout does not matter. W is too large to copy.
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
@@ -246,7 +249,8 @@ def sweep(
         lse: (T,) shift of rows with a large -logp.
         only_high_nll: compute only the row blocks that contain a row with a large -logp.
     """
-    # 1. Choose the tile. It must not depend on the batch.
+    # 1. Choose the tile size. It must not depend on the batch, because it changes the order of
+    # sums.
     rows, vocab = p.hidden.shape[0], p.weight.shape[0]
     has_entropy = partial is not None and partial.shape[0] == 4
     *scalars, temperature_ptr = transform_arguments(p.transform)
@@ -257,17 +261,18 @@ def sweep(
     )  # fmt: skip
     # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
-    # The short code path of the epilogue needs registers, so it is used only without options and
-    # with 16-bit operands. It is not used for exponentials from known statistics, because Triton
-    # 3.6 would spill on sm_100.
+    # The short code path of the epilogue needs additional registers. Use it only with 16-bit
+    # operands and without a soft cap, a bias, an entropy and a temperature per row. Do not use it
+    # if no partial sums are stored, because registers would spill on sm_100 with Triton 3.6.
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
-    # 3. Group the row blocks whose hidden states fit into L2 together.
+    # 3. Compute the number of row blocks whose hidden states fit into GROUP_BYTES of L2. A group of
+    # this size processes all slices of W before the next group starts.
     group_blocks = max(
         GROUP_BYTES // (config.block_t * p.hidden.shape[1] * p.hidden.element_size()), 1
     )
     hidden, weight, destination = p.hidden, p.weight, out
-    # Tensor descriptors replace pointers in the kernel's arguments.
+    # With TMA, pass tensor descriptors instead of pointers.
     if config.use_tma:
         hidden = tiles(hidden, config.block_t, config.block_h)
         weight = tiles(weight, config.block_v, config.block_h)

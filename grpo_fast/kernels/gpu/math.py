@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Initial value of the running maximum. If it were -inf, a leading block of -inf columns would
-# compute inf - inf. FLOOR is below every meaningful logit, and above the -3e38 with which users
-# mask columns.
+# Initial value of the running maximum. If it were -inf, a first block with only -inf columns would
+# compute -inf - (-inf) = NaN. FLOOR is less than every meaningful logit. It is greater than -3e38,
+# with which users mask columns, so masked columns get a probability of 0.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -26,7 +26,7 @@ def expm1_minus(x):
 
     The difference cancels for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
     """
-    # Out-of-range lanes evaluate the series at 0, so that it cannot overflow.
+    # Evaluate the series at 0 in lanes that do not use it, so that it cannot overflow there.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -42,8 +42,9 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x) for x > -1. The quotient corrects the rounding error of 1 + x."""
-    # If 1 + x rounds to 1, log(1 + x) = x in fp32.
+    """Return log(1 + x) for x > -1, with full precision for small x."""
+    # The factor x/(u - 1) corrects the rounding error of u = 1 + x. If u rounds to 1, the result is
+    # x in fp32.
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -56,7 +57,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
     lse would be a difference of two numbers as large as the logits.
     """
     shifted = z_target - row_max
-    # An invalid target contributes nothing to the sum.
+    # Add the exponential of the target to the sum, or 0 if the target is invalid.
     e_target = tl.where(inside, exp_fp32(shifted), 0.0)
     total = exp_sum + e_target
     log_total = tl.log(total)
@@ -85,9 +86,9 @@ def softcapped(x, softcap):
 
 @triton.jit
 def capped_logits(raw, logit_scale, softcap, inv_temperature):
-    """Return z and the factor 1 - tanh² of raw logits.
+    """Return the final logits z and the slope 1 - tanh² of the soft cap, for raw logits.
 
-    `softcap` is a number, or None at compile time.
+    `softcap` is a number, or None without a soft cap. The slope is then 1.
     """
     tanh_slope = 1.0
     if softcap is None:
@@ -108,9 +109,9 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# The exponentials of a row are exp(z - z[target]) if lse - z[target] is at most MAX_NLL. This limit
-# is far from the range limits of bf16 and fp32, so sums and products of exponentials do not
-# overflow.
+# Limit of lse - z[target], in nats. Up to this limit, the exponentials of a row are exp(z -
+# z[target]), otherwise exp(z - lse). The limit is far less than 88, where exp overflows in bf16 and
+# fp32, so sums and products of exponentials do not overflow either.
 MAX_NLL = tl.constexpr(40.0)
 
 

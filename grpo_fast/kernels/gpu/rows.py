@@ -2,7 +2,7 @@
 
     row_logps    logits -> lse, logps, entropy            HBM: one read of (C, V)
     row_grad_    logits, dL/dlogps -> d-logits            HBM: one read, one write
-    row_loss_    both, with the loss between them         HBM: one read, one write (the second
+    row_loss_    row_logps, the loss, row_grad_           HBM: one read, one write (the second
                                                           pass reads the row from L2)
 
 The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
@@ -12,9 +12,10 @@ The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
     d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 
-Sums are fp32 and online. Each row has one running maximum, and each lane has one running sum. The
-lanes are reduced once, in a fixed order. The results of a row depend on that row only. Lengths,
-strides and hyperparameters are run-time arguments, so new values do not cause recompilation.
+Sums are computed online in fp32. Each row has one running maximum, and each lane has one running
+sum. The lanes are summed once, in a fixed order. The results of a row depend on that row only.
+Lengths, strides and hyperparameters are run-time arguments, so new values do not cause
+recompilation.
 
 Every launch sets `enable_fp_fusion=False`. Otherwise the compiler would fuse a multiplication and
 an addition depending on the surrounding code, and two kernels that share a function could give
@@ -71,9 +72,9 @@ def statistics(
             tl.float32
         )
         z, _ = final_logits(raw, logit_scale, softcap, inv_temperature)
-        # The target is excluded from the sum; `finish` adds it.
+        # Exclude the target from the sum, because `finish` adds it without cancellation.
         z = tl.where((cols < V) & (cols != target), z, float("-inf"))
-        # The running maximum is a scalar for the row, so one rescale serves all lanes.
+        # All lanes share one running maximum, so one exponential rescales the sums of all lanes.
         new_max = tl.maximum(row_max, tl.max(z, 0))
         rescale = exp_fp32(row_max - new_max)
         shifted = z - new_max
@@ -114,8 +115,8 @@ def write_gradient(
             z, slope = final_logits(raw, logit_scale, softcap, inv_temperature)
             logp = z - lse
             p = exp_fp32(logp)
-            # The target column uses g·(1 - p) = -g·expm1(logp), which does not cancel when p is
-            # close to 1.
+            # Use g·(1 - p) = -g·expm1(logp) in the target column, because g - g·p would cancel if p
+            # is close to 1.
             d = tl.where(cols == target, g_target, -g * p)
             if ENTROPY:
                 d -= tl.where(p > 0, g_entropy * p * (logp + entropy), 0.0)
@@ -128,10 +129,10 @@ def row_logps_kernel(
     V, stride_logits_t, logit_scale, softcap, temperature,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # Use int64, because row · stride may exceed 2^31 elements.
+    # Compute the offset of the row in int64, because it may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
-    # For ragged rows, the offsets give the start and the length of a row.
+    # If the rows have unequal lengths, load the start and the length of this row.
     if offset_ptr is not None:
         first = tl.load(offset_ptr + row)
         V = tl.load(offset_ptr + row + 1) - first

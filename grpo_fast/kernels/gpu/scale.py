@@ -17,7 +17,8 @@ from grpo_fast.kernels.gpu.launch import launch
 
 # Number of elements that a program processes per step.
 BLOCK = 4096
-# Enough programs to fill any device, and few enough to start and return within microseconds.
+# Maximum number of programs. It is large enough to fill any device, and small enough for all
+# programs to start and return within microseconds if the factor is 1.
 PROGRAMS = 2048
 
 
@@ -25,7 +26,7 @@ PROGRAMS = 2048
 def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        # Use a grid-stride loop, because the number of programs is bounded.
+        # Each program processes several blocks, because there are at most PROGRAMS programs.
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, tl.cast(size, tl.int64), step):
@@ -40,7 +41,7 @@ def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a contiguous gradient by a one-element factor in place.
 
-    The elements of the gradient have at most 32 bits.
+    The dtype of the gradient must have at most 32 bits, because the product is computed in fp32.
     """
     size = gradient.numel()
     if size:

@@ -3,8 +3,8 @@
     raw_j = hidden·W[id_j] + bias[id_j] for the k ids of a row
     z = transform(raw) -> lse, logp, entropy
 
-The same pass computes the derivative of logp with respect to hidden. This is the algorithm of flash
-attention, with the rows of W as keys and values:
+The same pass computes the slope, the derivative of logp with respect to hidden. It uses the
+algorithm of flash attention, with the rows of W as keys and values:
 
     slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
 
@@ -14,9 +14,9 @@ time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs
 id. Each program owns a part of a row of dW, and also writes the zeros of ids that occur in no set.
 
 HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
-(written and read), nnz·H elements of hidden and V·H elements of dW. Extra memory is O(nnz) and the
-slopes. Sums are fp32 in a fixed order without atomics, so every run gives the same bits. The
-results of a row depend on the row, W and its scalars only.
+(written and read), nnz·H elements of hidden and V·H elements of dW. The additional memory is O(nnz)
+plus the slopes. Sums are computed in fp32, in a fixed order and without atomics, so every run gives
+the same bits. The results of a row depend on the row, W and the row's scalars only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def load_columns(start, cols, H, stride):
 
 @triton.jit
 def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
-    """Load columns of the rows that begin at `starts` as fp32, with zeros where masked."""
+    """Load columns of the rows that begin at `starts`, as fp32.
+
+    Rows where `inside` is False and columns that are not less than H are 0.
+    """
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
@@ -86,8 +89,8 @@ def support_head_kernel(
     others = tl.zeros([BLOCK_H], tl.float32)
     cols = tl.arange(0, BLOCK_H)
     h = load_columns(hidden_ptr + source * stride_hidden_t, cols, H, stride_hidden_h)
-    # 3. For BLOCK_K ids at a time, compute the logits, update the statistics and accumulate the
-    # slope.
+    # 3. For BLOCK_K ids at a time, compute the logits, update the softmax sums, and add the weight
+    # rows to `others`, from which step 6 computes the slope.
     for start in range(0, count, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         inside = at < count
@@ -109,7 +112,8 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Accumulate Σ e·(z - max) instead of Σ e·z, because the entropy would cancel.
+            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
+            # of two numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -122,7 +126,7 @@ def support_head_kernel(
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
-    # 4. Add the target, which may raise the maximum.
+    # 4. Include the target in the maximum, and rescale the sums to the new maximum.
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
@@ -160,7 +164,7 @@ def sums_kernel(
     cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
     first = tl.load(offset_ptr + segment)
-    # An id without terms has count 0, and its row of dW is written as zeros.
+    # The count is 0 for an id that occurs in no set. Its row of dW is still written, as zeros.
     count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, count, BLOCK_R):
@@ -194,7 +198,7 @@ def head_rows(
     the reference implementation is used.
     """
     count, width = len(rows.places), weight.shape[1]
-    # A program keeps a full row of hidden in registers.
+    # The kernel keeps a full row of hidden in registers, so a larger H does not fit.
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
@@ -240,7 +244,8 @@ def head_weight(
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # searchsorted of every id in the sorted ids gives the segment bounds without a histogram.
+    # The segment of an id is its range in the sorted ids. Find all bounds by binary search, which
+    # needs no histogram.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 
@@ -254,12 +259,13 @@ def _sums(
     *,
     add: bool = False,
 ) -> None:
-    """Launch `sums_kernel` for all segments.
+    """Write out[s] = Σ_i factors[i]·matrix[index[i]] for each segment s with `sums_kernel`.
 
     Args:
-        factors: (nnz,) fp32.
-        index: (nnz,) int64 rows of `matrix`.
-        offsets: (S+1,) int64 bounds of the segments.
+        factors: (nnz,) fp32 weights of the terms.
+        index: (nnz,) int64 row of `matrix` for each term.
+        offsets: (S+1,) int64 bounds of the segments. The terms of segment s are those from
+            offsets[s] to offsets[s + 1] - 1.
         matrix: (N, H).
         out: (S, H), rows contiguous.
         add: add to `out` instead of overwriting it.

@@ -2,7 +2,8 @@
 
     dW[y] += Σ_{t: y_t = y} c_t·hidden[t]
 
-If dW is fp32, one pass does this with at most 10 bytes of HBM traffic per element of (C, H).
+If dW is fp32, one pass adds the hidden rows, with at most 10 bytes of HBM traffic per element of
+(C, H).
 
 If dW is 16-bit, the product A = Eᵀ·(…) has already been rounded. This is harmless if the final sum
 S is at least as large as A. It is harmful if A and the added rows nearly cancel, as for a token
@@ -25,9 +26,10 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
-# A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns.
+# A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns. A is the
+# row before the hidden rows are added, and S is the row afterwards.
 CANCELS = tl.constexpr(1 / 16)
-# Number of hidden rows, and of their columns, that a program adds per step.
+# Number of hidden rows that a program adds per step, and number of their columns that it processes.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
 # Tile sizes of the product: columns of E, columns of hidden, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
@@ -53,7 +55,8 @@ def add_targets_kernel(
     vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
     before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
     cancels = tl.full([], 0, tl.int32)
-    # Only the first program of a run of equal ids continues, so no other program writes this row.
+    # If an id occurs several times, only the program of its first position continues. No other
+    # program then writes this row.
     if before != vocab_row:
         # 2. Start from dW, or from the recomputed product.
         to = out_ptr + vocab_row * stride_out_v + cols
@@ -86,7 +89,7 @@ def add_targets_kernel(
 def gather_columns_kernel(
     matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
 ):
-    """Copy one column of the matrix, out[slot, t] = matrix[t, id]."""
+    """Copy the matrix column of one flagged id to a row, out[slot, t] = matrix[t, id]."""
     slot = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + slot)
     if place >= 0:
@@ -103,12 +106,15 @@ def column_product_kernel(
     columns_ptr, scaled_ptr, place_ptr, product_ptr, n_slots, n_rows, H, BLOCK_U: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute product[slot] = columns[slot] · scaled for the slots that are in use."""
+    """Compute the fp32 product of the gathered columns and `scaled`, for the slots in use.
+
+    The result is product[slot] = Σ_t columns[slot, t]·scaled[t].
+    """
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
     slots, cols = first + tl.arange(0, BLOCK_U), column + tl.arange(0, BLOCK_H)
     places = tl.load(place_ptr + slots, mask=slots < n_slots, other=-1)
-    # If all slots of a program are unused, its loop has no iterations.
+    # Skip the loop if all slots of this program are unused.
     depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)
     total = tl.zeros([BLOCK_U, BLOCK_H], tl.float32)
     for start in tl.range(0, depth, BLOCK_T):
@@ -130,12 +136,13 @@ def add_targets_(
     matrix: Tensor,  # (padded C, V) exponentials
     scaled: Tensor,  # (padded C, H), contiguous
 ) -> None:
-    """Add by_target[t]·hidden[t] to d_weight[target_ids[t]] in fp32.
+    """Add by_target[t]·hidden[t] to the row of d_weight that belongs to the target of row t.
 
-    A 16-bit d_weight becomes as accurate as with an fp32 product.
+    The terms are added in fp32. Rows of a 16-bit d_weight that lose too many digits are recomputed,
+    so the result is about as accurate as with an fp32 product.
 
     Args:
-        d_weight: (V, H), contains matrixᵀ·scaled.
+        d_weight: (V, H), modified in place. It contains the product matrixᵀ·scaled.
         ids: (C,) target ids in ascending order.
         order: (C,) row of each target, ascending for equal ids.
         by_target: (C,) fp32 coefficients.
@@ -147,7 +154,7 @@ def add_targets_(
     if not count:
         return
     blocks, device = triton.cdiv(width, SEGMENT_H), ids.device
-    # For each target, the end of the run of equal ids in `ids`.
+    # ends[i] is the position after the last id that equals ids[i].
     ends = torch.searchsorted(ids, ids, right=True, out=torch.empty_like(ids))
 
     def add(places: Tensor | None, products: Tensor | None, flags: Tensor | None) -> None:
@@ -157,7 +164,7 @@ def add_targets_(
             ROWS=SEGMENT_ROWS, BLOCK_H=SEGMENT_H, num_warps=4,
         )  # fmt: skip
 
-    # 1. In fp32 one pass is enough.
+    # 1. Add the targets in one pass if d_weight is fp32, because nothing was rounded before.
     if d_weight.dtype.itemsize >= 4:
         add(None, None, None)
         return

@@ -15,7 +15,7 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """The active rows of each chunk of `chunk_rows` rows.
+    """The active rows (rows with a nonzero coefficient) of each chunk of `chunk_rows` rows.
 
     Args:
         active: (T,) bool; None: all rows are active, and the device is not read.
@@ -31,7 +31,7 @@ class Activity:
             return
         missing = -active.shape[0] % chunk_rows
         padded = torch.nn.functional.pad(active, (0, missing)) if missing else active
-        # Start the copy now. Its latency overlaps with the first chunk's GEMM.
+        # Start copying the counts to the host now, so that the copy overlaps with the first GEMM.
         self._counts = read_later(padded.view(-1, chunk_rows).sum(1))
 
     def keep(self, chunk: slice) -> Tensor | None:
@@ -41,18 +41,18 @@ class Activity:
         count = self._counts()[chunk.start // self.chunk_rows]
         if count == chunk.stop - chunk.start:
             return None
-        # The count is known, so nonzero_static does not synchronise.
+        # Use nonzero_static with the known count. `nonzero` would synchronise to find the count.
         return torch.nonzero_static(self.active[chunk], size=count)[:, 0]
 
 
 def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
-    """Return which rows may have a nonzero coefficient, before any logp is known.
+    """Determine which rows may have a nonzero coefficient, before any logp is known.
 
     Returns:
         (T,) bool, False where the coefficient is 0 or NaN whatever the logp is; None if every row
         may have a nonzero coefficient.
     """
-    # With a KL or an entropy term, rows without an advantage also have a gradient.
+    # With a KL or an entropy term, a row with advantage 0 also has a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
         return None
@@ -72,7 +72,7 @@ def read_later(x: Tensor) -> Callable[[], list[int]]:
     """
     if not x.is_cuda:
         return x.tolist
-    # A blocking copy would wait for all queued kernels.
+    # Copy asynchronously, because a blocking copy would wait for all queued kernels.
     host, arrived = copy_to_host_async(x)
 
     def read() -> list[int]:

@@ -49,15 +49,16 @@ class LogitChunks:
         self.bias = bias
         self.kernels = route.kernels
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        # GEMMs with 16-bit operands need 16-bit d-logits. The row kernel rounds them once.
+        # On a GPU, the gradient GEMMs of a 16-bit weight need 16-bit d-logits. Let the row kernel
+        # write them in 16 bits, so that they are rounded once.
         self.has_16_bit_gradient = not is_full_precision(weight) and (
             weight.is_cuda or route.backend == "triton"
         )
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
-        # One row kernel can compute both the loss and the d-logits. But if `head_logps` computes
-        # the logps of passes without gradient, it must also compute them in passes with gradient,
-        # so that the bits agree.
+        # Compute loss and d-logits in one row kernel, unless `head_logps` exists. `head_logps`
+        # computes the logps of passes without gradient, so it must also compute them in passes with
+        # gradient. Otherwise the bits of both passes would differ.
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
@@ -73,13 +74,13 @@ class LogitChunks:
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
         """Return a buffer of logits, (rows, V)."""
         if self._workspace is None:
-            # Allocate once for the largest chunk.
+            # Allocate the workspace once, for the largest chunk. Smaller chunks use a part of it.
             count = self.buffers * self.max_rows
             self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
         return self._workspace[buffer * self.max_rows :][:rows]
 
     def release(self) -> None:
-        """Return the workspace for reuse by the next call."""
+        """Give the workspace back, so that the next call can reuse it."""
         give_back_workspace(self._workspace)
         self._workspace = self._gradient_16_bit = None
 
@@ -94,7 +95,7 @@ class LogitChunks:
     def raw_logits(self, h: Tensor) -> Tensor:
         """Compute h·Wᵀ + bias into the workspace, in fp32.
 
-        A vocabulary shard may have no columns.
+        If the weight has no rows, as in an empty vocabulary shard, the GEMM is skipped.
         """
         z = self.workspace(h.shape[0])
         if self.weight.shape[0]:
@@ -113,7 +114,7 @@ class LogitChunks:
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
-            # Padding rows take part in the GEMM only.
+            # Compute no statistics of padding rows, which take part in the GEMM only.
             z = self.raw_logits(h)[:count]
             return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
         return self.kernels.head_logps(
@@ -136,7 +137,7 @@ class LogitChunks:
                 return_entropy=has_entropy,
             )  # fmt: skip
             return ChunkGradients(d), part
-        # Statistics and gradient come from two kernels, and the loss is computed in between.
+        # One kernel computes the statistics and another the gradient. Compute the loss in between.
         stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
@@ -180,7 +181,7 @@ class ExponentialChunks(LogitChunks):
         """Return the buffer of exponentials, (rows, V)."""
         vocab = self.weight.shape[0]
         if self._workspace is None:
-            # Aligned rows allow TMA stores and vector loads.
+            # Round up the row length, so that rows are aligned for TMA stores and vector loads.
             columns = -(-vocab // ROW_ELEMENTS) * ROW_ELEMENTS
             self._workspace = take_workspace(self.max_rows, columns, self.weight, self.dtype)
         return self._workspace[:rows, :vocab]
@@ -209,9 +210,10 @@ class ExponentialChunks(LogitChunks):
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Compute the coefficients that turn the exponentials into d-logits of Σ g·logp.
+        """Return the exponentials, with coefficients that turn them into d-logits of Σ g·logp.
 
-        The gradient of an entropy is not supported.
+        The gradient of an entropy is not supported. With `cached`, the workspace still contains the
+        exponentials of the last `logps` call.
         """
         assert g_entropy is None
         if not cached:

@@ -1,6 +1,6 @@
 """LM head with divergences from a teacher, with or without a policy loss.
 
-This is the chunk loop of loop.py with the teacher's logits in a second buffer:
+The head processes chunks of rows as loop.py does, with the teacher's logits in a second buffer:
 
     student's logits z, teacher's y → the divergence kernel overwrites y with its d-logits
                                     → the loss's row kernel overwrites z with its d-logits → sum
@@ -43,13 +43,15 @@ from grpo_fast.kernels.types import (
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# A function that returns the d-logits of a chunk's policy loss, and dL/dlogp and dL/dentropy, (C,)
-# each.
+# Type of a function that computes the policy loss of a chunk. It returns the d-logits (padded C,
+# V), dL/dlogp (C,), and dL/dentropy (C,) or None.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class DivergenceHead(LinearHead):
-    """A `LinearHead` whose losses and gradients include Σ weights·D.
+    """A `LinearHead` that also computes the divergences D of all rows.
+
+    Its gradients include the gradient of Σ weights·D.
 
     Args:
         tensors: hidden, weight and bias of the student.
@@ -144,19 +146,19 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute the chunk's logits. raw_logits then calls _form, which computes the
-            # divergences.
+            # 1. Compute the chunk's logits. raw_logits calls _form as soon as it has computed them,
+            # and _form computes the divergences of the chunk in `self.at`.
             self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # Do not wait for the GPU. There, rows without a coefficient stay in the GEMMs as
-                # zeros.
+                # On a GPU, do not wait for the coefficients to find inactive rows. Rows with
+                # coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Reset the current chunk, so that later calls of raw_logits compute no divergences.
+            # 2. Clear `self.at`, so that a later call of raw_logits computes no divergences.
             self.at = None
             # 3. Add both gradients and accumulate dH, dW, db.
             if not self.has_gradient:
@@ -170,10 +172,10 @@ class DivergenceHead(LinearHead):
     def _written(self, rows: int) -> Tensor:
         """Return the buffer that receives the d-logits of the divergences, (rows, V).
 
-        Until then, the buffer contains the teacher's logits.
+        Before the d-logits are written, it contains the logits of a teacher that has an LM head.
         """
-        # A top-k teacher without a policy loss needs one buffer only, which also holds the
-        # student's logits.
+        # Use the last buffer. A top-k teacher without a policy loss has one buffer only, so the
+        # d-logits overwrite the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
     def _form(self, z: Tensor) -> None:
@@ -197,7 +199,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
             values = (whole or own).values  # type: ignore[union-attr]
         else:
-            # A top-k teacher has no logits. All backends use the same function.
+            # A top-k teacher has no logits to compute. All backends use this function.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -207,7 +209,7 @@ class DivergenceHead(LinearHead):
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
-        # The teacher may have a different dtype than the student.
+        # If the teacher's dtype differs from the student's, compute in the teacher's dtype first.
         to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_logits(h, teacher.weight, out=to)
         if teacher.bias is not None:
@@ -260,7 +262,7 @@ def supported_divergence(
     `DivergenceHead`.
 
     Returns:
-        (T,) divergences, and the gradients.
+        A pair of the divergences, (T,), and the gradients (dH, dW, db).
     """
     # 1. Compute the rows without a set over the full vocabulary.
     support = rows.support
@@ -276,7 +278,7 @@ def supported_divergence(
         )  # fmt: skip
         others = dense.sweep(wanted)
         of_others = dense.values
-    # 2. Compute the logits of student and teacher in the sets of the remaining rows.
+    # 2. For the rows with a set, compute the logits of student and teacher at the ids of the set.
     source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
@@ -300,7 +302,7 @@ def supported_divergence(
         out=out,
         offsets=support.offsets,
     )
-    # 4. Merge the rows with and without a set.
+    # 4. Merge the divergences of the rows with and without a set, and compute the gradients.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):
         return values, tensors.no_gradients()

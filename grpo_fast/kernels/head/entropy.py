@@ -1,4 +1,4 @@
-"""Log-probabilities over token sets combined with entropies over the full vocabulary."""
+"""Pass that computes log-probabilities over token sets, but entropies over the full vocabulary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class FullEntropySweep:
 
     @property
     def cached(self) -> RowStats | None:
-        """Statistics that the backward pass would otherwise recompute. Logits are not cached."""
+        """The statistics over the full vocabulary, which the backward pass need not recompute.
+
+        Logits are not cached.
+        """
         return self.known
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
@@ -62,5 +65,5 @@ class FullEntropySweep:
         more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.known, wanted
         )
-        # The gradients of logp and entropy add up.
+        # The total gradient is the sum of both. A gradient that was not requested is empty.
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

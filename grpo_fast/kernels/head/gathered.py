@@ -51,7 +51,10 @@ class GatheredHead:
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
-        """Compute logits and statistics of every row, and slopes if requested."""
+        """Compute the logits at the ids of every set, and the statistics of every row.
+
+        With `return_slopes`, also compute the derivative of each logp with respect to hidden.
+        """
         found: HeadRows = self.row_kernels.head_rows(
             self.hidden, self.index, self.weight, self.bias, self.support, transform,
             return_entropy=return_entropy, return_slopes=return_slopes,
@@ -71,7 +74,8 @@ class GatheredHead:
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                # With an entropy gradient, dH is not a multiple of the slopes.
+                # Without slopes, compute all of dH from the d-logits and use a coefficient of 1.
+                # This is the case with an entropy gradient, as dH is not a multiple of the slopes.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
@@ -86,7 +90,7 @@ class GatheredHead:
         return self._narrowed(d_hidden, d_weight, d_bias)
 
     def _narrowed(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Convert sums to the dtypes of their tensors unless `keep_fp32` is set."""
+        """Convert dH, dW and db to the dtypes of hidden, weight and bias, unless `keep_fp32`."""
         likes = (self.hidden if x is None else x for x in self.tensors)
         pairs = zip(sums, likes, strict=True)
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import widened
 
-# Filter only if fewer than this share of the columns remain. Otherwise, gathering the columns costs
-# more than it saves.
+# Skip columns only if the share of the remaining columns is less than this number. Otherwise,
+# gathering the remaining columns costs more than the smaller GEMMs save.
 WORTH_BELOW = 0.6
 # Number of rows per step when the masses are computed. It limits temporary memory.
 ROWS = 64
@@ -31,8 +31,8 @@ class Filtered(NamedTuple):
 
     dropped: Tensor  # 0-d fp64, the skipped mass
     total: Tensor  # 0-d fp64, the mass of all columns
-    columns: int  # rows · remaining columns
-    elements: int  # rows · columns
+    columns: int  # number of elements in the remaining columns, rows · remaining columns
+    elements: int  # number of all elements, rows · columns
 
 
 def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
@@ -60,8 +60,14 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the remaining columns in ascending order, the skipped mass and the total mass."""
-    # NaN sorts last and makes the total NaN, so nothing is skipped and the NaN stays visible.
+    """Select the columns that the filter keeps.
+
+    Returns:
+        The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
+        skipped columns, 0-d; and the sum of all masses, 0-d.
+    """
+    # If a mass is NaN, the total is NaN and every comparison with it is False. Nothing is skipped
+    # then, so the NaN stays visible in the gradients.
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
     total = summed[-1]

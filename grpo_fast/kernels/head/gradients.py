@@ -24,7 +24,8 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# The active rows of a chunk are gathered before the GEMMs if their share is below this value.
+# If the share of active rows in a chunk is less than this value, the active rows are copied
+# together and the GEMMs run on the copy. Otherwise, the copy costs more time than it saves.
 GATHER_BELOW = 0.9
 
 
@@ -80,7 +81,7 @@ class GradientSums:
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        # Keep partial sums in fp32; round only the final result.
+        # If dH is a sum of several parts, keep the parts in fp32 and round only the final result.
         in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
@@ -113,8 +114,8 @@ class GradientSums:
             h: (padded C, H) rows of hidden.
             d_logits: the chunk's gradient.
             count: number of rows that are not padding.
-            keep: rows with a nonzero coefficient; None: all rows. The other rows are exact zeros,
-                and the GEMMs skip them if there are many.
+            keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
+                of the other rows are exact zeros, and the GEMMs skip these rows if there are many.
         """
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
@@ -122,7 +123,7 @@ class GradientSums:
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
         if keep is not None and gathers(keep, count):
-            # 1. Drop inactive rows if this saves more time than copying the active rows costs.
+            # 1. Copy only the active rows if the smaller GEMMs save more time than the copy costs.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
@@ -131,14 +132,14 @@ class GradientSums:
             # Padding rows contain old data of the workspace. Clear them, because 0·NaN would reach
             # all of dW.
             d[count:].zero_()
-        # 2. Accumulate, depending on the representation of the chunk.
+        # 2. Add the gradients of the chunk, which contains d-logits or exponentials.
         if by is None:
             self._add_products(d, h, count, index)
         else:
             self._add_weighted(d, by, h, count, index)
 
     def _add_products(self, d: Tensor, h: Tensor, count: int, index: slice | Tensor) -> None:
-        """Add a chunk given as d-logits."""
+        """Add the gradients of a chunk that contains d-logits."""
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
             self._keep_hidden(matmul_d_hidden(d, weight)[:count], index)
@@ -149,13 +150,13 @@ class GradientSums:
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Add a chunk given as exponentials.
+        """Add the gradients of a chunk that contains exponentials.
 
         The coefficients of the rows scale (C, H) matrices, and the targets are added in fp32.
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
-        # The fused kernels need all columns.
+        # Use the fused kernels only if no column was skipped, because they need all columns.
         fused = columns is None and self.fused_kernels is not None
         if fused:
             self._add_fused(d, by, h, count, index)
@@ -203,10 +204,11 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply the filter to d and W.
+        """Drop the columns of d with small masses, and the rows of W that belong to them.
 
         Returns:
-            The remaining columns of d, the same rows of W, and their ids (None if all remain).
+            The remaining columns of d, the remaining rows of W, and their ids. The ids are None if
+            nothing was dropped.
         """
         if self.tolerance is None:
             return d, self.weight, None
@@ -227,8 +229,11 @@ class GradientSums:
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
-        """Write the dH of some rows into the full dH, or add it if rows repeat."""
-        # If one chunk contains all rows, no scatter is needed.
+        """Write the dH of some rows into the full dH.
+
+        If rows of hidden predict several targets, the dH is added instead.
+        """
+        # If one chunk contains all rows in order, its dH is the full dH. No scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return

@@ -1,11 +1,11 @@
 """Scaling that keeps fp16 gradients in range before the loss scale is known.
 
-In a large batch, a token has a weight of about 1e-5, and its d-logits are smaller. The smallest
-positive fp16 number is 6e-8. Therefore the weights are first scaled by `weight_unit`, so that the
-largest is about 1. Sums stay in fp32, which needs fp32 copies of dH and dW. `narrowed` then rounds
-each tensor to fp16 once, scaled so that its largest element is near 2^13. The backward pass
-multiplies by upstream·unit. Scaling by powers of two is exact. bf16 has the range of fp32 and does
-not need this.
+In a large batch, a token has a weight of about 1e-5, and its d-logits are even smaller. Many would
+be rounded to 0, because the smallest positive fp16 number is 6e-8. Therefore the weights are first
+scaled by `weight_unit`, so that the largest is about 1. Sums stay in fp32, which needs fp32 copies
+of dH and dW. `narrowed` then rounds each tensor to fp16 once, scaled so that its largest element is
+near 2^13. The backward pass multiplies by upstream·unit. Scaling by powers of two is exact. bf16
+has the range of fp32 and does not need this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# The largest element of a stored gradient is below 2^13, a factor of 8 below the maximum of fp16.
+# Stored gradients are scaled so that their largest element is less than 2^13. This leaves a factor
+# of 8 to the maximum of fp16 (2^16).
 TOP_EXPONENT = 13
 
 
@@ -31,9 +32,11 @@ def weight_unit(weights: Tensor) -> Tensor:
 
 
 def narrowed(gradient: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (stored, unit), with gradient = stored·unit.
+    """Scale a gradient into the range of `dtype`, and round it once.
 
-    `stored` has the given dtype, and `unit` is a power of two (0-d fp32). `gradient` is modified.
+    Returns:
+        A pair (stored, unit), with gradient = stored·unit. `stored` has the given dtype, and `unit`
+        is a power of two (0-d fp32). The contents of `gradient` are overwritten.
     """
     exponent = largest_exponent(gradient) - TOP_EXPONENT
     return gradient.mul_(power_of_two(-exponent)).to(dtype), power_of_two(exponent)
@@ -46,7 +49,7 @@ def largest_exponent(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
-    # aminmax needs one pass and no temporary tensor |x|.
+    # Use aminmax, which needs one pass. x.abs().max() would allocate a temporary tensor.
     low, high = x.aminmax()
     return torch.frexp(torch.maximum(-low, high)).exponent.clamp(-100, 100)
 

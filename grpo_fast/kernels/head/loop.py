@@ -1,8 +1,8 @@
 """Chunked pass over the LM head, from hidden states to loss and gradients without (N, V) tensors.
 
 For each chunk of C rows, the pass computes the logits hidden·Wᵀ and their lse, logp and entropy.
-The coefficients from objective/ turn them into d-logits, which give dH = d·W and dW += dᵀ·hidden in
-fp32. chunks.py has two representations of a chunk.
+From them, the loss functions in objective/ compute coefficients, which give the d-logits d. The
+gradients are dH = d·W and dW += dᵀ·hidden, in fp32. chunks.py has two representations of a chunk.
 
 The cost is 6·N·V·H flops if the coefficients of a chunk depend on that chunk only. This is the case
 for token-level losses and for a single chunk. Otherwise, the last chunk is cached and the others
@@ -96,7 +96,7 @@ class LinearHead:
         self.filtered: Tensor | None = None
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the chunk representation for the route."""
+        """Create the object that stores a chunk as logits or as exponentials (chunks.py)."""
         head = self.weight, self.bias, route
         if self.shard is not None:
             return VocabularyChunks(*head, self.shard)
@@ -118,12 +118,12 @@ class LinearHead:
         # The gradient filter accumulates dW in fp32.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
-        # A single chunk does not need the fp32 dW, so its memory may go to logits.
+        # A single chunk does not need the fp32 dW, so logits may use the memory that it would take.
         spared = 4 * self.weight.numel() if single_16_bit else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
-        # Chunks of equal size avoid a small last chunk.
+        # Divide the rows evenly, because a small last chunk would waste a pass over W and dW.
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
@@ -175,17 +175,18 @@ class LinearHead:
         parts = []
         chunks = list(self.chunks())
         if self.head_logps is not None and not keep and self.num_rows:
-            # `head_logps` stores no logits here, so it can process all rows at once.
+            # Process all rows at once, because `head_logps` stores no logits and needs no chunks.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
-            # 1. Chunks that are not cached need statistics only.
+            # 1. Compute only the statistics of a chunk that need not be cached.
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
                 targets = self.rows.target_ids[chunk]
                 transform = self.rows.transform.rows(chunk)
                 head = self._hidden(chunk), self.weight, self.bias
                 stats = self.head_logps(*head, targets, transform, return_entropy=return_entropy)
             else:
-                # 2. The last chunk also stores its logits or exponentials.
+                # 2. Otherwise, also store logits or exponentials in the workspace. After the loop,
+                # the workspace contains the last chunk.
                 stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
                 self.cached = chunk
             parts.append(stats)
@@ -203,8 +204,9 @@ class LinearHead:
         """
         sums = self._sums(wanted)
         parts = []
-        # Do not wait for the GPU. A row whose logp makes it inactive (by clipping) stays in the
-        # GEMMs as zeros.
+        # On a GPU, select rows by advantages and weights, which are known now. A row that becomes
+        # inactive by its logp (by clipping) stays in the GEMMs as zeros. Finding such rows would
+        # require waiting for the GPU.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
@@ -244,7 +246,7 @@ class LinearHead:
             index = chunk
             is_cached = chunk == self.cached
             self.cached = None
-            # Recompute only the active rows if they are few.
+            # If few rows are active, recompute the logits of these rows only.
             if not is_cached and keep is not None and gathers(keep, len(at.target_ids)):
                 h, targets, transform = at
                 at = ChunkRows(
@@ -252,7 +254,8 @@ class LinearHead:
                 )
                 index = keep + chunk.start
                 keep = None
-            # 2. Compute the d-logits from the known statistics, and accumulate.
+            # 2. Compute the d-logits from the known statistics, and add their gradients to the
+            # sums.
             stats = pick(index, *known)
             here = pick(index, g, g_entropy)
             d_logits = self.chunk.gradients(at, stats, *here, cached=is_cached)

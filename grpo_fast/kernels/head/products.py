@@ -16,7 +16,7 @@ WIDEN_ROWS = 16384
 # the vendor's GEMM may split the inner dimension and add parts that are already rounded, so it must
 # write fp32.
 NARROW_FROM = 16 << 20
-# Number of rows of exponentials that are converted to fp32 at a time.
+# Number of rows of exponentials that are converted to fp32 at a time, to limit temporary memory.
 COLUMN_SUM_ROWS = 64
 
 
@@ -115,7 +115,7 @@ def accumulate_outer(
         h = scaled_rows(h, scales).to(h.dtype)
         scales = None
     if is_own:
-        # The first chunk overwrites, so `total` need not be cleared.
+        # The first chunk overwrites the uninitialised `total`. Later chunks are added to it.
         is_new = total is None
         if total is None:
             is_rounded_once = is_single_chunk and weight.dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def _accumulate_outer(
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
-        # A single GEMM rounds its fp32 sums only once, so it may write 16-bit output.
+        # If one GEMM computes all of dW, it rounds its fp32 sums only once and may write 16 bits.
         if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
@@ -149,7 +149,8 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    # With a single chunk, each block is complete and can be rounded when it is copied.
+    # With a single chunk, the fp32 product of each block of rows of dW is final. Copy it into the
+    # 16-bit dW, which rounds it once.
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
@@ -165,7 +166,8 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
             rows = slice(t, t + COLUMN_SUM_ROWS)
             total += coefficients[rows] @ widened(matrix[rows])
         return total
-    # Split each fp32 coefficient into three 16-bit numbers. This avoids an fp32 copy of the matrix.
+    # Represent each fp32 coefficient as a sum of three 16-bit numbers, so that the GEMM has 16-bit
+    # operands. With fp32 coefficients, it would need an fp32 copy of the matrix.
     parts = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype)
     left = coefficients
     for i in range(3):

@@ -1,8 +1,8 @@
 """Pass over rows with a token set, combined with rows over the full vocabulary.
 
-A row with k ids costs 6·k·H instead of 6·V·H flops, and the row kernels see k logits. Logits come
-from gathered weight rows (gathered.py), from a dense product if the sets are so large that this is
-cheaper, or from given logits.
+A row with a set of k ids costs 6·k·H instead of 6·V·H flops, and the row kernels process k logits.
+The logits have one of three sources: gathered weight rows (gathered.py), a dense product with all
+of W if the sets are so large that it is cheaper, or logits that the caller gives.
 """
 
 from __future__ import annotations
@@ -34,21 +34,25 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Cost of a gathered logit, relative to a logit of a dense product. On one core of an Intel Xeon
-# (fp32, H = 896), it is 11 to 18 with few distinct ids, and 28 to 33 if each weight row comes from
-# memory.
+# Estimated time of a gathered logit, divided by the time of a logit of a dense product. On one core
+# of an Intel Xeon (fp32, H = 896), we measured 11 to 18 with few distinct ids, and 28 to 33 if each
+# weight row comes from memory.
 GATHERED_COST = 32
-# The cost of a gathered logit on a GPU, estimated from L2 bandwidth and tensor-core flops. It was
-# not measured.
+# The same ratio on a GPU. It was estimated from L2 bandwidth and tensor-core flops, not measured.
 GATHERED_COST_GPU = 128
 
 
 def linear_sweep(
     tensors: HeadTensors, rows: ActiveRows, route: Route, full_entropy: bool = False, **options: Any
 ) -> LinearHead | SupportSweep | FullEntropySweep:
-    """Return the pass over an LM head for these rows. `options` are arguments of `LinearHead`.
+    """Create the object that runs rows with or without token sets through an LM head.
 
-    With `full_entropy`, entropies are over the full vocabulary and logps over the token sets.
+    Args:
+        tensors: hidden, weight and bias.
+        rows: the active rows and their token sets, if any.
+        route: the selected kernels.
+        full_entropy: compute entropies over the full vocabulary, and logps over the token sets.
+        options: arguments of `LinearHead`.
     """
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
@@ -74,7 +78,7 @@ def supported_head(
     """Return the cheaper head for these token sets: gathered weight rows, or the dense product."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    # Compare the cost of Σ|S| gathered logits with the cost of R·V dense logits.
+    # Use the dense product if its R·V logits cost less than the gathered logits, one for each id.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
     return form(tensors, rows, route, keep_fp32=keep_fp32)
@@ -123,9 +127,12 @@ class SupportSweep:
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of all active rows. With `keep`, cache the logits."""
-        # Slopes avoid a second pass over the weight rows. An entropy gradient needs this pass
-        # anyway.
+        """Compute (lse, logps, entropy) of all active rows, (T,) fp32 each.
+
+        With `keep`, the logits are cached for `gradients`.
+        """
+        # Compute slopes, so that the backward pass need not read the weight rows again. With an
+        # entropy gradient it must read them anyway, so slopes would be useless.
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -199,8 +206,8 @@ class DenseHead(GatheredHead):
             h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
             if workspace is None:
                 workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
-            # This line synchronises, but the number of ids per chunk is needed because it
-            # determines shapes.
+            # Read the number of ids in the chunk, which determines shapes. On a GPU, this waits for
+            # the device.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
@@ -209,7 +216,10 @@ class DenseHead(GatheredHead):
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
-        """Compute logits and statistics of every row. Slopes are never returned."""
+        """Compute the logits at the ids of every set, and the statistics of every row.
+
+        `return_slopes` is ignored, and the slopes are None.
+        """
         raw = self.weight.new_zeros(len(self.support.ids), dtype=self.sum_dtype)
         for _, h, places, at, z in self._chunks():
             matmul_logits(h, self.weight, out=z)
@@ -221,17 +231,21 @@ class DenseHead(GatheredHead):
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute (dH, dW, db), added to `others` if given."""
+        """Compute (dH, dW, db) of the rows with a token set.
+
+        If `others` is given, it contains the gradients of the other rows, which are added.
+        """
         keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Continue from the sums of the rows without a set.
+            # Start with the gradients of the rows without a set, to which those of this head are
+            # added.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
-            # d-logits are 0 outside the sets.
+            # Scatter the d-logits of the sets into a dense matrix, which is 0 outside the sets.
             z.zero_()[at] = of_rows.d_logits[places]
             sums.add(rows, h, ChunkGradients(z), rows.stop - rows.start, None)
         return self._narrowed(*sums.finish())

@@ -29,10 +29,13 @@ ELSEWHERE = -1  # local target id of a target in a different rank's shard
 
 
 class VocabularyShard(NamedTuple):
-    """The vocabulary shard of this rank. Shards are in rank order."""
+    """The vocabulary shard of this rank.
+
+    The shards are consecutive ranges of the vocabulary, in the order of the ranks.
+    """
 
     group: distributed.ProcessGroup
-    sizes: tuple[int, ...]  # number of rows of each rank, may be 0
+    sizes: tuple[int, ...]  # number of weight rows of each rank, which may be 0
     rank: int  # rank of this process in the group
 
     @property
@@ -42,7 +45,7 @@ class VocabularyShard(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The size of the largest shard. All ranks derive the size of their chunks from it."""
+        """The size of the largest shard, from which all ranks compute the same chunk size."""
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
@@ -81,7 +84,8 @@ class VocabularyShard(NamedTuple):
         # target.
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
-        # -inf - -inf is NaN, but a target with probability 0 must have logp -inf.
+        # Set logp to -inf for a target with probability 0. The formula gives NaN in this case,
+        # because it subtracts -inf from -inf.
         logp = torch.where(own == -torch.inf, own, logp)
         if not entropies:
             return total.float(), logp.float(), None
@@ -96,7 +100,8 @@ def unrounded_statistics(
 ) -> RowStats:
     """Compute `reference.row_logps` without the final rounding to fp32.
 
-    The lse is -inf if all columns are -inf.
+    If all columns of a row are -inf, its lse is -inf, so that the row adds nothing to those of
+    other shards.
     """
     z, _ = reference.final_logits(logits, transform)
     lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
@@ -110,8 +115,8 @@ class VocabularyChunks(LogitChunks):
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
-        # The ranks exchange statistics between loss and gradient, so one kernel cannot compute
-        # both.
+        # The ranks exchange statistics before the loss and the gradient can be computed, so one
+        # kernel cannot do everything.
         self.shard = shard
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
@@ -126,7 +131,7 @@ class VocabularyChunks(LogitChunks):
         if z.shape[1]:
             stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
         else:
-            # A shard without columns contributes the sum 0, so its lse is -inf.
+            # A shard without columns has no exponentials to sum, so its lse is log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
         return self.shard.join_ranks(stats, target_ids)

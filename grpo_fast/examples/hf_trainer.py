@@ -63,8 +63,7 @@ class PolicyTrainer(Trainer):
         loss = output.loss
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # num_items_in_batch counts the tokens of all ranks, and DDP averages the gradients over
-            # ranks. Multiply by the number of ranks, so that the gradients are not divided by it
-            # twice.
+            # ranks. Multiply by the number of ranks to get the sum instead of the mean.
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 

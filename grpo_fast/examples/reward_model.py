@@ -63,9 +63,7 @@ def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
 
 
 def tiny_model() -> tuple[Any, Any]:
-    """Return a small Llama with a scalar score head and random weights, and a tokenizer for the
-    symbols.
-    """
+    """Return a small Llama scorer with random weights, and a tokenizer for the symbols."""
     words = ["<|pad|>", "<|eos|>", *map(str, range(SYMBOLS)), "="]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -86,9 +84,7 @@ class PairTrainer(Trainer):
     """
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the Bradley-Terry loss −log σ(chosen − rejected − margin) plus the centering
-        term.
-        """
+        """Return the loss of Bradley-Terry, −log σ(chosen − rejected − margin), plus centering."""
         margin = inputs.pop("margin")
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
         loss = -logsigmoid(chosen - rejected - margin).mean()

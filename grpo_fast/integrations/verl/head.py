@@ -144,9 +144,7 @@ def use_fast_head_everywhere() -> FastHead:
 
 
 def _check(model: Any) -> None:
-    """Raise an error unless verl's fused forward computes the same logits as the model's own
-    forward.
-    """
+    """Raise an error unless verl's fused forward computes the model's own logits."""
     backend = getattr(model, "_verl_fused_kernels_backend", None)
     expected = "one that verl prepared with use_fused_kernels=True and its impl_backend in "
     require(backend in BACKENDS, "model", f"{expected}{BACKENDS}", f"backend {backend!r}")

@@ -25,8 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # test results must not depend on the networ
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill every new `torch.empty` tensor with NaN or the largest integer, including tensors from
-    C++.
+    """Fill every new `torch.empty` tensor with NaN or the largest integer, also in C++.
 
     An element that a kernel forgets to write is then NaN, and the test fails. torch fills the
     memory only if deterministic algorithms are on.

@@ -208,8 +208,7 @@ def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
 
 
 def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
-    """Convert masks of kept ids (N, V) to a `Support` that lists the ids of each row in random
-    order.
+    """Convert masks of kept ids (N, V) to a `Support` with the ids of each row in random order.
 
     Rows outside of the mask (N,) get invalid ids, because no function may read them.
     """
@@ -329,9 +328,7 @@ def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Te
 def run(
     function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0, **changes: Any
 ) -> Result:
-    """Call a public loss function and its backward pass, and return all results in the padded
-    layout.
-    """
+    """Call a public loss function and its backward pass. Return results in the padded layout."""
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
     leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
@@ -359,9 +356,7 @@ def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """Return logps and entropies of the case as inputs of `grpo_loss`, each of shape (B, L) in
-    fp32.
-    """
+    """Return logps and entropies as inputs of `grpo_loss`, each of shape (B, L) in fp32."""
     return tuple(x.float() for x in exact_logps(case))
 
 

@@ -303,9 +303,7 @@ def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
 
 
 def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """Return the truncated or masked importance weight of each token (n,) or of the completion
-    (1,).
-    """
+    """Return the truncated or masked importance weight per token (n,) or completion (1,)."""
     for x in o.corrections:
         r = correction_ratio(c, x)
         if r is None or x.get("kind", "truncate") == "reject":

@@ -102,9 +102,7 @@ def small_cases(backend: str) -> Cases:
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
-    """Return a case with about 250 active rows and a vocabulary that is large enough for fused
-    kernels.
-    """
+    """Return a case with about 250 active rows and a vocabulary large enough for fused kernels."""
     return make_case(
         5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options
     )
@@ -160,9 +158,7 @@ def option_cases(backend: str) -> Cases:
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Compute the loss of eleven targets of five rows of hidden states, so that some targets
-    share a row.
-    """
+    """Compute the loss of eleven targets of five hidden states, so that some targets share one."""
     hidden = case.hidden[0, :5].clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     rows = torch.tensor([0, 0, 1, 4, 2, 2, 2, 3, 0, 4, 1])

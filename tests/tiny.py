@@ -72,9 +72,7 @@ def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **chang
 def tiny_folder(
     path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, **changes: Any
 ) -> str:
-    """Save a tiny model and a BPE tokenizer in transformers format, and return the folder's
-    path.
-    """
+    """Save a tiny model and a BPE tokenizer in transformers format. Return the folder's path."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)

@@ -195,9 +195,7 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
 
 
 def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Check that the built pages need no horizontal scrolling and follow the reader's color
-    scheme.
-    """
+    """Check that the built pages do not scroll sideways and follow the reader's color scheme."""
     built = DOCS / "_build" / "html"
     if not chromium.COMMAND or not built.is_dir():
         pytest.skip("needs Chromium, and the site built by `make docs`")

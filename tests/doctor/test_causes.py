@@ -1,6 +1,4 @@
-"""Tests that plant each of the ten causes in an engine and check that the doctor names the
-cause.
-"""
+"""Tests that the doctor names each of the ten causes if it is planted in an engine."""
 
 import pytest
 import torch

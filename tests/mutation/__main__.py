@@ -84,9 +84,7 @@ def selection(words: list[str]) -> list[str]:
 
 
 def problems(plants: list[Plant]) -> list[str]:
-    """Return the errors in the lists of bugs, one sentence for each error, for the command
-    `--list`.
-    """
+    """Return the errors in the lists of bugs, with one sentence for each error."""
     found = []
     names = [p.name for p in plants]
     for plant in plants:

@@ -48,9 +48,7 @@ def die(*_: Any) -> None:
 
 
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
-    """Make this process kill itself at a random file of a checkpoint save in the next `steps`
-    steps.
-    """
+    """Make this process kill itself at a random file of a checkpoint in the next `steps` steps."""
     left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Comparison of an engine's log-probabilities with the trainer's, and a search for the cause of
-a difference.
-"""
+"""Comparison of an engine's log-probabilities with the trainer's, and search for a cause."""
 
 from __future__ import annotations
 

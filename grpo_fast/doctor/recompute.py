@@ -17,9 +17,7 @@ BUDGET = 8192  # tokens in a packed row
 
 @dataclass(frozen=True)
 class Noise:
-    """Mean difference between log-probabilities of packed rows and of rows with a single
-    completion.
-    """
+    """Mean difference between logps of packed rows and of rows with a single completion."""
 
     dtype: str  # for example "float32"
     mean: float  # mean absolute difference in nats per token

@@ -40,8 +40,7 @@ def unwrapped(model: Any) -> Any:
 def last_hidden(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
 ) -> Any:
-    """Run the model's forward, and return its output, which contains the hidden states of all
-    layers.
+    """Run the model's forward, and return its output with the hidden states of all layers.
 
     Logits are computed only for the last `logits_to_keep` positions. With 0, the forward computes
     the logits of all positions.
@@ -74,9 +73,7 @@ def _check_rule(
     hidden: Tensor,  # (B, L, H)
     theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
-    """Raise an error unless the LM head, applied to `hidden`, reproduces the model's logits
-    `theirs`.
-    """
+    """Raise an error unless the head, applied to `hidden`, gives the model's logits `theirs`."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)

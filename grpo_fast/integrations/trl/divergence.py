@@ -22,7 +22,7 @@ KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # TRL's beta -> divergence; othe
 
 
 def swap_divergence(trainer: Any, handle: FastHead) -> None:
-    """Replace the divergence of one trainer by our kernels until `handle.undo()`.
+    """Replace the divergence of one trainer with our kernels until `handle.undo()`.
 
     Our kernels then compute the trainer's loss, its gradient and the student's entropy.
     """

@@ -8,7 +8,7 @@ TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head
 a closure over the logit transform. It calls `_ChunkedLogProbFunction.apply` and has no hook for a
 replacement. We run the same closure with a copy of its globals in which three names differ:
 
-- `_ChunkedLogProbFunction` is replaced by our function.
+- `_ChunkedLogProbFunction` is our function.
 - `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
 - `DTensor` is an empty tuple, so that TRL does not gather a sharded weight. TRL would leave the
   gradient of that weight unreduced. Our function runs inside the head's forward, where FSDP2

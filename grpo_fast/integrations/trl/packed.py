@@ -132,9 +132,7 @@ class Pack:
     shape: tuple[int, int]  # (B, K)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Scatter the values of the scored tokens from shape (R,) to (B, K), with 0 at all other
-        tokens.
-        """
+        """Scatter values of the scored tokens from shape (R,) to (B, K), with 0 elsewhere."""
         return x.new_zeros(self.shape).flatten().index_copy(0, self.slots, x).view(self.shape)
 
     def packed(self, x: Tensor | None) -> Tensor | None:

@@ -27,9 +27,7 @@ Scores = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Gaps(NamedTuple):
-    """Largest differences in nats between logps of the packed or padded forward and logps of rows
-    that are computed without padding.
-    """
+    """Largest differences in nats between logps of each forward and logps of unpadded rows."""
 
     packed: float
     padded: float
@@ -102,9 +100,7 @@ def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
 
 
 def tolerance(lm: Any, mixed_precision: str | None) -> float:
-    """Return the largest difference in nats that rounding explains, for the lowest precision in
-    use.
-    """
+    """Return the largest difference in nats that the lowest precision in use explains."""
     dtypes = {parameter.dtype for parameter in lm.parameters()}
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
@@ -112,7 +108,13 @@ def tolerance(lm: Any, mixed_precision: str | None) -> float:
 
 
 def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
-    """Warn that TRL computes wrong logps for rows with padding on the left."""
+    """Warn that TRL computes wrong logps for rows with padding on the left.
+
+    Args:
+        kind: The model type, for the message.
+        gap: The difference from the correct logps in nats.
+        is_packed: True if our packed rows avoid the error.
+    """
     ours = "TRL's forward is used here, too: use prompts of one length"
     if is_packed:
         ours = "FastGRPOTrainer packs rows without padding, which is right"
@@ -125,9 +127,7 @@ def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
 
 @contextmanager
 def evaluating(lm: Any) -> Iterator[None]:
-    """Put all modules into eval mode for a block of code, and restore each module's mode
-    afterwards.
-    """
+    """Put all modules into eval mode for a block of code. Restore each module's mode afterwards."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()
     try:

@@ -136,9 +136,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
 
     def _their_objective(self, reason: str) -> None:
-        """Let TRL compute the objective from our log-probabilities from now on, and record the
-        reason.
-        """
+        """Let TRL compute the objective from our logps from now on, and record the reason."""
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         self._in_one_pass = False
 
@@ -165,15 +163,11 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @staticmethod
     def _changes(lm: Any) -> list[Any]:
-        """Return the parts of the model's state that the self-check depends on: compilation and
-        hooks.
-        """
+        """Return the state of compilation and hooks, on which the self-check depends."""
         return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
 
     def _check_again(self) -> None:
-        """Repeat the self-check if the model was compiled or a hook was added after the last
-        check.
-        """
+        """Repeat the self-check if the model was compiled or got a hook since the last check."""
         lm = base_model(self.accelerator.unwrap_model(self.model))
         changes = self._changes(lm)
         if not self._packs or changes == self._checked:

@@ -124,7 +124,7 @@ def test_a_flat_softmax_keeps_everything():
 
 
 def test_masses_hold_the_coefficients():
-    """Check that the mass of a column is the sum of |d| in it, times the coefficients of the rows.
+    """Check the mass of each column: the sum over its rows of |d|, times the rows' coefficients.
 
     The columns with the smallest masses are skipped first.
     """

@@ -5,8 +5,8 @@ configurations are in tests/kernels/triton_tools/shipped.py. For a table of the 
 tests/kernels/triton_tools/report.py`.
 
 `make test` compiles for sm_90, which has most configurations. `make test-compile` and `make
-test-floor` compile for all architectures. They also compile the candidates that have not been timed
-on a GPU.
+test-floor` compile for all architectures. They also compile the candidates, which are kernel
+variants that have not been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def test_compiled_code(arch):
 
 @WHERE_ALL
 def test_the_candidate_loop_compiles():
-    """Check that the candidate loop with a tile of 128 x 256 compiles without spills."""
+    """Check that the candidate loop, which is not shipped, compiles without spills.
+
+    Its tile is 128 x 256.
+    """
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
 from benchmarks.gpu.candidates import Candidate, compile_one
@@ -117,7 +120,7 @@ print("compiled")
 
 @WHERE_ALL
 def test_live_tiles_compile():
-    """Check that the candidate kernels for `grad_filter` compile without spills."""
+    """Check that the kernels that may replace those of `grad_filter` compile without spills."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

@@ -66,7 +66,7 @@ def replaced_part(model: Any, lm: Any) -> str | None:
 
 
 def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, hook) for every forward hook that no library of `KNOWN` defines."""
+    """Yield (module, hook) for every forward hook that is not from a package in `KNOWN`."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not is_defined_in(hook, *KNOWN):

@@ -1,6 +1,6 @@
-"""Interpreter cases for a candidate of `grad_filter`, against fp64.
+"""Interpreter cases for a variant of `grad_filter` that is not shipped, against fp64.
 
-The candidate is in benchmarks/gpu/live_tiles.py.
+The variant is in benchmarks/gpu/live_tiles.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def problem():
 def test_what_is_left_out_is_known():
     """Check that the tiles with the smallest masses are skipped.
 
-    The masses are compared with the fp64 gradients of the logits.
+    The mass of a tile is the sum of the absolute gradients of its logits, computed in fp64 here.
     """
     p, tolerance = problem(), 0.3
     slopes = p.grad_logps.clone()

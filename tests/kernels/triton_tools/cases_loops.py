@@ -1,6 +1,6 @@
-"""Interpreter cases for candidate loops of slice_kernel.
+"""Interpreter cases for loops that may replace the loop of slice_kernel.
 
-A candidate must give the same bits as the shipped kernel.
+Such a candidate must give the same bits as the shipped kernel.
 """
 
 from __future__ import annotations

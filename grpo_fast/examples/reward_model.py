@@ -154,8 +154,7 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    # Set this flag, so that Trainer does not divide the loss by a count. The loss is already a mean
-    # over pairs.
+    # The loss is already a mean over pairs. With True, Trainer would divide it by a token count.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")

@@ -23,7 +23,7 @@ REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# torch can use AMX for its product only if oneDNN has bf16 instructions.
+# torch's AMX product can be tested on CPUs on which oneDNN has bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
 # The shapes leave partial blocks of every kind: of 6 rows of the micro-kernel (32 with AMX), of

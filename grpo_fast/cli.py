@@ -92,7 +92,8 @@ def train(
         try:
             loop.train(config)
         except Stopped as stopped:
-            # Let a second signal end the process at once, also while Python shuts down.
+            # A first signal has stopped the run. Restore the default action, so that a second
+            # signal ends the process at once, even while Python shuts down.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
@@ -151,7 +152,7 @@ def export(
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
-# Maps commands of earlier versions to their replacements.
+# Maps commands that earlier versions had to the commands that replace them.
 MOVED = {
     "reward-model": "python -m grpo_fast.examples.reward_model",
     "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)",

@@ -15,8 +15,8 @@ from difflib import SequenceMatcher
 from typing import Any, TypeVar, cast
 
 FP32_MAX = 3.4028234663852886e38  # Largest finite fp32 number. The kernels compute in fp32.
-# Smallest log-probability that is accepted as a real value. Sampled tokens and most likely tokens
-# never have a smaller log-probability. vLLM writes -9999 for NaN and -inf.
+# Smallest log-probability that is accepted as a real value. vLLM writes -9999 in place of NaN and
+# -inf. Real log-probabilities of sampled or most likely tokens are always far above -1000.
 LEAST_LOGP = -1000.0
 LONGEST_WORD = 200  # letters of a word that are compared with known names
 SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, "try again"
@@ -75,8 +75,8 @@ def choice(name: str, value: object, choices: Collection[str]) -> None:
 def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
     """Raise a ValueError unless `value` is a finite number for which `holds(value)` is true."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # The kernels compute in fp32. The bound also rejects NaN and integers that are too large
-        # for a float.
+        # Every number must fit into fp32, because the kernels compute in fp32. The comparison also
+        # rejects NaN, and integers that are too large for a float.
         if abs(value) <= FP32_MAX and holds(value):
             return
     raise argument_error(name, expected, reprlib.repr(value))
@@ -97,8 +97,8 @@ def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
     def likeness(name: str) -> tuple[bool, float]:
         last = name.casefold().rpartition(".")[2]
-        # SequenceMatcher finds "gpro" as similar to "gspo" as to "grpo". Swapped letters are the
-        # more frequent mistake, so prefer the name that has the same letters.
+        # SequenceMatcher finds "gpro" equally similar to "gspo" and "grpo". Swapped letters are the
+        # more frequent mistake, so prefer the name with the same letters.
         return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
 
     best = max(known, key=likeness, default=None)
@@ -118,7 +118,10 @@ def names_nearest(target: Target) -> Target:
 
 
 def _checks_keywords(build: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """Wrap `build` with a check for unknown keywords. The error message calls it `owner`."""
+    """Wrap `build` with a check for unknown keywords.
+
+    The error message calls the function or class `owner`.
+    """
     known = [x for x in inspect.signature(build).parameters if x not in ("self", "_cls")]
     fields = frozenset(known)
 

@@ -1,6 +1,6 @@
 """Client for headless Chromium that renders pages and evaluates JavaScript in them.
 
-It uses the DevTools protocol over two pipes and needs no Python package.
+The client uses the DevTools protocol over two pipes and needs no Python package.
 """
 
 import contextlib
@@ -18,7 +18,10 @@ COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """A page in a Chromium process. The page's own scripts are disabled, but `evaluate` works."""
+    """A page in a Chromium process.
+
+    Scripts in the page are disabled, but `evaluate` can run JavaScript.
+    """
 
     def __init__(self, send: int, receive: int) -> None:
         self.send, self.receive = send, os.fdopen(receive, "rb", buffering=0)

@@ -1,6 +1,6 @@
 """Helpers for command-line tests.
 
-They write a tiny recipe and run commands in this process or in a subprocess.
+They write a tiny recipe, and run commands either in this process or in a subprocess.
 """
 
 import os
@@ -50,7 +50,7 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
 def in_a_process(
     *words: str, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m grpo_fast` with these words in a subprocess, as a user would."""
+    """Run `python -m grpo_fast` with the given words in a subprocess, as a user would."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},

@@ -1,4 +1,7 @@
-"""Fixtures and hooks for all tests. Tests run in one thread, and each test has a fixed seed."""
+"""Fixtures and hooks for all tests.
+
+Each test runs in one thread and starts with a fixed seed.
+"""
 
 import hashlib
 import os
@@ -24,8 +27,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # test results must not depend on the networ
 def poisoned_memory() -> Iterator[None]:
     """Fill every new `torch.empty` tensor with NaN or the largest integer, also in C++.
 
-    If a kernel forgets to write an element of its output, the element is NaN. torch fills the
-    memory only under deterministic algorithms.
+    An element that a kernel forgets to write is then NaN, and the test fails. torch fills the
+    memory only if deterministic algorithms are on.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -41,9 +44,10 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNamespace]]:
-    """Return `spied(owner, name)`, which replaces a function by one that records its calls.
+    """Return a function `spied(owner, name)` that replaces owner's function `name` with a recorder.
 
-    `spied` returns the list of calls. Each call has the attributes args, options and result.
+    The recorder calls the original function. `spied` returns the list of recorded calls. Each call
+    has the attributes args, options and result.
     """
 
     def spy(owner: Any, name: str) -> list[SimpleNamespace]:
@@ -64,7 +68,10 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNa
 def fused_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Use our matrix products and fused kernels on every CPU in tests with a `Fused` backend."""
+    """Enable our matrix products and fused kernels on every CPU for tests with a `Fused` backend.
+
+    Otherwise, these kernels are used only on some CPUs and for large heads.
+    """
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or not isinstance(callspec.params.get("backend"), Fused):
         yield
@@ -76,8 +83,8 @@ def fused_kernels(
     route.gemm_choice.cache_clear()
 
 
-# These files take minutes in one process. Start them first. If they started last, they would run
-# alone while the other workers are idle.
+# Test files that take minutes in one process. They start first. If they started last, they would
+# run alone while the other workers are idle.
 SLOW_FILES = ("test_triton_compile.py", "test_triton_interpreter.py", "test_trl_parity.py")
 
 
@@ -87,7 +94,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Otherwise xdist would start with the files that have the most tests, not with SLOW_FILES.
+    # Keep the order of the tests. By default, xdist would start with the files that have the most
+    # tests instead of SLOW_FILES.
     config.option.loadscopereorder = False
 
 
@@ -107,7 +115,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.option.random_order
-    # Order by hash, so that adding or removing a test does not change the order of other tests.
+    # Order the tests by a hash of the seed and their name, so that adding or removing a test does
+    # not change the order of the others.
     if seed is not None:
         items.sort(key=lambda item: (_rank(seed, item.path.name), _rank(seed, item.nodeid)))
     items.sort(key=lambda item: item.path.name not in SLOW_FILES)

@@ -1,6 +1,7 @@
 """Reference implementation of GRPO in plain torch, as in a tutorial.
 
-It computes all logits of a transformers model. Tests compare our results with its results.
+It computes all logits of a transformers model. Tests compare the package's results with its
+results.
 """
 
 from typing import Any
@@ -32,10 +33,10 @@ def grpo(
     ref: Tensor | None, *, epsilon: float = 0.2, beta: float = 0.0, by_token: bool = False,
     num_items: float | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Compute (loss, logps, metrics) of the clipped GRPO objective.
+    """Compute the clipped GRPO objective, and return (loss, logps, metrics).
 
-    The loss is the mean over completions of their token means. With `by_token`, it is the mean over
-    all tokens.
+    The loss is the mean over completions of the mean over each completion's tokens. With
+    `by_token`, it is the mean over all tokens.
     """
     logps, entropy, mask = token_logps(model, batch)
     ratio = torch.exp(logps - (logps.detach() if old is None else old))

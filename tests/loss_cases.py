@@ -1,12 +1,12 @@
-"""Small test batches for the loss functions, and one interface to call all loss functions.
+"""Small test batches for the loss functions, and one function that calls all loss functions.
 
-A batch contains everything that is difficult: completions of different lengths, an empty
-completion, a completion with a hole in its mask (a tool call), and advantages of both signs and 0.
-Its log ratios are on both sides of every clip bound. They are so far from the bounds that fp32
-rounding cannot change whether a token is clipped.
+A batch contains all difficult inputs: completions of different lengths, an empty completion, a
+completion with a hole in its mask (a tool call), and advantages of both signs and 0. The log ratios
+are on both sides of every clip bound. They are so far from the bounds that fp32 rounding cannot
+change whether a token is clipped.
 
-Masked tokens have ordinary values here. `poisoned` in test_contract_poison.py replaces them by NaN,
-inf and invalid ids.
+Masked tokens have ordinary values here. `poisoned` in test_contract_poison.py replaces these values
+with NaN, inf and invalid ids.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ LOSS_LEVELS = (
     *((x, "sequence") for x in SEQUENCE_LOSSES),
     *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
 )
-# Loss types with the same per-token function differ only in their aggregation, and no kernel
-# computes the aggregation. So test one loss type for each function. At the levels with one ratio
-# per completion, test grpo and gspo.
+# Several loss types use the same per-token function and differ only in their aggregation, which no
+# kernel computes. To save time, kernel tests use one loss type for each function. For importance
+# sampling levels with one ratio per completion, they use grpo and gspo.
 OF_A_LEAF = {OBJECTIVES[x].function: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
 LEAVES_AND_LEVELS = tuple(
     (x, level)
@@ -61,8 +61,9 @@ class Fused(str):
 def row_backends() -> list:
     """Return the backends to test in this process.
 
-    These are "torch" and "cpu" (csrc). If csrc cannot be built, the tests of "cpu" are skipped with
-    the reason. Under Triton's interpreter (kernels/test_triton_interpreter.py), return "triton".
+    These are "torch" and "cpu" (our C++ kernels, csrc). If csrc cannot be built, the tests of "cpu"
+    are skipped with the reason. Under Triton's interpreter (kernels/test_triton_interpreter.py),
+    the only backend is "triton".
     """
     if IS_INTERPRETER:
         return [pytest.param("triton", id="triton")]
@@ -100,8 +101,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_items: float | None = None
     num_completions: float | None = None
-    # (B, L, V) bool: True at the ids that the sampler kept. If it kept all ids, the `Support` has
-    # an empty set.
+    # True at the ids that the sampler kept, shape (B, L, V), bool. For a row with V kept ids, the
+    # `Support` has an empty set, which means that all ids are kept.
     kept: Tensor | None = None
 
     def but(self, **changes: Any) -> Case:
@@ -125,12 +126,13 @@ class Case:
 def options_for(
     loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return options under which a `make_case` batch reaches every branch of the loss."""
+    """Return options under which a batch of `make_case` reaches every branch of the loss."""
     options: dict[str, Any] = {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": 0.28}
     if loss_type == "cispo":
         options["epsilon_high"] = 1.5
     if loss_type in ("dppo_tv", "dppo_kl"):
-        # The probabilities in a case are about 1/V, so their distances are small.
+        # The probabilities are about 1/V, so the distances between old and new ones are small too.
+        # Use bounds of the same size, so that some tokens exceed them.
         small = 0.008 if loss_type == "dppo_tv" else 0.004
         options.update(epsilon_low=small, epsilon_high=small * 1.25)
     if loss_type in ("kimi", "dro"):
@@ -165,7 +167,10 @@ def make_case(
     bias: bool = True, per_token_advantages: bool = False, sampling: bool = False,
     scale: float = 1.0, support: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
-    """Build a padded batch. Old, ref and sampling logps are near the current logps in fp64."""
+    """Build a padded batch.
+
+    Its old, ref and sampling logps are near the current logps, which are computed in fp64.
+    """
     g = torch.Generator().manual_seed(seed)
     mask = default_mask() if mask is None else mask
     B, L = mask.shape
@@ -193,7 +198,7 @@ def make_case(
 def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
     """Return random sets of kept ids, shape (B, L, V), bool.
 
-    Each set contains the target. About every fifth set contains all V ids.
+    Each set contains the target id. About every fifth set contains all V ids.
     """
     g = torch.Generator().manual_seed(seed)
     share = torch.rand((*ids.shape, 1), generator=g)
@@ -203,9 +208,9 @@ def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
 
 
 def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
-    """Convert kept ids (N, V) to a `Support` with the ids of each row in random order.
+    """Convert masks of kept ids (N, V) to a `Support` with the ids of each row in random order.
 
-    Rows outside of the mask (N,) get invalid sets.
+    Rows outside of the mask (N,) get invalid ids, because no function may read them.
     """
     rows = []
     for t, row in enumerate(kept):
@@ -263,8 +268,8 @@ class Result:
     raw: Any  # the LossOutput itself
 
 
-# Names of the arguments that receive gradients, by function. `Result.grads` uses the name "weight"
-# for lm_head_weight.
+# Names of the arguments that receive gradients, by function. For simplicity, `Result.grads` calls
+# lm_head_weight "weight".
 LEAVES = {
     "linear": ("hidden", "lm_head_weight", "bias"), "logits": ("logits",),
     "logps": ("logps", "entropy"),
@@ -273,7 +278,10 @@ LOSSES_OF = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps"
 
 
 def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, Any]:
-    """Return a dictionary of all arguments for a public loss function, in the given layout."""
+    """Return all arguments of a public loss function for a case, as a dictionary.
+
+    The tensors have the given layout, padded or packed.
+    """
     lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     needs_ref = o.beta != 0 and o.loss_type not in ("kimi", "dro")
@@ -299,7 +307,7 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
 
 
 def call(function: str, case: Case, layout: str = "padded", **changes: Any):
-    """Call a public loss function on a case, with `changes` to its arguments.
+    """Call a public loss function on a case. `changes` replace some of the arguments.
 
     Returns:
         The LossOutput.
@@ -311,7 +319,7 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
 
 
 def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
-    """Return copies of the arguments that receive gradients, by name."""
+    """Return copies of the arguments that receive gradients, as a dictionary by argument name."""
     given = arguments(function, case, layout)
     named = {name: given.get(name) for name in LEAVES[function]}
     return {name: x.detach().clone() for name, x in named.items() if x is not None}
@@ -320,7 +328,7 @@ def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Te
 def run(
     function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0, **changes: Any
 ) -> Result:
-    """Call a public loss function and its backward. Return everything in the padded layout."""
+    """Call a public loss function and its backward pass. Return results in the padded layout."""
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
     leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
@@ -348,7 +356,7 @@ def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """Return logps and entropies in fp32, each of shape (B, L), as inputs of `grpo_loss`."""
+    """Return logps and entropies as inputs of `grpo_loss`, each of shape (B, L) in fp32."""
     return tuple(x.float() for x in exact_logps(case))
 
 
@@ -379,7 +387,10 @@ def truth(function: str, case: Case):
 # ----------------------------------------------------------
 # comparing
 def relative_l2(value: Tensor, true: Tensor) -> float:
-    """Compute ‖value − true‖ / ‖true‖ in fp64, or ‖value‖ if `true` is 0."""
+    """Compute the relative L2 error ‖value − true‖ / ‖true‖ in fp64.
+
+    Return ‖value‖ if `true` is 0.
+    """
     error = (value.double() - true.double()).norm().item()
     size = true.double().norm().item()
     return error / size if size > 0 else error
@@ -390,7 +401,7 @@ def check(
 ) -> Result:
     """Call `run`, and compare loss and gradients with the oracle.
 
-    The gradients of masked rows must be 0.
+    Check also that the gradients of masked rows are 0.
     """
     result, expected = run(function, case, **how), truth(function, case)
     total = sum(x.abs().sum().item() for x in expected.losses)

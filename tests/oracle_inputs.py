@@ -1,6 +1,7 @@
-"""Adapters that call the oracle with the inputs of the package.
+"""Functions that call the oracle with inputs in the format of the package.
 
-They convert padded logps, logits or hidden states to the completions that `oracles` expects.
+They convert padded logps, logits or hidden states to the list of completions that `oracles`
+expects.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def logps_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities (n,) and entropies (n,) of raw logits (n, V) in fp64.
 
-    Logits of −inf and columns outside of `kept` (n, V) have probability 0.
+    Logits of −inf, and columns that are False in `kept` (n, V), have probability 0.
     """
     z = scaled_logits(raw, **rule)
     log_p = torch.log_softmax(z if kept is None else z.masked_fill(~kept, -torch.inf), dim=-1)

@@ -1,10 +1,10 @@
 """Oracle: a reference implementation of every loss in fp64, in the notation of the papers.
 
 The oracle imports nothing from grpo_fast and is not optimized. An objective is a function of ONE
-completion. Each of its arguments is a 1-D tensor with the active tokens only. There is no padding,
-packing, masking, broadcasting or chunking here, because the package may have bugs in this code.
-Gradients come from autograd, with `.detach()` where a paper writes a stop-gradient. `oracle_inputs`
-converts padded tensors to completions.
+completion. Each of its arguments is a 1-D tensor with the active tokens only. The oracle has no
+padding, packing, masking, broadcasting or chunking, because these are places where the package may
+have bugs. Gradients come from autograd, with `.detach()` where a paper writes a stop-gradient.
+`oracle_inputs` converts padded tensors to completions.
 
 The formulas come from these papers: DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
 INTELLECT-2, PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO
@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# A ratio is exp(min(log ratio, 20)). Its derivative ignores the minimum. Otherwise a token with a
-# larger log ratio would get no gradient and could not return.
+# A ratio is exp(min(log ratio, 20)). Its derivative is computed as if there were no minimum.
+# Otherwise a token with a log ratio above 20 would get no gradient, and its ratio could not become
+# smaller again.
 LOG_RATIO_MAX = 20.0
 
 DEFAULTS: dict[str, Any] = {
@@ -60,7 +61,7 @@ class Completion(NamedTuple):
 
 
 def resolve(options: dict[str, Any]) -> SimpleNamespace:
-    """Return all options. Options that the user omitted have their documented defaults."""
+    """Return all options as a namespace, with the documented default for each missing option."""
     unknown = set(options) - set(DEFAULTS) - {"compute_entropy"}
     assert not unknown, unknown
     o = SimpleNamespace(**{**DEFAULTS, **options})
@@ -84,13 +85,13 @@ def guarded(log_ratio: Tensor) -> Tensor:
 
 
 def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Compute the log ratio at the requested level, repeated to shape (n,)."""
+    """Compute the log ratio at the requested importance sampling level, repeated to shape (n,)."""
     lr = c.logp - c.old
     if o.importance_sampling_level == "sequence":
-        # the mean over the tokens, with a gradient through the mean
+        # Use the mean over the tokens, and let the gradient flow through the mean.
         lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
     elif o.importance_sampling_level == "sequence_sum":
-        # the log of π(completion) / π_old(completion)
+        # Use the log of π(completion) / π_old(completion).
         lr = lr.sum().expand(len(lr))
     return lr
 
@@ -146,7 +147,7 @@ def sapo(c, o):
 def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
     """Compute the weight φ of VESPO like `get_gamma_weights` of TRL 1.16.
 
-    λ is at least 1e-4, and the clamps are in TRL's order.
+    As in TRL, λ is at least 1e-4, and the clamps are applied in the same order.
     """
     lower = math.log(1e-8)
     w = torch.clamp(c.logp - c.old, -20.0, 20.0).sum()
@@ -199,7 +200,10 @@ def dppo_kl(c, o):
 
 
 def binary_kl(q: Tensor, p: Tensor) -> Tensor:
-    """Compute KL(Bernoulli(q) ‖ Bernoulli(p)), for the outcomes "this token" and "any other"."""
+    """Compute KL(Bernoulli(q) ‖ Bernoulli(p)).
+
+    The two outcomes are "this token" and "any other token".
+    """
     return q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
 
 
@@ -219,9 +223,9 @@ ORACLES = {
 # ----------------------------------------------------------
 # KL
 def k3_value(d: Tensor) -> Tensor:
-    """Compute e^d − d − 1. Above d = 20, compute the tangent at 20.
+    """Compute the KL estimator k3, e^d − d − 1.
 
-    For small d, a series avoids cancellation.
+    Above d = 20, compute its tangent at 20. For small d, use a series to avoid cancellation.
     """
     top = torch.clamp(d, max=20.0)
     series = d**2 / 2 + d**3 / 6 + d**4 / 24 + d**5 / 120 + d**6 / 720
@@ -236,7 +240,7 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 def kl_of(d: Tensor, o: SimpleNamespace) -> Tensor:
     """Compute the KL estimator of the log ratio `d`, with clamps on its input and its value.
 
-    Straight-through estimators clamp only the value, not the gradient.
+    The straight-through estimators clamp only the value. Their gradient ignores the clamps.
     """
     most, reach = (math.inf if x is None else x for x in (o.kl_clamp, o.kl_input_clamp))
 
@@ -258,7 +262,8 @@ KL_ORACLES = {
 }
 
 
-# Maps TRL's names of sampler corrections to our corrections, for TRL's threshold of 3.
+# Maps TRL's names of sampler corrections to equal corrections of the package, for the case that
+# TRL's threshold is 3.
 WORDS: dict[str | None, list[dict[str, Any]]] = {
     None: [],
     "token_truncate": [{"kind": "truncate", "high": 3.0}],
@@ -280,9 +285,10 @@ def off_policy(threshold: float) -> dict[str, Any]:
 
 
 def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
-    """Return the ratio that a correction reads, or None if its sampling logps are missing.
+    """Return the ratio that a correction compares with its bounds.
 
-    The shape is (n,) for a ratio per token and (1,) for a ratio per completion.
+    Return None if the completion has no sampling logps. The shape is (n,) for one ratio per token
+    and (1,) for one ratio per completion.
     """
     read = x.get("ratio", "old/sampling")
     if c.sampling is None and read != "current/behaviour":
@@ -297,7 +303,7 @@ def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
 
 
 def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """Return the truncated or masked importance weight, shape (n,) or (1,)."""
+    """Return the truncated or masked importance weight per token (n,) or completion (1,)."""
     for x in o.corrections:
         r = correction_ratio(c, x)
         if r is None or x.get("kind", "truncate") == "reject":
@@ -328,7 +334,9 @@ def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
 def completion_loss(
     c: Completion, o: SimpleNamespace, entropy_floor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the loss of each token, with corrections, filters and KL in the documented order.
+    """Compute the loss of each token of one completion.
+
+    Corrections, filters and KL are applied in the documented order.
 
     Returns:
         The loss (n,), and the KL (n,) for the metric or None.
@@ -352,7 +360,10 @@ def completion_loss(
 def token_weights(
     lengths: list[int], o: SimpleNamespace, num_items, num_completions
 ) -> list[float]:
-    """Return the weight in the loss that each token of a completion has, for every completion."""
+    """Return the weight of one token in the loss, for each completion.
+
+    All tokens of a completion have the same weight.
+    """
     B = max(len(lengths), 1) if num_completions is None else float(num_completions)
     tokens = float(sum(lengths))
     if o.aggregation == "sequence_mean":
@@ -375,7 +386,10 @@ def token_weights(
 def batch_loss(
     completions: list[Completion], options: dict[str, Any], *, num_items=None, num_completions=None
 ) -> SimpleNamespace:
-    """Compute the loss of a batch. The `loss` in the result is differentiable."""
+    """Compute the loss of a batch and its parts.
+
+    The `loss` in the result is differentiable.
+    """
     o = resolve(options)
     zero = torch.zeros((), dtype=torch.float64)
     floor = None

@@ -1,8 +1,9 @@
 """Decorator for pairwise testing: `@pairs(dtype=DTYPES, backend=BACKENDS, ...)`.
 
-Stacked `parametrize` decorators test every combination of all axes. `pairs` tests only every pair
-of values of any two axes. This finds all faults that depend on two axes, and the number of tests is
-about the product of the two longest axes.
+An axis is a parameter with its list of values. Stacked `parametrize` decorators test every
+combination of all axes. `pairs` tests only enough combinations to contain every pair of values of
+any two axes. They find all faults that depend on two axes, and their number is about the product of
+the lengths of the two longest axes.
 """
 
 import itertools
@@ -16,8 +17,8 @@ import torch
 def pairs(**axes: Iterable) -> pytest.MarkDecorator:
     """Return one `parametrize` decorator for all axes.
 
-    The name `a__b` is an axis of tuples (a, b). If an axis is `items()` of a dictionary, the keys
-    are the ids of the values.
+    The name `a__b` is an axis of tuples (a, b). If an axis is `items()` of a dictionary, its keys
+    become the test ids of the values.
     """
     values = [_params(names, axis) for names, axis in axes.items()]
     rows = []
@@ -50,9 +51,9 @@ def _word(value: Any, otherwise: str) -> str:
 def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Return rows of indices that contain every pair of values of any two axes.
 
-    The rows start as the product of the two longest axes. Then the axes are added one at a time: in
-    each row, an axis gets the value that adds most new pairs. Additional rows contain the remaining
-    pairs. The result is deterministic.
+    The rows start as all pairs of values of the two longest axes. Then the other axes are added one
+    at a time: each row gets the value that adds most new pairs. Pairs that are still missing are
+    added in additional rows. The result is deterministic.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     rows = [list(row) for row in itertools.product(*(range(sizes[axis]) for axis in order[:2]))]
@@ -72,9 +73,10 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _rows_of(missing: set[tuple[int, int, int]], k: int) -> list[list[int]]:
-    """Return a small number of rows that contain the given pairs.
+    """Return a small number of rows that contain all missing pairs.
 
-    The pair (a, i, j) means index i on axis a and index j on axis k. Unused entries of a row are 0.
+    A pair (a, i, j) means index i on axis a and index j on axis k. Entries of a row that no pair
+    needs are 0.
     """
     rows: list[dict[int, int]] = []
     for a, i, j in sorted(missing):

@@ -1,4 +1,7 @@
-"""Reward configurations for tests, without the checks of a recipe."""
+"""Configurations of reward functions for tests.
+
+They skip the checks that a recipe performs.
+"""
 
 from types import SimpleNamespace
 from typing import Any

@@ -88,7 +88,10 @@ def with_kl(loss_type: str) -> dict[str, float]:
 
 
 def small_cases(backend: str) -> Cases:
-    """Yield cases with every loss type and level, in both layouts, for all three functions."""
+    """Yield cases with every loss type and importance sampling level.
+
+    Each is computed in both layouts and with all three functions.
+    """
     for loss_type, level in LOSS_LEVELS:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
         case = make_case(3, sampling=True, **options)
@@ -99,7 +102,7 @@ def small_cases(backend: str) -> Cases:
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
-    """Return a case with about 250 active rows and a large vocabulary, to use fused kernels."""
+    """Return a case with about 250 active rows and a vocabulary large enough for fused kernels."""
     return make_case(
         5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options
     )
@@ -116,7 +119,7 @@ def large_cases(
 
 
 def option_cases(backend: str) -> Cases:
-    """Yield cases with options that select further code paths."""
+    """Yield cases with options that select code paths that `small_cases` does not reach."""
     variants: dict[str, dict[str, Any]] = {
         "entropy bonus": {"entropy_coef": 0.05},
         "softcap": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8},
@@ -155,7 +158,7 @@ def option_cases(backend: str) -> Cases:
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Compute the loss of eleven targets that five rows of hidden states predict."""
+    """Compute the loss of eleven targets of five hidden states, so that some targets share one."""
     hidden = case.hidden[0, :5].clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     rows = torch.tensor([0, 0, 1, 4, 2, 2, 2, 3, 0, 4, 1])
@@ -168,7 +171,7 @@ def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
 
 
 def logps(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Call linear_logps with and without gradients, and return its results and gradients."""
+    """Call `linear_logps` with and without gradients, and return both results and the gradients."""
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     ids = torch.where(case.mask, case.ids, -100)
     lp, h = grpo_fast.linear_logps(

@@ -48,7 +48,7 @@ def die(*_: Any) -> None:
 
 
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
-    """Arrange that this process kills itself at a random file of a save in the next `steps`."""
+    """Make this process kill itself at a random file of a checkpoint in the next `steps` steps."""
     left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:
@@ -60,7 +60,7 @@ def arm_save(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """Arrange that this process kills itself at a random rollout pass in the next `steps`."""
+    """Make this process kill itself at a random rollout pass in the next `steps` steps."""
     left = rng.randint(1, round(PASSES * steps))
 
     def counting(self: Stopping, *_: Any) -> None:
@@ -74,7 +74,7 @@ def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
-    """Arrange that this process kills itself at a random time of the next `steps`.
+    """Make this process kill itself at a random time during the next `steps` steps.
 
     A step takes about `seconds`.
     """
@@ -86,7 +86,10 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
 def attempt(
     folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
 ) -> bool:
-    """Resume the run in child processes. Return True if the `victim` was killed."""
+    """Resume the run in child processes until it ends or is killed.
+
+    Return True if the child process with rank `victim` was killed.
+    """
     port, children = free_port(), []
     for rank in range(ranks):
         children.append(os.fork())

@@ -9,7 +9,8 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-# Model families with configuration changes. The comments name the property that a family tests.
+# Configuration changes for each model family. The comments name the property for which tests use
+# the family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},  # no special property except grouped-query attention
     "qwen2": {"tie_word_embeddings": True},  # biased projections, tied head
@@ -49,7 +50,7 @@ def tiny_model(
     config = transformers.AutoConfig.for_model(family, **fields)
     model = getattr(transformers, kind).from_config(config)
     # Scale the weights up. With the small default initialisation, wrong attention would hardly
-    # change the output.
+    # change the output, and tests would not detect it.
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -57,7 +58,10 @@ def tiny_model(
 
 
 def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **changes: Any) -> Any:
-    """Return a `Policy` whose tokens are SYMBOLS. "3 1 2 =" is a possible prompt."""
+    """Return a `Policy` whose vocabulary is SYMBOLS.
+
+    "3 1 2 =" is a possible prompt.
+    """
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 
@@ -68,7 +72,7 @@ def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **chang
 def tiny_folder(
     path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, **changes: Any
 ) -> str:
-    """Save a tiny model with a BPE tokenizer in transformers format."""
+    """Save a tiny model and a BPE tokenizer in transformers format. Return the folder's path."""
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)

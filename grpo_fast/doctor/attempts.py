@@ -25,8 +25,8 @@ from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
 
-# Sampling settings in the order in which samplers apply them. Each has the class of transformers
-# that applies it, and its neutral value.
+# Sampling settings in the order in which samplers apply them. The value is the transformers class
+# that applies the setting, and the setting's neutral value.
 SAMPLERS: dict[str, tuple[Any, float]] = {
     "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
     "temperature": (library.TemperatureLogitsWarper, 1.0),
@@ -34,16 +34,16 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Fields of the model's configuration. Each has the cause to report if an engine ignores the field,
-# and the value that switches the field off.
+# Fields of the model's configuration that an engine may ignore. The value is the cause to report in
+# this case, and the field's value that switches its effect off.
 FIELDS: dict[str, tuple[str, Any]] = {
     "attn_logit_softcapping": (causes.ATTENTION, None),
     "final_logit_softcapping": (causes.SOFTCAP, None),
     "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
     "sliding_window": (causes.ROPE, 1 << 30),
 }  # fmt: skip
-# Mistakes that an engine may make with a prompt, as functions (tokenizer, chat messages, ids) ->
-# ids.
+# Mistakes that an engine may make with a prompt. Each is a function of (tokenizer, chat messages,
+# correct ids) that returns the wrong ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "adds BOS once more": lambda t, _, ids: [t.bos_token_id, *ids],
     "loses the first token (BOS)": lambda t, _, ids: ids[1:],
@@ -59,7 +59,7 @@ Attempt = tuple[str, str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """Samples for which engine and trainer differ, and the settings of engine and loss."""
+    """Samples for which engine and trainer give different log-probabilities, and their settings."""
 
     policy: Policy
     samples: Samples  # with the tokens that the sampler kept, if the loss uses them
@@ -79,7 +79,8 @@ class Case:
 
         Args:
             build: Function that returns a different policy. None: the trainer's policy.
-            samples: The samples with or without kept tokens. None: the samples of the loss.
+            samples: The samples to recompute, with or without the sets of tokens that the sampler
+                kept. None: the samples of the loss.
             settings: Sampling settings to apply to the logits. None: the temperature of the loss.
             change: Function that changes the ids of a prompt. None: the ids that were sent.
 
@@ -99,14 +100,16 @@ class Case:
                 ids = torch.cat([torch.tensor(prompt), samples.completion(i)]).to(policy.device)
                 output = policy.lm(input_ids=ids[None, :-1], use_cache=False)
                 logits = output.logits[0, len(prompt) - 1 :].float()
-                # 2. Apply the sampling settings. A repetition penalty must see only the ids before
-                # each token, so replace the later ids by the first id of the prompt.
+                # 2. Apply the sampling settings. `context` has one row for each completion token. A
+                # repetition penalty must see only the ids before this token, so replace all later
+                # ids by the first id of the prompt, which the penalty sees anyway.
                 places = torch.arange(len(ids), device=ids.device)
                 context = torch.where(places < places[len(prompt) :, None], ids, ids[0])
                 for name, (sampler, _) in SAMPLERS.items():
                     if name in settings:
                         logits = sampler(settings[name])(context, logits)
-                # 3. Restrict the distribution to the tokens that the sampler kept, if known.
+                # 3. If the samples record which tokens the sampler kept, restrict the distribution
+                # to them.
                 support = select_support(samples.support, torch.arange(*samples.rows[i : i + 2]))
                 if support is not None:
                     support = Support(*(tensor.to(policy.device) for tensor in support))
@@ -120,7 +123,7 @@ class Case:
 
 
 def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
-    """Run every attempt to explain a difference.
+    """Run every attempt to explain a difference between engine and trainer.
 
     Attempts that fail for this model, or that change no log-probability, are skipped.
 
@@ -145,18 +148,19 @@ def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
 
 def sampling_attempts(case: Case, kept: Samples) -> Iterator[Attempt]:
     """Yield attempts with different temperatures, truncations and penalties."""
-    # 1. Try no temperature ("raw"), the requested temperature, and the model's default.
+    # 1. The engine may apply no temperature ("raw"), the requested temperature, or the temperature
+    # in the model's generation config.
     raw = {"samples": replace(case.samples, support=None), "settings": {}}
     yield causes.TEMPERATURE, "the engine reports raw log-probabilities", raw
     shipped = shipped_settings(case.policy)
     for value in (case.sampling.temperature, shipped.get("temperature", 1.0)):
         changes = {"settings": {"temperature": value}}
         yield causes.TEMPERATURE, f"the engine uses temperature={value:g}", changes
-    # 2. Try the tokens that the engine reports as kept, the requested truncation, and the model's
-    # default settings.
+    # 2. The engine may use the tokens that it reports as kept, the requested truncation, or the
+    # truncation in the model's generation config.
     yield causes.TRUNCATION, "the engine uses the tokens that it names", {"samples": kept}
     requested = case.sampling.model_dump(include={"top_k", "top_p", "min_p"})
-    # vLLM uses the model's default for every setting that a request does not contain.
+    # vLLM uses the model's generation config for every setting that a request does not contain.
     unsent = {k: v for k, v in shipped.items() if k not in {"temperature", *requested}}
     for chosen in (requested, shipped, unsent):
         settings = {"temperature": case.temperature, **chosen}
@@ -179,7 +183,7 @@ def shipped_settings(policy: Policy) -> dict[str, float]:
 def other_attempts(case: Case) -> Iterator[Attempt]:
     """Yield attempts with a changed prompt or model.
 
-    The model has no adapter, computes in 16 bits, or ignores a field of its configuration.
+    The changed model has no adapter, computes in 16 bits, or ignores a field of its configuration.
     """
     for name, change in PROMPT_CHANGES.items():
         yield causes.PROMPT, f"the engine {name}", {"change": change}
@@ -208,8 +212,8 @@ def with_config(policy: Policy, field: str, value: Any) -> Policy:
     """Return a policy with the same weights and with one field of the configuration changed."""
     config = copy.deepcopy(policy.lm.config)
     setattr(config.get_text_config(), field, value)
-    # Buffers such as RoPE's frequencies depend on the configuration, so compute them again. The
-    # weights are shared with the policy.
+    # Build the model again, because buffers such as RoPE's frequencies depend on the configuration.
+    # Only buffers are allocated. The weights are shared with the policy.
     with policy.device, init_empty_weights(include_buffers=False):
         model = policy.kind(config).eval()
     model.load_state_dict(policy.lm.state_dict(), assign=True)

@@ -25,10 +25,11 @@ from grpo_fast.train.evaluation.settings import Source
 from grpo_fast.train.files import plain_json
 
 PATIENCE = 10  # seconds to wait for a server that does not answer
-# Keys of a run's `model` section that the doctor uses. trust_remote_code is left out, because the
-# doctor must not run code that a model's folder contains.
+# Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the
+# doctor must not run code from a model's folder.
 LOADING = {"dtype", "autocast", "attn"}
-# Use a temperature other than 1. Otherwise an engine that ignores the temperature would pass.
+# Default settings without a recipe. The temperature differs from 1, because an engine that ignores
+# the temperature would otherwise pass.
 DEFAULTS: dict[str, Any] = {
     "data": {"task": "open"}, "rewards": [{"name": "exact_match"}], "rollout": {"temperature": 0.8}
 }  # fmt: skip
@@ -115,8 +116,8 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
         if words:
             raise conflict("model=none", words[0], "it needs a folder, a hub id or recipe=NAME")
         return None, own, None
-    # 2. Read prompts and sampling settings from the recipe. Without a recipe, use the run's
-    # settings if the model is a run, or the defaults.
+    # 2. Read prompts and sampling settings from the recipe if there is one. Otherwise read them
+    # from the run if the model is a run's folder, or else use the defaults.
     fields = copy.deepcopy(DEFAULTS) if own.recipe is None else read_recipe(own.recipe)
     if models:
         source = Source.of(models[0])
@@ -126,7 +127,7 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
             if own.recipe is None:
                 fields = source.run.model_dump(mode="json", exclude_unset=True)
         fields["model"] = {"path": source.path, **loading}
-    # 3. A server on the command line replaces the engine of a recipe or run.
+    # 3. Use the servers on the command line instead of the engine in the recipe or run.
     if urls:
         server = {"engine": "vllm-server", "vllm.urls": json.dumps(urls), "vllm.patience": PATIENCE}
         rest = [f"rollout.{key}={value}" for key, value in server.items()] + rest

@@ -1,4 +1,4 @@
-"""Comparison of an engine's log-probabilities with the trainer's, and a search for the cause."""
+"""Comparison of an engine's log-probabilities with the trainer's, and search for a cause."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
 from grpo_fast.train.models.policy import Policy
 
-# Mean difference in nats per token that two correct forward passes may have, by dtype.
+# Mean difference, in nats per token, that two correct forward passes may have in each dtype.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-# A difference counts as noise up to this factor times the mean difference between the trainer and
-# the model's own forward pass.
+# Factor for the mean difference between the trainer and the model's own forward pass. A difference
+# between engine and trainer up to this product counts as noise.
 MARGIN = 1.5
 UNEXPLAINED = 0.1  # share of the difference that may remain with the right cause
 KNOWN = 0.95  # least share of tokens to which an attempt must give a probability above 0
@@ -92,8 +92,8 @@ def diagnose(
         require(fits, "engine", expected, samples.logps[:4].tolist(), RuntimeError)
         return samples
 
-    # 1. Sample completions. Recompute their log-probabilities once as training does, and once with
-    # the model's own forward pass.
+    # 1. Sample completions. Compute their log-probabilities with the code that training uses, and
+    # again with the model's own forward pass.
     samples = sample(version)
     temperature = sampling.temperature if temperature is None else temperature
     table = samples if uses_kept else dataclasses.replace(samples, support=None)
@@ -102,12 +102,14 @@ def diagnose(
     own = float((case.recompute() - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
-    # 2. Choose the allowed noise. A model with large logits rounds more, so a difference between
-    # trainer and own forward pass raises the noise. A wrong trainer also has a large difference, so
-    # the noise is at most doubled.
+    # 2. Choose the largest difference that counts as noise. A model with large logits rounds more,
+    # which also shows as a difference between the trainer and the model's own forward pass. So this
+    # difference raises the limit. But it may also come from a wrong trainer, so the limit is at
+    # most doubled.
     noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
     threshold = noise if threshold is None else threshold
-    # 3. Try the causes one at a time. Count wrong weight versions and wrong ends of completions.
+    # 3. If the difference exceeds the noise, try each cause alone. In any case, count the
+    # completions with a wrong weight version or a wrong end.
     found: list[Cause] = []
     tried: list[Cause] = []
     if mean > noise:
@@ -135,15 +137,16 @@ def explain(
         case: The difference to explain.
         kept: The samples with the tokens that the sampler kept, if the engine reports them.
         trainers: The trainer's log-probabilities, shape (R,).
-        rounding: Difference in nats per token that may remain in any case with the right cause.
+        rounding: Difference in nats per token that rounding alone explains. A cause may leave this
+            difference.
 
     Returns:
-        Two lists. The first has the cause, or is empty if no cause explains the difference. The
-        second has the best attempt of each cause, sorted by the remaining difference.
+        Two lists. The first contains the cause, or nothing if no cause explains the difference. The
+        second contains the best attempt of each cause, sorted by the difference that remains.
     """
     engines = case.samples.logps
     mean = float((engines - trainers).abs().mean())
-    # 1. For each cause, find the attempt with the smallest remaining difference.
+    # 1. For each cause, find the attempt that leaves the smallest difference.
     best: dict[str, Cause] = {}
     similarity = SIMILAR
     similar: list[Cause] = []
@@ -157,18 +160,19 @@ def explain(
                 similarity = value
                 similar = [cause]
     tried = sorted(best.values(), key=lambda cause: cause.left)
-    # 2. Name the best cause if it explains the difference.
+    # 2. If the best cause leaves at most a small part of the difference, return this cause.
     if tried[0].left <= min(max(UNEXPLAINED * mean, rounding), mean / 2):
         return tried[:1], tried
-    # 3. Two kernels round differently in 16 bits. Even with the right dtype, about half of the
-    # difference remains, so a correlated difference is enough for this cause.
+    # 3. Otherwise, a wrong dtype may be the cause. Two 16-bit kernels round differently, so about
+    # half of the difference remains even with the right dtype. It is therefore enough that the
+    # difference correlates with the rounding of that dtype.
     return similar, tried
 
 
 def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
-    """Return the mean absolute difference of the tokens with a probability above 0.
+    """Return the mean absolute difference of the tokens whose `logps` are finite.
 
-    Return inf if more than 5% of the tokens have probability 0.
+    A logp of -inf means probability 0. Return inf if more than 5% of the tokens have probability 0.
     """
     gap = (engine_logps - logps).abs()
     known = gap[gap.isfinite()]
@@ -178,7 +182,7 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Count completions with a wrong weight version or a wrong end.
+    """Count the completions with a wrong weight version, and those with a wrong end.
 
     A completion must stop at its first EOS or have `longest` tokens.
 
@@ -200,7 +204,7 @@ def wrong_versions_and_ends(
 def ignores_update(
     sample: Callable[[int], Samples], first: Samples, policy: Policy, version: int, noise: float
 ) -> bool:
-    """Send weights with a scaled LM head, and sample again.
+    """Send weights with a scaled LM head to the engine, and sample again.
 
     Returns:
         True if most completions and their log-probabilities do not change.
@@ -211,8 +215,8 @@ def ignores_update(
         weight.mul_(SCALE)
         second = sample(version + 1)
     finally:
-        # Copy the saved weight, because a division by SCALE would round. Then sample once more, so
-        # that the engine gets the original weights again.
+        # Restore the saved weight. Division by SCALE would round. Then sample once more, so that
+        # the engine receives the original weights.
         weight.copy_(saved)
         sample(version + 2)
     same = 0

@@ -17,7 +17,7 @@ BUDGET = 8192  # tokens in a packed row
 
 @dataclass(frozen=True)
 class Noise:
-    """Mean difference between the trainer's packed rows and rows with a single completion."""
+    """Mean difference between logps of packed rows and of rows with a single completion."""
 
     dtype: str  # for example "float32"
     mean: float  # mean absolute difference in nats per token
@@ -31,7 +31,8 @@ def trainer_logps(
 
     Args:
         policy: The trainer's policy.
-        samples: The completions. If they have a support, log-probabilities are over the support.
+        samples: The completions. If they record a support (the tokens that the sampler kept), the
+            log-probabilities are computed over the support.
         temperature: Temperature of the loss.
         budget: Largest number of tokens in a packed row. With 1, each row has one completion.
 
@@ -50,7 +51,7 @@ def trainer_logps(
 
 
 def measure_noise(policy: Policy, samples: Samples, temperature: float) -> list[Noise]:
-    """Compare packed rows with single rows in the policy's dtype, in fp32 and in bf16.
+    """Measure the rounding noise, which is the difference between packed and single rows.
 
     Returns:
         The mean difference for each of these dtypes.

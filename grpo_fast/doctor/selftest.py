@@ -75,7 +75,7 @@ def self_checks() -> list[Check]:
 def checked(
     names: Sequence[str], bounds: Sequence[float], run: Callable[[], Iterable[float]]
 ) -> list[Check]:
-    """Call `run`, and return one check for each error that it returns.
+    """Call `run`, and return one check for each error number that it returns.
 
     If `run` raises an exception, return a single check with an infinite error.
     """
@@ -99,7 +99,7 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Compare every attention kernel with an attention that materializes all scores."""
+    """Compare every attention kernel with an attention that computes the full score matrix."""
     for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
         is_special = extra == ", window", extra == ", softcap"
         kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
@@ -156,16 +156,21 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
 
 
 def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
-    """Return the three errors of a backend that `ERRORS` names. NaN results give NaN errors."""
+    """Return the three errors of a backend that `ERRORS` names.
+
+    NaN results give NaN errors.
+    """
     # 1. Measure the absolute error of loss and logps, and the relative L2 error of the gradients.
-    # torch's max propagates NaN.
+    # Use torch's max, because it propagates NaN.
     first = fused_results(inputs, backend)
     exact = {name: x.cpu() for name, x in inputs.items()}
     exact |= {name: exact[name].double() for name in ("hidden", "lm_head_weight")}
     pairs = list(zip(first, fused_results(exact, "torch"), strict=True))
     values = torch.stack([(a - b).abs().max() for a, b in pairs[:2]]).max()
     gradients = torch.stack([(a - b).norm() / b.norm() for a, b in pairs[2:]]).max()
-    # 2. Count the numbers that change in a second run or if a completion is computed alone.
+    # 2. Count the numbers that change in a second run, and the logps that change if a completion is
+    # computed alone. Both counts must be 0, because results must be deterministic and independent
+    # of the rest of the batch.
     again = fused_results(inputs, backend)
     changed = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
     start, end = inputs["cu_seqlens"][2:4].tolist()

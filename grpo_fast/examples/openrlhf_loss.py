@@ -4,8 +4,8 @@ It accepts the same arguments and returns the same results.
 
     trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
 
-There are three differences. NaN at masked tokens does not reach the loss. The loss of a batch
-without active tokens is 0, not NaN. The ratio of a completion (gspo) is at most e^20.
+The results differ in three cases. NaN at masked tokens does not reach the loss. The loss of a batch
+without active tokens is 0, not NaN. With gspo, the ratio of a completion is at most e^20.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_fast.errors import require
 
 LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token to [-20, 20]
 LEVELS = {"ppo": "token", "gspo": "sequence"}  # policy_loss_type -> level of the importance ratio
-# (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio)
+# The returned tuple: (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio).
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -34,7 +34,7 @@ class PolicyLoss(nn.Module):
         ValueError: The options differ from the options of openrlhf 0.11.
     """
 
-    # Options of OpenRLHF's PolicyLoss.
+    # Options that are copied from OpenRLHF's PolicyLoss, with their original names.
     clip_eps_low: float
     clip_eps_high: float
     dual_clip: float | None
@@ -82,22 +82,24 @@ class PolicyLoss(nn.Module):
             old_log_probs: Log-probabilities before the update, shape (B, L).
             advantages: Advantage of each token, shape (B, L).
             action_mask: True or 1 at completion tokens, shape (B, L). None: all tokens.
-            rollout_log_probs: Log-probabilities of the sampler, shape (B, L), for the correction.
+            rollout_log_probs: Log-probabilities of the sampler, shape (B, L). The correction for
+                the mismatch between sampler and trainer reads them.
             dp_size: Number of data-parallel ranks.
             batch_num_tokens: Tokens in the batch of all ranks. None: count this call's tokens.
             global_batch_size: Completions in the batch of all ranks. None: count the completions of
                 this call.
 
         Returns:
-            loss, clip_ratio, ppo_kl, vllm_kl and the filtered share, each 0-d. vllm_kl and the
-            filtered share are None without a correction.
+            The loss, the metrics clip_ratio, ppo_kl and vllm_kl, and the fraction of tokens or
+            sequences that the correction filtered, each 0-d. vllm_kl and the fraction are None
+            without a correction.
         """
         keep = torch.ones_like(log_probs).bool() if action_mask is None else action_mask.bool()
         behaviour = old_log_probs
         weighted = advantages
         vllm_kl = None
         filtered = None
-        # 1. Apply the correction for the mismatch between sampler and trainer.
+        # 1. Compute the correction for the mismatch between sampler and trainer.
         if self.is_correction_level != "off" and self.by_sequence:
             behaviour = rollout_log_probs  # OpenRLHF's gspo ratio is relative to the sampler
         elif self.is_correction_level != "off":
@@ -105,8 +107,8 @@ class PolicyLoss(nn.Module):
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
-        # 2. Compute the loss. OpenRLHF clamps the log ratio of a token, so clamped tokens get no
-        # gradient.
+        # 2. Compute the loss. Without sequence-level ratios, OpenRLHF clamps the log ratio of each
+        # token, so a clamped token gets no gradient.
         if not self.by_sequence:
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
             log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
@@ -128,7 +130,7 @@ class PolicyLoss(nn.Module):
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
-        """Return a bool mask of the tokens whose loss is clipped, shape (B, L)."""
+        """Return True at the tokens whose loss is clipped, shape (B, L), bool."""
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -142,8 +144,8 @@ class PolicyLoss(nn.Module):
         """Compute OpenRLHF's correction for the mismatch between sampler and trainer.
 
         Returns:
-            Weights of the token losses, shape (B, L) or (B, 1), and the share of tokens or
-            sequences outside the threshold, 0-d.
+            Weights of the token losses, shape (B, L) or (B, 1), and the fraction of tokens or
+            sequences whose ratio is outside the threshold, 0-d.
         """
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"
@@ -170,7 +172,10 @@ class PolicyLoss(nn.Module):
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean of `x` over the tokens in `keep`, 0-d. A bool `x` gives a share."""
+    """Return the mean of `x` over the tokens in `keep`, 0-d.
+
+    For a bool `x`, the mean is the fraction of True.
+    """
     terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
     return terms.sum() / keep.sum().clamp(min=1)
 

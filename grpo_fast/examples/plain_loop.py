@@ -68,8 +68,8 @@ def train(
         # 2. Compute rewards, and compare each reward with the rewards of its group.
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
-        # 3. Update the model. Later updates use the log-probabilities of the first update as old
-        # log-probabilities.
+        # 3. Update the model. The first update on a batch stores its log-probabilities, and the
+        # following updates use them as old log-probabilities.
         model.train()
         old_logps = None
         for _ in range(inner_iterations):
@@ -87,7 +87,7 @@ def train(
 
 
 def even_ids(completions: Tensor) -> Tensor:
-    """Return the share of even token ids in each completion, shape (N*G,)."""
+    """Return the fraction of even token ids in each completion, shape (N*G,)."""
     real = completions >= 0
     return ((completions % 2 == 0) & real).sum(1) / real.sum(1).clamp(min=1)
 
@@ -100,7 +100,7 @@ def show(update: int, metrics: Metrics) -> None:
 
 
 def main() -> None:
-    """Train a tiny model, and print every update."""
+    """Train a tiny model with random weights, and print every update."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

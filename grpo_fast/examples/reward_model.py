@@ -4,12 +4,12 @@
     grpo-fast train sort steps=300 'rewards=[
       {name: reward_model, path: runs/reward-model/model}, {name: sort_positions, weight: 0}]'
 
-Without `--pairs`, a model with 0.2 M parameters is trained for prompts of the recipe `sort`. It
-learns which of two answers has more symbols in the right places. This takes half a minute on 2 CPU
-cores.
+Without `--pairs`, the script trains a model with 0.2 M parameters on generated pairs for the recipe
+`sort`. The model learns which of two answers has more symbols in the right places. This takes half
+a minute on 2 CPU cores.
 
-Each line of a file of pairs is a JSON object with the texts `prompt`, `chosen` and `rejected`, and
-optionally a number `margin`. Every tenth pair is held out.
+Each line of the file PAIRS is a JSON object with the texts `prompt`, `chosen` and `rejected`, and
+optionally a number `margin`. Every tenth pair is held out to measure the accuracy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Tr
 from transformers import TrainingArguments as Arguments
 
 DIGITS, SYMBOLS = 4, 10
-# Weight of the term mean((chosen + rejected)²), which centers the scores at 0 (arXiv 2312.09244).
+# Weight of the loss term mean((chosen + rejected)²), which pulls the mean of the scores to 0 (arXiv
+# 2312.09244).
 CENTER = 0.01
 
 
@@ -77,10 +78,13 @@ def tiny_model() -> tuple[Any, Any]:
 
 
 class PairTrainer(Trainer):
-    """Trainer for pairs of texts. A batch has all chosen texts, followed by all rejected texts."""
+    """Trainer for pairs of texts.
+
+    The first half of a batch has the chosen texts, and the second half has the rejected texts.
+    """
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the Bradley-Terry loss, −log σ(chosen − rejected − margin), plus centering."""
+        """Return the loss of Bradley-Terry, −log σ(chosen − rejected − margin), plus centering."""
         margin = inputs.pop("margin")
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
         loss = -logsigmoid(chosen - rejected - margin).mean()
@@ -102,7 +106,7 @@ def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tens
 
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
-    """Return the share of pairs whose chosen text has the higher score."""
+    """Return the fraction of pairs whose chosen text has a higher score than the rejected text."""
     model.eval()
     right = 0
     for first in range(0, len(pairs), 64):
@@ -139,8 +143,8 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # The model computes its score at the last token that is not padding, so it must know the
-        # pad token.
+        # The model computes its score at the last token that is not padding, so its config needs
+        # the id of the pad token.
         model.config.pad_token_id = tokenizer.pad_token_id
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,
@@ -150,7 +154,7 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    # The loss is a mean over pairs. Otherwise Trainer would divide it by a number of tokens.
+    # The loss is already a mean over pairs. With True, Trainer would divide it by a token count.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")

@@ -10,9 +10,9 @@
     out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **inputs)
     out.loss.backward()
 
-Every branch of a trace is a sample. A message that several branches share is computed once, and a
+Every branch of a trace is a sample. A message that several branches share is computed once. A
 sampled message counts in the loss only in the first branch that contains it. Branches share a
-prefix if its token ids and its recorded expert routes are equal.
+prefix only if both its token ids and its recorded expert routes are equal.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def pack_traces(
     """Pack traces into one row for `linear_grpo_loss`.
 
     Args:
-        traces: `Trace` objects, or their records as dictionaries. Objects and records from the
-            network may have sampling masks and expert routes. Records on disk have neither.
+        traces: `Trace` objects, or their records as dictionaries. Objects, and records that came
+            over the network, may contain sampling masks and expert routes. Records on disk contain
+            neither.
         advantages: One advantage for each trace.
         device: Device of the returned tensors.
 

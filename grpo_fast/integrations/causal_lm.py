@@ -3,9 +3,10 @@
 A batch has input_ids, attention_mask and labels of the same shape (B, L). Labels are not shifted,
 and a label of -100 excludes its token from the loss.
 
-The functions call the model's own forward, so the hooks of DDP and FSDP fire. The forward computes
-the logits of the last row only; the loss is computed from the last hidden states. An LM head in a
-separate FSDP2 group raises an error, because FSDP2's hooks would see only that last row.
+The functions call the model's own forward, so the hooks of DDP and FSDP fire. To save memory, this
+forward computes the logits of the last position only, and the loss is computed from the last hidden
+states of all positions. An LM head in a separate FSDP2 group raises an error, because its FSDP2
+hooks would see only the last position.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ def unwrapped(model: Any) -> Any:
 def last_hidden(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
 ) -> Any:
-    """Run the model's forward, and return its output with hidden states.
+    """Run the model's forward, and return its output with the hidden states of all layers.
 
-    Logits are computed only for the last `logits_to_keep` rows; 0 means all rows.
+    Logits are computed only for the last `logits_to_keep` positions. With 0, the forward computes
+    the logits of all positions.
     """
     return model(
         input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
@@ -71,7 +73,7 @@ def _check_rule(
     hidden: Tensor,  # (B, L, H)
     theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
-    """Raise an error unless the head and its logit transform reproduce the model's logits."""
+    """Raise an error unless the head, applied to `hidden`, gives the model's logits `theirs`."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
@@ -99,8 +101,8 @@ def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Hea
     head = head_of(lm)
     layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
-    # Hooks or a replaced forward of the head may change the logits, but the fused loss reads only
-    # the weight. Compare with the row of logits that the model computed.
+    # Hooks on the head or a replaced forward may change the logits, but the fused loss reads only
+    # the head's weight. If there are any, compare our logits of the last position with the model's.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
     hidden = out.hidden_states[-1][:, :-1]

@@ -1,4 +1,4 @@
-"""Helpers that the fused LM heads for TRL and verl share."""
+"""Helpers that the fused LM heads for TRL and for verl both use."""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ def _warn_partitioned(by: str) -> None:
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Return autocast's dtype if autocast is on, else the dtype of the hidden states."""
+    """Return the dtype of the LM head: autocast's dtype if it is on, else that of `hidden`."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def run_inside(module: nn.Module) -> None:
-    """Add a keyword `run` to this module's forward: `module(x, run=f)` returns `f(module, x)`.
+    """Add the keyword argument `run` to this module's forward.
+
+    Afterwards, `module(x, run=f)` returns `f(module, x)` instead of the result of the original
+    forward.
 
     The module's hooks fire around `f`. With FSDP2, the hooks gather the weights before `f` and
     reduce the gradients after the backward. They also cast every float argument of the call. To
@@ -67,8 +70,8 @@ def run_inside(module: nn.Module) -> None:
     def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if run is not None:
             return run(self, *args)
-        # A deep copy of the module has this function too, and must not run the forward of the
-        # original module. So look up the forward on `self`.
+        # A deep copy of the module copies this function too. Look up the original forward on
+        # `self`, so that the copy does not run the forward of the module from which it was copied.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 
@@ -77,10 +80,11 @@ def run_inside(module: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard the parameters of an FSDP2 model again after a forward pass without a backward pass.
+    """Shard the parameters of an FSDP2 model again.
 
-    Otherwise, an optimizer might be built on the unsharded parameters. FSDP2 frees these tensors
-    at the next step, so the optimizer's updates would be lost.
+    Call this function after a forward pass without a backward pass, because such a pass leaves the
+    parameters unsharded. If an optimizer is built on unsharded parameters, FSDP2 frees them at the
+    next step, and the optimizer's updates are lost.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

@@ -1,6 +1,6 @@
 """Tests of the architecture rules, which read the source code.
 
-Modules import only from lower layers, and files and functions stay small.
+Modules may import only from the same layer and lower layers. Files and functions must stay small.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FLOORS = (
     ("doctor",),
     ("cli", "__main__"),
 )
-# Folders above all floors. They may import only public names of the floors.
+# Folders above all floors. They may import only public names from modules with a floor.
 OUTSIDE = ("integrations", "examples")
 FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
-# Floors of the rooms of train/. A room is a folder or a single file.
+# Floors inside train/, lowest first. A room is a folder or a single file of train/.
 TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
     ("update", "report"), ("runs",), ("loop",),
@@ -90,7 +90,11 @@ def test_every_module_has_a_floor():
 
 
 def test_every_module_that_is_imported_exists():
-    """Check the imports inside functions too, because commands import modules when they run."""
+    """Check that all imported modules exist.
+
+    The test also covers imports inside functions, because a wrong import there would fail only when
+    a command runs.
+    """
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grpo_fast."):
@@ -121,7 +125,7 @@ def test_imports_flow_one_way():
 
 
 def train_arrows() -> set[tuple[str, str]]:
-    """Return the pairs (room, imported room) for all imports between rooms of train/."""
+    """Return the set of pairs (room, imported room) for all imports between rooms of train/."""
     start, arrows = "grpo_fast.train.", set()
     for path in SOURCES:
         module = module_of(path)
@@ -191,10 +195,11 @@ OPTIONAL = HEAVY - {"numpy"} | {"matplotlib", "trl", "typer", "rich"}  # torch m
 
 
 def test_import_is_light_and_quick():
-    """Import the package and call a loss without optional packages and without new processes.
+    """Check that importing the package and calling a loss is quick and has no side effects.
 
-    The import after `import torch` must take less than 2 s in one of three processes. Only one of
-    them must be fast, because the machine may be busy.
+    It must not load optional packages or start processes. After `import torch`, the import of the
+    package must take less than 2 s in at least one of three processes. A single fast import is
+    enough, because the machine may be busy.
     """
     seconds = [math.inf]
     while min(seconds) >= 2.0 and len(seconds) <= 3:
@@ -244,7 +249,7 @@ def test_nothing_is_left_to_do():
 
 
 def test_adding_a_loss_touches_one_place():
-    """Check that no code branches on a loss type, except the table of losses."""
+    """Check that only the table of losses contains code that branches on a loss type."""
     table = PACKAGE / "objective" / "losses.py"
     assert {"grpo", "dapo", "gspo"} <= {*re.findall(r'^    "(\w+)":', table.read_text(), re.M)}
     for path in SOURCES:

@@ -1,4 +1,4 @@
-"""Tests that the oldest versions declared in pyproject.toml are the oldest versions tested."""
+"""Tests that our tests run with the oldest versions of packages that pyproject.toml allows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_ci_runs_on_older_versions_is_the_floor():
         assert f"$(VENV)/{name}-{pins[name].removesuffix('.0')}" in makefile
 
 
-# Modules that import transformers but have no test in `make test-transformers`, with the reason.
+# Modules that import transformers but are not tested by `make test-transformers`, with the reason.
 # `make test-floor` runs their tests.
 LEFT_TO_TEST_FLOOR = {
     "grpo_fast.examples.hf_trainer": "two processes",
@@ -56,7 +56,7 @@ LEFT_TO_TEST_FLOOR = {
 
 
 def test_what_calls_transformers_is_tested_on_the_oldest():
-    """Check that `make test-transformers` tests every module that imports transformers."""
+    """Check that `make test-transformers` runs a test of every module that imports transformers."""
     words = ["make", "--no-print-directory", "-s", "-n", "test-transformers"]
     said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
     chosen = {ROOT / name for name in re.findall(r"\btests/\w+/test_\w+\.py", said)}

@@ -29,7 +29,8 @@ SIGNATURES = {
         "logits target_ids advantages config", TOKENS | LOSS | dict(inplace=False)
     ),
 }  # fmt: skip
-# Keywords that were added later. They are optional, so that existing calls give the same result.
+# Keyword arguments that were added after the signatures above. Each has a default, so that existing
+# calls give the same result.
 ADDED = {
     "linear_logps": dict(entropy_over="support", hidden_rows=None, support=None, group=None),
     "logits_logps": dict(entropy_over="support", support=None),

@@ -1,6 +1,6 @@
 """Tests that untrusted data is not executed or unpickled, and cannot stall a regular expression.
 
-tests/train/test_report.py and test_hostile_input.py test names of runs and control characters.
+Run names and control characters are tested in tests/train/test_report.py and test_hostile_input.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARGUMENTS = {
     ("shell", True), ("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True),
     ("safe_serialization", False), ("use_safetensors", False),
 }  # fmt: skip
-# Allowed uses as (file, function), with the reason.
+# Uses of forbidden functions that are allowed: (file, function) and the reason.
 RANKS = "grpo_fast/train/ranks/distributed.py"
 ALLOWED = {
     (RANKS, "torch.distributed.all_gather_object"): "between the processes of one launch",
@@ -132,7 +132,7 @@ def test_the_scan_passes(source):
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.05
-# Modules that compile patterns from a configuration, with the reason why this is safe.
+# Modules that compile patterns from a configuration. The value is the reason why this is safe.
 GIVEN = {"grpo_fast.rewards.workers.pattern": "a recipe's, in a process that a timeout ends"}
 UNITS = (
     *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
@@ -145,9 +145,9 @@ UNITS = (
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Yield the place and the pattern of every regular expression in the package.
+    """Yield the location and the pattern of every regular expression in the package.
 
-    These are patterns of module globals and constant patterns in calls of `re`.
+    The patterns are module globals and constants in calls of functions of `re`.
     """
     for path in sorted((ROOT / "grpo_fast").rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -177,7 +177,10 @@ def test_the_patterns_are_found():
 
 
 def seconds(pattern: re.Pattern[str], text: str) -> float:
-    """Return the CPU time of this thread for a search, which other load does not change."""
+    """Return the CPU time of this thread for a search.
+
+    Unlike the elapsed time, the CPU time does not depend on the load of the machine.
+    """
     start = time.thread_time()
     pattern.match(text), pattern.fullmatch(text), pattern.findall(text)
     return time.thread_time() - start

@@ -15,7 +15,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-# Patterns are searched in lower case.
+# Old constructions as patterns for lower-case text, each with the words to use instead.
 OLD = {
     r"\bbeside\b": "together with, next to, with",
     r"\bbehind\b": "after",

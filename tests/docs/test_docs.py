@@ -1,7 +1,7 @@
 """Tests of the documentation.
 
-Code blocks run, commands and links exist, tables match the code and the results, and the API
-reference is complete.
+They check that code blocks run, commands and links exist, tables match the code and the results,
+and the API reference is complete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Run the notebook with two steps. `make notebook` runs all steps."""
+    """Check that the notebook runs with two steps.
+
+    `make notebook` runs all steps.
+    """
     IPython = pytest.importorskip("IPython", reason="the extra docs brings ipykernel")
     monkeypatch.setattr(IPython.display, "Image", lambda filename: Path(filename).read_bytes()[:4])
     cells = json.loads((DOCS / "quickstart.ipynb").read_text())["cells"]
@@ -152,7 +155,8 @@ def has_key(model: object, key: list[str]) -> bool:
     if fields is not None:
         return key[0] in fields and has_key(fields[key[0]].annotation, key[1:])
     inner = [kind for kind in get_args(model) if kind is not type(None)]
-    # A list has indices as keys, and a dictionary has arbitrary keys.
+    # Skip a list index in the path. A key of a dictionary may also be a number, but it needs no
+    # check, because every key of a dictionary is allowed.
     key = key[1:] if get_origin(model) is list and key[0].isdigit() else key
     return get_origin(model) is dict or any(has_key(kind, key) for kind in inner)
 
@@ -192,7 +196,7 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
 
 
 def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Check the site that `make docs` has built: no horizontal scrolling, light and dark colors."""
+    """Check that the built pages do not scroll sideways and follow the reader's color scheme."""
     built = DOCS / "_build" / "html"
     if not chromium.COMMAND or not built.is_dir():
         pytest.skip("needs Chromium, and the site built by `make docs`")

@@ -1,6 +1,7 @@
 """Engine with faults, for tests of the doctor.
 
-The engine shares no code with the doctor. It runs one forward pass of the model for each token.
+The engine shares no code with the doctor, so that an error in the doctor's code cannot hide in it.
+It runs one forward pass of the model for each token.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def found_by(
     policy: Policy, engine: Engine, sampling: Any = SAMPLING, prompts: Any = MESSAGES,
     **options: Any,
 ) -> tuple[Diagnosis, list[str]]:  # fmt: skip
-    """Run `diagnose`, and return the diagnosis with the names of its causes."""
+    """Run `diagnose`, and return the diagnosis and the list of names of its causes."""
     found = diagnose(policy, engine, prompts, sampling, **options)
     return found, [cause.name for cause in found.causes]
 
@@ -105,7 +106,10 @@ class FaultyEngine(Engine):
 
 
 def tokenizer_with_bos() -> Any:
-    """Return a BPE tokenizer that adds BOS to a text, with a chat template that adds it too."""
+    """Return a BPE tokenizer that adds BOS to every text.
+
+    Its chat template also adds BOS, so a careless engine would add BOS twice.
+    """
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = build_bpe_tokenizer(TEXTS, 280)

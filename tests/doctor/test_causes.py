@@ -1,4 +1,4 @@
-"""Tests that plant each of the ten causes in an engine. The doctor must name the cause."""
+"""Tests that the doctor names each of the ten causes if it is planted in an engine."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         full, half = found.own_noise
         assert (full.dtype, half.dtype) == ("float32", "bfloat16")
         assert full.mean < 1e-5 and half.mean < 0.1
-        # With one token per completion, packed and single rows may round in the same way.
+        # bf16 must cause noise. With one token per completion, packed and single rows may round
+        # equally, so the noise may be 0.
         assert half.mean > 1e-3 or sampling.max_new_tokens == 1
 
 
@@ -46,7 +47,8 @@ def test_our_own_engine_has_no_cause(family, dtype):
     assert found.ok and names == []
 
 
-# Fields of the faulty engine, the expected cause, and a part of the expected advice.
+# Each entry has the fields of the faulty engine, the expected cause, and a part of the expected
+# advice.
 PLANTS = {
     "raw": (dict(raw=True), causes.TEMPERATURE, "raw log-probabilities: request processed"),
     "temperature lost": (dict(temperature=1.0), causes.TEMPERATURE, "processed"),
@@ -81,7 +83,8 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# The model family, the trainer's configuration, the changes on the server, and the expected cause.
+# Each entry has the model family, the trainer's configuration, the configuration changes of the
+# server, and the expected cause.
 SERVED = {
     "theta": ("llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}}, {"rope_parameters": ROPE},
               causes.ROPE),
@@ -186,7 +189,11 @@ def test_an_unknown_fault_has_no_name(policy, fault):
 
 
 def test_attempts_without_effect_are_left_out():
-    """Check that the doctor skips a window that no sequence exceeds, and RoPE with its default."""
+    """Check that the doctor skips attempts that cannot change a result.
+
+    These attempts are to ignore a sliding window that no sequence exceeds, and to replace default
+    RoPE settings by the same settings.
+    """
     policy = policy_of("mistral", sliding_window=400)
     found, names = found_by(policy, FaultyEngine(report_as=lambda logps: logps - 0.2))
     assert names == [] and causes.ROPE not in [cause.name for cause in found.tried]

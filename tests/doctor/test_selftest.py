@@ -1,4 +1,4 @@
-"""Tests that the self-tests pass on this machine, and that each one finds a planted fault."""
+"""Tests that the self-tests pass on this machine, and that each self-test finds a planted fault."""
 
 from dataclasses import replace
 
@@ -33,7 +33,8 @@ def no_kernel(out, call, weight):
     raise RuntimeError("no such kernel\nsecond line")
 
 
-# Functions that plant a fault in the result of a call, and the errors that must be found.
+# Each entry has functions that plant a fault in the result of a call, and the errors that the
+# self-tests must report.
 FAULTS = {
     "logps": (lambda out, call, weight: replace(out, logps=out.logps + 1e-4), [VALUES]),
     "NaN": (lambda out, call, weight: replace(out, logps=out.logps * torch.nan), [VALUES, BITS]),

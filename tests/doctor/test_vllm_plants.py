@@ -1,4 +1,7 @@
-"""Tests that plant faults in a real vLLM server (`make test-vllm`). The doctor must name them."""
+"""Tests that plant faults in a real vLLM server and check that the doctor names them.
+
+`make test-vllm` runs them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
-# Additional fields of the request, or a function that changes the prompt, and the right causes.
+# Each entry has additional fields of the request or a function that changes the prompt, and the
+# causes that the doctor must name.
 REQUESTED: dict[str, tuple[Any, list[str]]] = {
     "nothing": ({}, []),
     "temperature lost": ({"temperature": 1.0}, [causes.TEMPERATURE]),

@@ -12,7 +12,7 @@ from grpo_fast.rewards.rules import sort_inclusion_ordering
 def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
     model = lecture.LectureModel()
     prompts, responses, logps = lecture.sample(model, 40, torch.Generator().manual_seed(3))
-    # Repeat the lecture's own forward pass in fp64.
+    # Compute the lecture's forward pass in fp64 to compare it with the model's logps.
     E, encode, decode = (x.detach().double() for x in model.parameters())
     vector = torch.einsum("npd,pdk->nk", E[prompts], encode)
     expected = torch.einsum("npd,vd->npv", torch.einsum("nk,pkd->npd", vector, decode), E)
@@ -24,11 +24,11 @@ def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
         found = lecture.rewards_of(prompts, responses, scaled).tolist()
         theirs = sort_inclusion_ordering(completions=words, answers=answers, scaled=scaled)
         assert found == pytest.approx(theirs)
-    # The README states these numbers: from 1.0% to 100%.
+    # The accuracy rises from 1.0% to 100%, as the README states.
     rows = lecture.train(steps=40, seed=1)
     assert rows[0]["eval_accuracy_strict"] == pytest.approx(0.0104, abs=1e-4)
     assert rows[-1]["eval_accuracy_strict"] == 1.0
-    # The KL falls after steps 10 and 20, when the model is copied to the reference.
+    # After steps 10 and 20, the model is copied to the reference, so the KL must fall.
     assert rows[11]["kl"] < rows[10]["kl"] and rows[21]["kl"] < rows[20]["kl"]
     assert min(row["kl"] for row in rows[1:]) >= 0
     monkeypatch.setattr("sys.argv", ["lecture", "--naive", "--steps", "10"])

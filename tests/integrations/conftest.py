@@ -1,4 +1,4 @@
-"""Fixtures for a process group with one process, and for a tiny model on disk for TRL."""
+"""Fixtures that start a process group of one process, and save a tiny model for TRL."""
 
 from collections.abc import Iterator
 from pathlib import Path

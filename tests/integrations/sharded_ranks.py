@@ -1,4 +1,7 @@
-"""Job of `test_sharded_heads.py` that computes losses of sharded tiny models on several ranks."""
+"""Job of `test_sharded_heads.py`, which runs on several ranks.
+
+It computes losses and gradients of tiny models whose parameters are sharded over the ranks.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +34,7 @@ Work = tuple[Any, Any, Tensor]  # model, wrapped model, loss
 def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options: Any) -> Any:
     """Apply FSDP2 to each layer, to each group, and to the rest of the model.
 
-    A group is a module or a list of modules. With `kept`, the weights of the groups stay gathered
+    A group is a module or a list of modules. With `kept`, the weights of the groups stay unsharded
     after the forward pass.
     """
     root = options.pop("root", None)
@@ -73,8 +76,8 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# The wrappers to test for each computation. "dapo" is the single pass. "vespo" is TRL's objective
-# on our logps. "empty" is a single pass in which the last rank has no scored token.
+# The wrappers (keys of WRAPS) to test for each loss. "dapo" uses the single pass. "vespo" uses
+# TRL's objective with our logps. "empty" uses a single pass, and the last rank has no scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -86,13 +89,16 @@ COMPUTED = {
 
 
 def names(world: int) -> list[str]:
-    """Return the names of the test cases for `world` ranks."""
+    """Return the names of all test cases for `world` ranks."""
     cases = [f"{what}-{wrap}" for what, wraps in COMPUTED.items() for wrap in wraps]
     return [case for case in cases if world == 4 or "replicated" not in case]
 
 
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
-    """Return the micro-batch of a rank. Without a rank, return the batch of all ranks."""
+    """Return the micro-batch of a rank.
+
+    If `rank` is None, return the rows of all ranks as one batch.
+    """
     random = torch.Generator().manual_seed(5)
     count = ROWS * world
     mask = torch.ones(count, COMPLETION, dtype=torch.int64)
@@ -162,7 +168,7 @@ def compute(
 ) -> tuple[float, Gradients]:
     """Compute the loss of this rank and the reduced gradients.
 
-    Without a rank, compute the loss and the gradients of all rows in one process.
+    If `rank` is None, compute the loss and the gradients of the rows of all ranks in this process.
     """
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
@@ -180,9 +186,10 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
-# transformers' Trainer accepts sharded models since this version.
+# First version of transformers whose Trainer accepts sharded models.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
-# The vocabulary is odd, so shards of rows have different sizes. Shards of columns are equal.
+# The vocabulary is odd, so shards of rows have different sizes on two ranks. The width is even, so
+# shards of columns have the same size.
 VOCABULARY, WIDTH, TOKENS = 61, 12, 7
 PLACEMENTS = {
     "rows": (Shard(0), Shard(0)),
@@ -195,7 +202,7 @@ Result = dict[str, Any]
 
 
 def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) -> Result:
-    """Compare this rank's loss and gradients with the expected ones.
+    """Compare this rank's loss and gradients with the expected loss and gradients.
 
     Returns:
         Dictionary with the mean loss of all ranks, the expected loss, the relative error of each
@@ -213,7 +220,7 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
 
 
 def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """Call the public functions on DTensors, and compare with plain torch on all ranks' rows."""
+    """Compare the public functions on DTensors with plain torch on the rows of all ranks."""
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random)
@@ -282,7 +289,7 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
 
 
 def references(worlds: list[int], folder: str) -> None:
-    """Save the models, and the loss and gradients that one process computes for all rows."""
+    """Compute loss and gradients of all rows in one process, and save them with the models."""
     for name, tied in (("tied", True), ("untied", False)):
         trl_cases.folder(Path(folder, name), tie_word_embeddings=tied)
     cases = [(case, world) for world in worlds for case in names(world)]

@@ -1,4 +1,4 @@
-"""Tests that compare `causal_lm` with `grpo_reference`, which computes all logits."""
+"""Tests of `causal_lm` against `grpo_reference`, which computes all logits."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from tests.tiny import FAMILIES, tiny_model
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_loss_of_every_family(family):
-    """Compare loss, metrics and gradients. The families have softcaps, scales and tied heads."""
+    """Check loss, metrics and gradients for model families with softcaps, scales and tied heads."""
     model, reference = tiny_model(family), tiny_model(family, seed=1)
     causal_lm.check_head(model)
     batch, advantages = grpo_reference.rows(4), torch.tensor([1.0, -0.5, 0.3, -2.0])
@@ -133,7 +133,7 @@ def test_gradients_through_ddp(one_process):
 def test_models_that_fsdp2_shards(one_process):
     """Check that `check_head` reshards the model and that a separate head group is refused.
 
-    test_sharded_heads.py compares gradients.
+    test_sharded_heads.py tests the gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -141,7 +141,8 @@ def test_models_that_fsdp2_shards(one_process):
 
     mesh, model = init_device_mesh("cpu", (1,)), tiny_model("llama", num_hidden_layers=1)
     causal_lm.check_head(fully_shard(model, mesh=mesh))
-    # An optimizer on unsharded parameters would update tensors that FSDP2 frees.
+    # The parameters must be sharded again. An optimizer that is built on unsharded parameters would
+    # update tensors that FSDP2 frees.
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model = tiny_model("llama", num_hidden_layers=1)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)

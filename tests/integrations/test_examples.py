@@ -1,6 +1,7 @@
-"""Tests that compare grpo_fast/examples with plain torch or with the code of the other trainer.
+"""Tests of grpo_fast/examples against plain torch or the code of the other trainer.
 
-test_two_processes.py tests the Lightning example, and test_recorded_trees.py the verifiers example.
+The Lightning example is tested in test_two_processes.py, and the verifiers example in
+test_recorded_trees.py.
 """
 
 import copy
@@ -70,8 +71,8 @@ def test_plain_loop_equals_the_tutorial():
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert max(h["clip_ratio/region_mean"] for h in history) > 0
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        # AdamW makes a full step even if a gradient is near 0, so rounding may flip the direction
-        # of a few steps.
+        # Allow a few different weights. AdamW makes a full step even if a gradient is near 0, so
+        # rounding may flip the direction of a few steps.
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
@@ -103,7 +104,8 @@ def arguments(folder, **changes):
 
 def examples(model) -> list[dict[str, torch.Tensor]]:
     batch = grpo_reference.rows(8, vocabulary=61)
-    # Give the first micro-batch of each step far fewer tokens than the second.
+    # Give the first micro-batch of each step far fewer tokens than the second, so that a mean of
+    # the two micro-batch means would differ from the mean over all tokens.
     batch["labels"][[0, 1, 4, 5], 8:] = -100
     advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
     with torch.no_grad():
@@ -114,7 +116,10 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def tutorial_step(model, rows) -> torch.Tensor:
-    """Make a step of SGD on these rows, and return the loss. The gradients remain in `grad`."""
+    """Make a step of SGD on these rows, and return the loss.
+
+    The gradients remain in the attribute `grad` of the parameters.
+    """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given = batch["advantages"], batch["old_logps"], None
     loss, *_ = grpo_reference.grpo(model, batch, *given, by_token=True)
@@ -130,7 +135,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     """Check that two micro-batches give the same weights as one pass over all tokens of a step."""
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
-    # Some models set this flag. It must not change the division of our loss.
+    # Some models set this flag to False. The loss must be divided in the same way.
     model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     rows = {"train_dataset": data, "eval_dataset": data[:2]}
@@ -152,7 +157,8 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
 
 
-# Options for every correction of OpenRLHF. The bounds drop some tokens or sequences, but not all.
+# Options of OpenRLHF for every correction. The bounds exclude some tokens or sequences, but not
+# all.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
@@ -184,7 +190,11 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 
 
 def test_openrlhfs_loss():
-    """Compare every correction with small and large steps, and with both kinds of counts."""
+    """Check every correction against the loss of OpenRLHF.
+
+    The changes of the log-probabilities are small or large. The loss is divided by counts of this
+    call or by given counts.
+    """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}
     for correction, kind, dual_clip, by_token, step, given in itertools.product(
@@ -223,7 +233,7 @@ class LossOutputs:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_prime_rls_documented_loss(beta):
-    """Compare with the PPO loss in prime-rl's documentation, plus a KL to the teacher."""
+    """Check our loss against the PPO loss in prime-rl's documentation plus a KL to the teacher."""
     random = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(11, generator=random)
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()

@@ -1,6 +1,6 @@
 """Tests that pack recorded samples of TRL and verifiers into one row.
 
-The loss must equal the loss of the same samples in separate rows.
+They check that the loss equals the loss of the same samples in separate rows.
 """
 
 import copy
@@ -28,16 +28,16 @@ NAMES = {"register": register, "head_of": head_of, "LossConfig": LossConfig,
 
 
 def records():
-    """Return two traces for each of two tasks, recorded by verifiers 0.4.0.
+    """Return four traces that verifiers 0.4.0 recorded, two for each of two tasks.
 
-    Each trace has two branches, which share the first turn. Then one branch has a tool's result and
-    a second turn. The other branch has a different result and two more turns.
+    Each trace has two branches, which share the first turn. One branch continues with a tool's
+    result and a second turn. The other branch continues with a different result and two more turns.
     """
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
 
 
 def run_example(module, names):
-    """Run the example in a module's docstring. It may have at most ten lines."""
+    """Run the example in a module's docstring, and check that it has at most ten lines."""
     lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
     assert len(lines) <= 10
     exec(compile("\n".join(lines), module.__name__, "exec"), names)
@@ -45,7 +45,10 @@ def run_example(module, names):
 
 
 def flattened(model, samples, advantages, old, support=None):
-    """Compute the loss of samples in separate rows. Return the loss and the model's gradients."""
+    """Compute the loss of samples in separate rows.
+
+    Return the loss and the gradients of the model.
+    """
     model.set_attn_implementation("eager")
     hidden, targets = [], []
     for ids, trained in samples:
@@ -79,12 +82,12 @@ def test_traces_of_verifiers():
     names["found"] = [p.grad.clone() for p in model.parameters()]
     pack = names["pack"]
     nodes = [node for record in records() for node in record["nodes"]]
-    # Equal prefixes are packed once. The last token of a branch is not packed, because it predicts
-    # nothing.
+    # A prefix that several branches share must be packed once. The last token of each branch must
+    # not be packed, because it predicts nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # Build the flattened samples, one for each branch with its history. A shared turn is trained
-    # only once.
+    # Build one separate sample for each branch, with all its turns. A turn that two branches share
+    # is trained in only one of the two samples.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -107,9 +110,9 @@ def wire(values, dtype):
 
 
 def test_sampling_masks_and_routes_come_over_the_wire():
-    """Check that a sampling mask restricts the loss to its ids.
+    """Check that a recorded sampling mask restricts the loss to the ids in the mask.
 
-    Equal ids with different expert routes must not share rows.
+    Check also that equal ids with different expert routes do not share rows.
     """
     traces, model = records()[:2], tiny_model("llama")
     plain, inputs = pack_traces(traces, [1, -1])
@@ -140,7 +143,10 @@ def test_sampling_masks_and_routes_come_over_the_wire():
 
 
 def broken(*changes):
-    """Return two traces. In the second trace, set the value at each path, as "nodes.3.mask"."""
+    """Return two traces, with changes to the second trace.
+
+    Each change has a path, such as "nodes.3.mask", and the value to set there.
+    """
     traces = copy.deepcopy(records()[:2])
     for path, value in changes:
         *keys, last = [int(key) if key.isdigit() else key for key in path.split(".")]
@@ -164,7 +170,7 @@ MASKS = [
 ]  # fmt: skip
 BINARY = [{"dtype": "int32", "data": b"abc"}, {"dtype": "int32", "data": b""},
           {"dtype": "float", "data": b"abcd"}]  # fmt: skip
-# Paths in the second trace, bad values for each path, and the expected message.
+# Each entry has a path in the second trace, bad values to set there, and the expected message.
 BAD = [
     ("nodes.0.parent", [2], ".nodes[0].parent: expected a path to a root, got a"),
     ("nodes.3.parent", [9, -1, 8, 1 << 63, 1.0, True, "0", []],
@@ -218,7 +224,10 @@ def test_a_sampled_first_token_is_refused():
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
-    """Return a trace of `count` nodes with two tokens each. The second token is sampled."""
+    """Return a trace of `count` nodes with two tokens each.
+
+    The second token of each node is sampled.
+    """
     above = parents or [None, *range(count - 1)]
     nodes = [
         {"parent": parent, "token_ids": [1, 2], "mask": [False, True], "logprobs": [-0.5]}
@@ -228,7 +237,10 @@ def chain(count: int, parents: list[int | None] | None = None) -> dict:
 
 
 def test_a_long_chain_is_read_in_one_pass():
-    """Check that reading takes linear time. A walk from each node to the root is quadratic."""
+    """Check that reading a long trace takes time proportional to its length.
+
+    A walk from each node to the root would take quadratic time.
+    """
     seconds = []
     for count in (2000, 16000):
         start = time.process_time()  # measure CPU time, because other processes use the core too
@@ -256,8 +268,8 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Read advantages from the nodes. Then skip an agent that is not trained, and an abandoned
-    # compaction.
+    # Check that advantages are read from the nodes. Then check that an agent that is not trained
+    # and an abandoned compaction are skipped.
     nodes = enumerate(records()[1]["nodes"])
     credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
               for i, node in nodes]  # fmt: skip
@@ -278,7 +290,10 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Compare the tensors with TRL's own tree, and the loss with samples in separate rows."""
+    """Check that samples of TRL give the tensors of TRL's own tree.
+
+    Check also that the loss equals the loss of the samples in separate rows.
+    """
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
     prompt = torch.randint(2, 61, (9,), generator=generator)
@@ -300,8 +315,8 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # TRL's tree has more tokens: it forks one token earlier and includes last tokens, which predict
-    # nothing.
+    # TRL's tree has more tokens than our row. It starts a branch one token earlier, and it includes
+    # the last tokens, which predict nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

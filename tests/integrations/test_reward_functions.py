@@ -25,7 +25,8 @@ FUNCTIONS = {
 def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
-    # `answer` is a data column in both conventions. `answers` is a special name only in ours.
+    # The reward functions get `answer` as a data column in TRL's and in our convention. `answers`
+    # is a special name in our convention, but a data column in TRL's.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 

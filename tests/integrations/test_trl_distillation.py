@@ -40,7 +40,7 @@ def both(
     beta: float, mask: torch.Tensor, items: Any = None, *, bias: bool = True, dtype: Any = None,
     **rule: Any,
 ) -> list[tuple]:  # fmt: skip
-    """Call TRL's function and ours.
+    """Call TRL's function and ours with the same random inputs.
 
     Returns:
         (loss, sum of entropies, number of tokens, gradients) of TRL's function, then of ours.
@@ -158,7 +158,10 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
 @pytest.mark.parametrize("has_tail", [True, False])
 @pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward_kl"), (0.3, "jsd"), (1.0, "reverse_kl")])
 def test_the_asynchronous_trainers_numbers_are_those_of_a_top_k(has_tail, beta, kind):
-    """Compare TRL's asynchronous loss with a `TeacherTopK`. Some rows have one candidate less."""
+    """Check that TRL's asynchronous loss equals the divergence from a `TeacherTopK`.
+
+    Some rows have one candidate less than the others.
+    """
     name = "trl.experimental.async_distillation.async_distillation_trainer"
     theirs = pytest.importorskip(name)._chunked_jsd_loss
     g = torch.Generator().manual_seed(0)

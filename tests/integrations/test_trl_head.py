@@ -32,8 +32,8 @@ def tensors() -> tuple:
     hidden = 0.6 * torch.randn(tokens, width, generator=random)
     weight = torch.randn(vocabulary, width, generator=random)
     bias = torch.randn(vocabulary, generator=random)
-    # Make a third of the targets the largest logit, so that is_top1 is not False everywhere. Make a
-    # third the smallest logit, because a negative scale turns it into the largest.
+    # Make a third of the targets the largest logit of their row, so that is_top1 is True for some.
+    # Make a third the smallest logit, which becomes the largest if the scale is negative.
     targets = torch.randint(0, vocabulary, (tokens,), generator=random)
     targets[::3] = (hidden @ weight.T + bias).argmax(-1)[::3]
     targets[1::3] = (hidden @ weight.T + bias).argmin(-1)[1::3]

@@ -1,4 +1,4 @@
-"""Tests that TRL samples if a part of transformers' `generate` was replaced.
+"""Tests that TRL samples if somebody replaced a part of transformers' `generate`.
 
 `fast_path` must name the replaced part.
 """
@@ -39,14 +39,17 @@ def wrapped(function: Any) -> Callable[..., Any]:
 
 
 def copied_source(name: str) -> Any:
-    """Return a copy of a method of GenerationMixin that is compiled again from its source."""
+    """Return a copy of a method of GenerationMixin, compiled again from its source.
+
+    Its code is equal, but it is not the original function.
+    """
     method = inspect.unwrap(vars(Mixin)[name])
     scope: dict[str, Any] = {}
     exec(textwrap.dedent(inspect.getsource(method)), vars(utils), scope)  # noqa: S102
     return scope[name]
 
 
-# Classes, the method to replace, and the name of the part in the expected reason.
+# Each entry has the class, the method to replace, and the name of this part in the expected reason.
 CLASSES: dict[str, tuple[Any, str, str]] = {
     "mixin": (Mixin, "generate", "model.generate"),
     "pretrained_model": (BASE, "generate", "model.generate"),
@@ -66,7 +69,9 @@ CLASSES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.fixture(scope="module")
 def trainers(model_path, tmp_path_factory):
-    """Return trainers of a model without LoRA, and with LoRA in two classes of PEFT models."""
+    """Return a trainer of a model without LoRA, and trainers with LoRA in two classes of PEFT
+    models.
+    """
     out = tmp_path_factory.mktemp("originals")
     options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
     return {
@@ -87,9 +92,10 @@ def test_a_replaced_method_of_a_class(trainers, monkeypatch, case):
 
 @pytest.mark.parametrize("name", ["generate", "_sample", "forward"])
 def test_what_was_replaced_before_the_trainer_was_built(model_path, tmp_path, monkeypatch, name):
-    """Check that a method is found that was replaced before the trainer was built.
+    """Check that a method that was replaced before the trainer was built is found.
 
-    A later replacement of `forward` has no effect, because TRL has then stored the original.
+    If `forward` is replaced later, the replacement has no effect, because TRL has already stored
+    the original.
     """
     monkeypatch.setattr(Llama, name, wrapped(getattr(Llama, name)), raising=False)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path)
@@ -150,7 +156,10 @@ def test_a_hook_of_somebody_else(trainers, name, reason, pre):
 
 
 def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
-    """Check that a replaced forward is found in the closure in which TRL's fused head stores it."""
+    """Check that a replaced forward is found inside the closure of TRL's fused head.
+
+    The closure stores the forward that it replaces.
+    """
     model = Llama.from_pretrained(model_path)
     model.forward = wrapped(model.forward)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, more={"model": model})
@@ -162,7 +171,7 @@ def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
     {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "lora": {}},
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_what_libraries_wrap_is_the_original(model_path, tmp_path, options):
-    """Check that bound methods and wrappers by known libraries count as original code."""
+    """Check that bound methods, and functions that known libraries wrap, count as original code."""
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
     trainer._lm.generate = trainer._lm.generate
     del trainer._generate_single_turn

@@ -1,7 +1,7 @@
 """Tests that runs of FastGRPOTrainer and of TRL's GRPOTrainer have equal logs and final weights.
 
-Both trainers get the same prompts, completions and rewards. With a high learning rate and two
-iterations, the ratios cross every bound.
+Both trainers get the same prompts, completions and rewards. The learning rate is high, and each
+batch is used for two iterations, so that some ratios exceed every bound.
 """
 
 import importlib
@@ -18,12 +18,13 @@ fast = importlib.import_module("grpo_fast.integrations.trl.trainer")
 
 
 SINGLE, ON_LOGPS = "single pass", "TRL's on our logps"
-# With these settings, TRL computes old logps in a separate pass, and ratios differ from 1.
+# Several updates per batch. With these settings, TRL computes old logps in a separate pass, and
+# ratios differ from 1.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
 
 
 class ToolMask:
-    """Mixin for trainers that marks some tokens of every completion as tool output."""
+    """Mixin that makes a trainer mark some tokens of every completion as tool output."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -34,7 +35,7 @@ class ToolMask:
 
 
 class PerTokenAdvantages:
-    """Mixin for trainers that replaces the advantages by advantages per token."""
+    """Mixin that makes a trainer use advantages per token instead of per completion."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -43,7 +44,7 @@ class PerTokenAdvantages:
 
 
 class Sampler:
-    """Mixin for trainers that adds sampler logps and their correction, as with vLLM.
+    """Mixin that gives a trainer logps of the sampler and their correction, as with vLLM.
 
     One of the sampler logps is NaN.
     """
@@ -75,13 +76,13 @@ def compare_runs(
     """Train with TRL's trainer and with ours, and compare logs and weights.
 
     Args:
-        mixins: Mixins to add as first bases of both trainers.
+        mixins: Classes to add before the first base class of both trainers.
         loss: Start of the expected `fast_path["loss"]`.
         forward: Start of the expected `fast_path["forward"]`.
         reaches: A metric that must differ from 0 in TRL's logs. Otherwise the run would not test
             the option.
         tolerance: Relative tolerance of the logs.
-        near_zero: Absolute tolerance of the logs.
+        near_zero: Absolute tolerance of the logs, for metrics near 0.
         weights: Absolute tolerance of the weights.
         **options: Options of `trl_cases.trainer`.
     """
@@ -108,13 +109,13 @@ def compare_runs(
 
 
 TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
-# The metric, by loss type, that differs from 0 if ratios leave the clip range.
+# For each loss type, a metric that differs from 0 only if some ratios leave the clip range.
 REACHED = {"cispo": "cispo_clip_ratio", "sapo": "kl"}
 SEQUENCE = {"importance_sampling_level": "sequence", "beta": 0.05, "loss": ON_LOGPS}
 BONUS = {"entropy_coef": 0.05}
 SAMPLED = {"mixins": [Sampler], "beta": 0.05, "vllm_importance_sampling_clip_max": 2.0,
            "reaches": "sampling/importance_sampling_ratio/max"}  # fmt: skip
-# bf16 rounds by 2^-9 per operation, so sums of gradients differ in the third digit.
+# Tolerances in bf16. An operation rounds by 2^-9, so sums of gradients differ in the third digit.
 IN_BF16 = {"tolerance": 3e-2, "near_zero": 2e-3, "weights": 2e-2, "max_steps": 2,
            "num_iterations": 1}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
@@ -137,7 +138,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "kl_without_ratio": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
     "two_sided": {"loss_type": "dapo", "delta": 1.1, "epsilon_high": 0.28},
     "temperature": {"loss_type": "dapo", "temperature": 0.7, "beta": 0.02},
-    # The sampler truncates. Logps must still be over the full vocabulary.
+    # The sampler truncates, but logps must still be computed over the full vocabulary, as in TRL.
     **{
         f"truncated_to_{name}": {"loss_type": "dapo", "beta": 0.05, name: value}
         for name, value in (("top_k", 5), ("top_p", 0.6), ("min_p", 0.2))
@@ -168,7 +169,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "several_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 8, "num_generations": 2, "beta": 0.02,
     },
-    # With these options, the gradient of a token depends on its whole completion.
+    # With these options, the gradient of a token depends on other tokens too, so a single pass is
+    # not possible.
     "high_entropy_tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "loss": ON_LOGPS},
     "off_policy_mask": {
         "loss_type": "grpo", "off_policy_mask_threshold": 0.01, "loss": ON_LOGPS,
@@ -216,10 +218,11 @@ WINDOW_IN_THE_MASK = {
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere", "qwen2_moe"])
 def test_families(tmp_path, family):
-    """Compare runs of model families with softcaps, sliding windows, tied and scaled heads."""
+    """Compare runs of models with softcaps, sliding windows, tied heads and scaled heads."""
     changes = {"gemma2": {"head_dim": 16}, "qwen2_moe": WINDOW_IN_THE_MASK}.get(family, {})
     path = cases.folder(tmp_path / family, family, **changes)
-    # transformers 5.17 uses sdpa for Gemma 2 by default, which ignores the softcap.
+    # Use eager attention for Gemma 2. transformers 5.17 uses sdpa by default, which ignores the
+    # softcap.
     loading = {"attn_implementation": "eager"} if family == "gemma2" else {}
     options = {"router_aux_loss_coef": 0.0} if family == "qwen2_moe" else {}
     compare_runs(

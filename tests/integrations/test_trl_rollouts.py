@@ -1,4 +1,4 @@
-"""Tests of the rollouts of FastGRPOTrainer: greedy tokens, fallbacks, seeds, tools, replay."""
+"""Tests of the rollouts of FastGRPOTrainer: greedy tokens, fallbacks, seeds, tools and replay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def caller(tmp_path_factory):
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
-    """Build a trainer with real sampling. Its `drawn` collects prompts and completions."""
+    """Build a trainer that really samples.
+
+    Its attribute `drawn` collects prompts and completions.
+    """
     ends = options.pop("ends", None)
     made = cases.trainer(cls, path, output, **options)
     del made._generate_single_turn
@@ -60,15 +63,15 @@ def run(cls: type, path: str, output: Any, **options: Any) -> Any:
 
 
 def both(path: str, output: Any, **options: Any) -> list[Any]:
-    """Run TRL's trainer and ours, and return both trainers."""
+    """Run TRL's trainer and ours with the same options, and return both trainers."""
     return [run(cls, path, output, **options) for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]
 
 
 def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
-    """Choose end tokens, half of the vocabulary, so that TRL's completions differ in length.
+    """Choose half of the vocabulary as end tokens, so that TRL's completions differ in length.
 
     All greedy completions of a group are equal, so their advantages are 0 and the model does not
-    change. A second run therefore has the same lengths.
+    change. A second run with our trainer therefore has the same lengths.
     """
     drawn = run(trl.GRPOTrainer, path, output, **options).drawn
     rows = [ids for _, found in drawn for ids in found]
@@ -81,7 +84,7 @@ def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
 
 
 class ChatTemplate:
-    """Mixin for trainers that tokenizes prompts as chat messages."""
+    """Mixin that makes a trainer tokenize its prompts as chat messages."""
 
     def _tokenize_prompts(self, prompts: list) -> Any:
         return super()._tokenize_prompts([[{"role": "user", "content": p}] for p in prompts])
@@ -187,7 +190,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """Check that settings which the trainer's config lacks come from the model's config."""
+    """Check that settings that are missing in the trainer's config come from the model's config."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -233,9 +236,9 @@ REPLAY = {"more": {"replay_support": True}}
 
 
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
-    """Check that TRL samples for models with unknown heads or RoPE types.
+    """Check that TRL samples for models whose head or RoPE type our loop does not support.
 
-    Our loop supports absolute positions.
+    Check also that our loop samples for a model with absolute positions.
     """
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
     theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
@@ -291,7 +294,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
 
 
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Compute logps of shape (B, K) from all logits of the model and transformers' warpers."""
+    """Compute logps from all logits of the model and transformers' logits warpers, shape (B, K)."""
     from transformers import generation as hf
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -356,13 +359,17 @@ def test_replay_through_turns(caller, tmp_path):
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
 
 
-# Settings that keep a single token, so that sampling does not depend on random numbers.
+# Sampling settings under which a single token is possible, so that results do not depend on random
+# numbers.
 ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
 
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Compare runs in which the sampler keeps one token and logps are over the full vocabulary."""
+    """Compare runs in which the sampler keeps a single token.
+
+    Logps must be computed over the full vocabulary.
+    """
     more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
     with caplog.at_level(logging.WARNING):
         theirs, ours = both(model_path, tmp_path, evaluation=True, **more, **options)

@@ -19,7 +19,7 @@ PACKED = {"forward": "packed", "loss": "single pass"}
 
 
 def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: Any) -> Any:
-    """Build a trainer on which `_compute_loss` can be called directly."""
+    """Build a trainer that allows a direct call of `_compute_loss`."""
     made = cases.trainer(cls, path, output, **options)
     made.current_gradient_accumulation_steps = 1
     made.model.train()
@@ -27,7 +27,10 @@ def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: A
 
 
 def micro_batch(**changes: Any) -> dict[str, Any]:
-    """Return four completions of two prompts. One prompt is padded, and one completion is empty."""
+    """Return a micro-batch of four completions of two prompts.
+
+    One prompt is padded, and one completion is empty.
+    """
     random = torch.Generator().manual_seed(5)
     short, long = [0, 0, 11, 12, 13], [21, 22, 23, 24, 25]
     prompt_ids = torch.tensor([short, long, short, long])
@@ -46,7 +49,7 @@ def micro_batch(**changes: Any) -> dict[str, Any]:
 
 
 def gradients(trainer: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss of a micro-batch and a dictionary of its gradients."""
+    """Compute the loss of a micro-batch, and return it with a dictionary of its gradients."""
     trainer.model.zero_grad(set_to_none=True)
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
@@ -67,7 +70,8 @@ def compared(
 ) -> Any:  # fmt: skip
     """Check that TRL's trainer and ours compute the same loss and gradients.
 
-    The class `mixin` is the first base of both trainers. `change` is called on both trainers.
+    The class `mixin` is the first base class of both trainers. `change` is called on both trainers
+    before the loss is computed.
 
     Returns:
         Our trainer.
@@ -88,8 +92,8 @@ def test_a_shared_prompt_is_packed_once():
     pairs = ([batch[f"prompt_{x}"], batch[f"completion_{x}"]] for x in ("ids", "mask"))
     ids, mask = (torch.cat(pair, 1) for pair in pairs)
     result = packed.pack_padded(ids, mask, batch["completion_mask"])
-    # Rows 0 and 2 share the prompt [11, 12, 13]. Row 1 has a different prompt. Row 3 has no scored
-    # token and is not packed.
+    # Rows 0 and 2 share the prompt [11, 12, 13], which is packed once. Row 1 has a different
+    # prompt. Row 3 has no scored token and is not packed.
     assert result.inputs["input_ids"].shape[1] == 3 + 5 + 5 + (5 + 2)
     assert result.order.tolist() == [0, 2, 1, 3]
     assert result.cu_seqlens.tolist() == [0, 6, 12, 15, 15]
@@ -123,9 +127,10 @@ def test_fast_path_with_empty_prompts_or_completions(model_path, tmp_path, spied
 
 
 def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
-    """Test a batch with as many scored tokens as completions, and advantages per token.
+    """Check advantages per token in a batch with as many scored tokens as completions.
 
-    The shape of the advantages would not show whether they belong to tokens or to completions.
+    In this batch, the number of advantages alone does not show whether they belong to tokens or to
+    completions.
     """
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]])
     batch = micro_batch(completion_ids=torch.arange(12).view(4, 3) + 40, completion_mask=mask)
@@ -138,9 +143,9 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
 
 
 def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
-    """Test a model that is sharded before the trainer is built, as with `distributed_config`.
+    """Check a model that is sharded before the trainer is built, as with `distributed_config`.
 
-    FSDP2 changes the class of the LM head.
+    FSDP2 changes the class of the LM head, which must still be recognised as a linear layer.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -159,7 +164,8 @@ def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monk
     trainer = build(model_path, tmp_path)
     assert trainer.fast_path.items() >= PACKED.items()
     assert trainer.fast_path["rollouts"] == "TRL's: fsdp: the model is sharded"
-    # The optimizer is built after the self-check, so the parameters must be sharded again.
+    # The optimizer is built after the self-check, so the self-check must shard the parameters
+    # again.
     assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     loss, found = gradients(trainer, micro_batch())
     same_gradients((loss, {name: grad.full_tensor() for name, grad in found.items()}), expected)
@@ -168,7 +174,7 @@ def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monk
 def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied):
     """Check that old logps stay in fp32 although FSDP2 casts all float arguments of a forward.
 
-    In bf16, old logps would be wrong by 1%.
+    After a cast to bf16, old logps would be wrong by 1%.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -209,7 +215,8 @@ def test_refusals_name_their_option(model_path, tmp_path):
 def test_attention_dropout_names_what_switches_it_off(tmp_path):
     """Check that the reason names the option that switches attention dropout off.
 
-    TRL's `disable_dropout` changes modules, but not a dropout rate in the model's config.
+    TRL's `disable_dropout` sets the rate of dropout modules to 0, but not a dropout rate in the
+    model's config.
     """
     llama = cases.folder(tmp_path / "llama", attention_dropout=0.1)
     gpt2 = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2)
@@ -244,7 +251,7 @@ def test_models_that_packing_would_change(tmp_path, family, changes, reason):
 
 
 class RightPositions:
-    """Mixin for trainers that passes position ids to TRL's forward, which do not count padding."""
+    """Mixin that makes TRL's forward use correct position ids, which do not count padding."""
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *rest, **more):
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -262,9 +269,9 @@ class RightPositions:
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type):
-    """Compare our results for left-padded GPT-2 rows with TRL's after a fix of its positions.
+    """Check that our results for left-padded GPT-2 rows equal TRL's with corrected position ids.
 
-    Without the fix, TRL's results are wrong, and a warning must say so.
+    Without the correction, TRL's results are wrong, and a warning must say so.
     """
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1.0)
     with caplog.at_level(logging.WARNING):
@@ -282,7 +289,7 @@ def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type
 
 
 def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
-    """Check that the trial with random weights finds a difference that weights near 0 hide."""
+    """Check that the self-check with random weights finds a difference that weights near 0 hide."""
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1e-5)
     with caplog.at_level(logging.WARNING):
         build(path, tmp_path)
@@ -290,9 +297,9 @@ def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
 
 
 def test_without_padding_absolute_positions_are_trls(tmp_path, caplog):
-    """Check that our results equal TRL's for rows without padding, where TRL is right.
+    """Check that our results equal TRL's for rows without padding, for which TRL is right.
 
-    If TRL's forward is used, a warning must say that its padded rows are wrong.
+    If TRL's forward is used, a warning must say that it would be wrong for padded rows.
     """
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, initializer_range=1.0)
     batch = micro_batch()
@@ -333,7 +340,8 @@ def test_options_that_save_memory_change_no_result(model_path, tmp_path, monkeyp
     for more in ({}, {"tiled_mlp": 4}):
         trainer = build(model_path, tmp_path, more=more)
         sizes: list[int] = []
-        # Count stored tensors in the forward pass only, because the backward pass recomputes.
+        # Count the stored tensors in the forward pass only, because the backward pass stores
+        # tensors again when it recomputes layers.
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x
         ):
@@ -380,7 +388,8 @@ def lora(path: str, **options: Any) -> Any:
 def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path):
     """Check that training fails if the trainable adapter is not the active adapter.
 
-    With gradient checkpointing the loss requires grad, so TRL would silently train nothing.
+    With gradient checkpointing, the loss requires grad even without an active trainable adapter, so
+    TRL would train nothing without an error.
     """
     peft = importlib.import_module("peft")
     model = lora(model_path)
@@ -393,9 +402,10 @@ def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path)
 
 
 def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
-    """Check that TRL computes models with aLoRA.
+    """Check that TRL computes the forward of models with aLoRA.
 
-    aLoRA starts at a token of the prompt, and a packed row may contain several prompts.
+    The effect of aLoRA starts at a certain token of the prompt, and a packed row may contain
+    several prompts.
     """
 
     class Adapted:
@@ -412,7 +422,8 @@ def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
 def test_a_hook_that_came_later_is_tried(model_path, tmp_path, last):
     """Check that the self-check runs again after a hook was added.
 
-    Packed rows are right if the hook changes every token, but not if it changes a row's last token.
+    If the hook changes every token, packed rows are right. If the hook changes only the last token
+    of a row, they are wrong.
     """
 
     def steer(module: Any, args: Any, output: Any) -> Any:
@@ -449,7 +460,7 @@ def test_a_compiled_model_is_trls(model_path, tmp_path, how):
 
 
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
-    """Check that the probe finds a changed objective of TRL before the first step."""
+    """Check that the probe detects before the first step that TRL's objective was changed."""
     original = trl.GRPOTrainer._compute_loss
     louder = lambda self, *given: 1.01 * original(self, *given)  # noqa: E731
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", louder)
@@ -497,7 +508,7 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     }
     real = batch["attention_mask"].bool()
     ours, theirs = (t.model(**batch).logits[real] for t in (trainer, plain))
-    # The results are not bitwise equal, because our CPU kernels round differently.
+    # Allow a small difference, because our CPU kernels round differently.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     greedy = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(*(t.model.generate(**batch, **greedy) for t in (trainer, plain)))
@@ -508,7 +519,10 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
 
 
 def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
-    """Check that TRL computes Gemma 2 where transformers 5.17 ignores its softcap (sdpa)."""
+    """Check that TRL computes Gemma 2 with sdpa attention.
+
+    transformers 5.17 ignores the softcap of Gemma 2 with sdpa.
+    """
     gemma2 = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     if not gemma2.Gemma2PreTrainedModel._supports_sdpa:
         pytest.skip("needs a transformers whose Gemma 2 takes sdpa (5.17)")

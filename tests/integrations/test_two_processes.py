@@ -1,7 +1,8 @@
-"""Tests of other trainers on two gloo processes, with their loss and with ours.
+"""Tests of other trainers on two gloo processes, which run with their loss and with ours.
 
-Logs and weights must be equal. The two processes have different numbers of tokens, so a loss that
-divides by the count of one rank instead of both ranks would differ. `two_ranks` runs all cases.
+The logs and weights of the two runs must be equal. The two processes have different numbers of
+tokens, so that a loss divided by the count of one rank differs from a loss divided by the count of
+both ranks. `two_ranks` runs all cases.
 """
 
 import importlib
@@ -33,8 +34,9 @@ PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
-# Errors with the oldest versions when TRL's own trainer resumes. transformers 5.17 loads tensors to
-# "cpu:0", but torch 2.11 accepts only "cpu". peft needs a newer transformers.
+# Errors that TRL's own trainer raises when it resumes with the oldest supported versions.
+# transformers 5.17 loads tensors to "cpu:0", but torch 2.11 accepts only "cpu". peft needs a newer
+# transformers.
 NOT_RESUMED = (
     "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
     "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
@@ -63,7 +65,7 @@ def ranks(tmp_path_factory) -> Ranks:
 
 
 def both(ranks: Ranks, case: str) -> Ranks:
-    """Return the results of a case on both ranks. Check first that the weights are equal."""
+    """Return the results of a case on both ranks, after a check that their weights are equal."""
     for found in ranks:
         if case not in found and "missing" in found:
             pytest.skip("; ".join(found["missing"]))
@@ -101,7 +103,11 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
 
 
 def test_the_runs_under_trl_reach_what_they_compare(ranks):
-    """Check that the runs reach clipped ratios, a KL term, a changing bonus and an empty rank."""
+    """Check that the runs under TRL test what they are for.
+
+    They must have clipped ratios, a KL term, an entropy bonus that changes, and a rank without
+    scored tokens.
+    """
     logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in two_trl.CASES}
 
     def reached(name: str, key: str) -> float:
@@ -118,7 +124,7 @@ def test_the_runs_under_trl_reach_what_they_compare(ranks):
 
 @pytest.mark.parametrize("name", two_trl.RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_one(ranks, name):
-    """Check that a resumed run of each trainer ends with the bits of an uninterrupted run."""
+    """Check that a resumed run of each trainer ends with the same bits as an uninterrupted run."""
     for result in both(ranks, f"trl-{name}"):
         assert result["from_start"] == [0, 0]
         assert result["path"] == SINGLE

@@ -1,4 +1,4 @@
-"""Tests that compare losses, gradients and metrics of verl's losses and fused head with ours."""
+"""Tests of our losses and our fused head against verl's: losses, gradients and metrics."""
 
 import importlib
 import os
@@ -24,7 +24,8 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
          "seq-mean-token-mean")  # fmt: skip
 CLIPPED = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
-# Small clip ranges for dppo, so that some tokens exceed them.
+# Options of verl's config for some losses. dppo gets small clip ranges, so that some tokens exceed
+# them.
 CONFIGS = {
     "dppo_tv": {"clip_ratio_low": 0.02, "clip_ratio_high": 0.05},
     "dppo_kl": {"clip_ratio_low": 1e-3},
@@ -46,7 +47,7 @@ def batch(
 ) -> dict:
     """Return a batch that reaches every branch of a loss.
 
-    Its mask has gaps, and one row has no active token.
+    The mask has gaps, and one completion has no active token.
     """
     random = torch.Generator().manual_seed(seed)
     old = -2.5 * torch.rand(rows, length, generator=random) - 0.01
@@ -84,7 +85,11 @@ def compare(name: str, data: dict, mode: str, config) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_loss_gradient_and_metrics(name, mode):
-    """Compare with and without the counts of the whole step and the rollout weights."""
+    """Check loss, gradient and metrics against verl's.
+
+    The test runs with and without the token counts of the whole step, and with and without rollout
+    weights.
+    """
     whole_step = {"dp_size": 4, "batch_num_tokens": 230, "global_batch_size": 24}
     whole_step["loss_scale_factor"] = 128
     for info in ({}, whole_step, {**whole_step, "dp_size": 1, "loss_scale_factor": None}):
@@ -95,9 +100,10 @@ def test_loss_gradient_and_metrics(name, mode):
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 @pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
 def test_on_policy_and_far_off_policy(name, step):
-    """Compare at a ratio of exactly 1, and at log ratios above 20, where verl clamps them."""
+    """Check losses at a ratio of exactly 1, and at log ratios above 20, where verl clamps."""
     if step == 40.0 and name == "geo_mean":
-        # With a larger step, the ratio would underflow to 0, and both gradients would be 0.
+        # Use a smaller step. The ratio would otherwise underflow to 0, and both gradients would be
+        # 0.
         step = 10.0
     data = batch(step=step, seed=3)
     if name == "dro":
@@ -107,7 +113,7 @@ def test_on_policy_and_far_off_policy(name, step):
 
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_advantages_per_token(name):
-    """Compare with advantages of both signs within a completion, as GAE gives."""
+    """Check losses for advantages of both signs within a completion, as GAE gives."""
     data = batch(weights=name != "dro", seed=5)
     generator = torch.Generator().manual_seed(1)
     data["advantages"] = torch.randn(data["advantages"].shape, generator=generator)
@@ -115,7 +121,10 @@ def test_advantages_per_token(name):
 
 
 def test_the_data_reaches_every_branch():
-    """Check that the losses clip some tokens. Otherwise the other tests would prove little."""
+    """Check that the losses clip some tokens of the test batch.
+
+    Otherwise the other tests would not test clipping.
+    """
 
     def share(name, data, metric):
         metrics = run(core.get_policy_loss_fn(name), data, "token-mean", actor(name))[2]
@@ -198,7 +207,10 @@ def test_register_and_undo():
 
 
 def worker_data(prompts: list[int], responses: list[int]):
-    """Return the arguments of verl's worker loss, as nested tensors with counts of all ranks."""
+    """Return the arguments of verl's worker loss.
+
+    They are nested tensors, and the counts are over all ranks.
+    """
     random = torch.Generator().manual_seed(0)
 
     def nested(lengths, make):
@@ -257,7 +269,10 @@ print(core.get_policy_loss_fn("fast_gspo").__module__, functional.FusedLinearFor
 
 
 def test_plugin_in_a_worker_process():
-    """Check that the plugin works if verl imports it during its own import, as in a Ray worker."""
+    """Check that the plugin works if verl imports it while verl itself is being imported.
+
+    Ray workers import it this way.
+    """
     plugin = {"VERL_USE_EXTERNAL_MODULES": "grpo_fast.integrations.verl.plugin"}
     result = subprocess.run(
         [sys.executable, "-c", WORKER], env={**os.environ, **plugin, "GRPO_FAST_VERL_HEAD": "1"},
@@ -282,7 +297,10 @@ def test_the_head_of_the_process_is_given_back():
      ((9,), 1.0, True)],
 )  # fmt: skip
 def test_head_equals_verls(shape, temperature, autocast):
-    """Compare outputs and gradients of the heads. Under autocast, both heads multiply in bf16."""
+    """Check outputs and gradients of our head against verl's.
+
+    Under autocast, both heads must multiply in bf16.
+    """
     functional = importlib.import_module("verl.utils.experimental.torch_functional")
     random = torch.Generator().manual_seed(0)
     results = []
@@ -308,7 +326,7 @@ def test_head_equals_verls(shape, temperature, autocast):
 
 @pytest.fixture
 def patched_model():
-    """Return a tiny model whose class verl has patched. Undo the patch after the test."""
+    """Return a tiny model whose class verl has patched, and undo the patch after the test."""
     verl = importlib.import_module("verl.models.transformers.monkey_patch")
     model = tiny_model("qwen2", num_hidden_layers=1)
     before = type(model).forward
@@ -357,9 +375,10 @@ def test_fast_head_refusals(patched_model):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_forward_kl_topk_leaves_the_tail_out(chunked):
-    """Check that verl's top-k loss plus the term of the tail equals the loss of a `TeacherTopK`.
+    """Check verl's top-k loss against the loss of a `TeacherTopK`.
 
-    verl omits the tail, which has all tokens outside of the top k.
+    verl omits the tail, which is the set of all tokens outside of the top k. Its loss plus the loss
+    term of the tail must equal our loss.
     """
     module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     g = torch.Generator().manual_seed(0)

@@ -1,4 +1,7 @@
-"""Imports of other trainers for tests. If a trainer is missing, its test module is skipped."""
+"""Imports of other trainers for tests.
+
+If a trainer is not installed, the test module that imports it from here is skipped.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -36,7 +36,7 @@ def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_ze
                 assert b[key] == wanted, (key, a["step"])
 
 
-# The questions have different lengths, and no question is a prefix of another.
+# The questions have different lengths. No question is a prefix of another question.
 QUESTIONS = (
     "Ada sold 48 of her clips in April and half", "Weng minds children for $12 an hour, and",
     "Betty saves for a wallet that costs $100.", "Julie read 12 pages of a book yesterday.",

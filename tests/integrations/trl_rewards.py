@@ -106,7 +106,10 @@ def metrics(completions, log_metric=None, log_extra=None, **kwargs):
 
 
 class FromTheTrainer:
-    """Reward class. TRL gets an instance of it, and our trainer gets the class."""
+    """Reward class that the trainers use in different ways.
+
+    TRL gets an instance of the class, and our trainer gets the class itself.
+    """
 
     __name__ = "FromTheTrainer"
 

@@ -1,6 +1,7 @@
 """Cases that train with Lightning and with transformers' `Trainer` on two ranks.
 
-The results are compared with plain torch in one process on the rows of both ranks.
+The results are compared with those of plain torch in one process, which trains on the rows of both
+ranks.
 """
 
 import copy
@@ -24,7 +25,7 @@ SIZES = (8, 4)  # number of completions in a batch, by rank
 STEPS = 2
 
 
-# Options of our loss, and the same options for the reference in plain torch.
+# For each case, the options of our loss and the equal options of the reference in plain torch.
 LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"loss_type": "grpo", "beta": 0.05}, {}),
     "dapo": ({"loss_type": "dapo"}, {"by_token": True}),
@@ -33,7 +34,7 @@ LOGGED = "loss", "grad_norm"
 
 
 def sgd(model: Any) -> torch.optim.Optimizer:
-    # Use SGD, because its step is linear in the gradient. AdamW would amplify rounding.
+    # Use SGD, because its step is linear in the gradient. AdamW would amplify rounding errors.
     return torch.optim.SGD(model.parameters(), lr=0.3)
 
 

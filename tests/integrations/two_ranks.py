@@ -1,6 +1,7 @@
-"""Job of `test_two_processes.py` that runs other trainers on two ranks, started by torchrun.
+"""Job of `test_two_processes.py`, which torchrun starts on two ranks.
 
-Each rank writes FOLDER/rank<r>.json, a dictionary from the name of a case to its result or error.
+The job runs other trainers. Each rank writes FOLDER/rank<r>.json, a dictionary from the name of
+each case to its result or error.
 """
 
 import datetime
@@ -16,7 +17,8 @@ from torch import distributed
 
 from tests.integrations import two_plain, two_trl, two_verl
 
-# Lightning must be last. After its import, verl treats every module as an abstract class.
+# The sections run in this order. Lightning must be last, because after its import, verl treats
+# every module as an abstract class.
 SECTIONS = (two_trl, two_verl, two_plain)
 
 
@@ -33,7 +35,7 @@ def main(folder: Path) -> None:
 
 
 def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any]) -> None:
-    """Run all cases of a section. Add the result or the traceback of each case to `found`."""
+    """Run all cases of a section, and add the result or the traceback of each case to `found`."""
     try:
         for name, work in cases:
             try:

@@ -1,6 +1,6 @@
 """Cases that run TRL's `GRPOTrainer` and ours under DDP on two ranks.
 
-Each rank has different completions.
+The two ranks have different completions.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,15 @@ from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260
-# Several updates per generation, so that ratios leave the clip range.
+# Make several updates per generation, so that ratios leave the clip range.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
 ADAPTIVE = {
     "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
     "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
 }  # fmt: skip
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-# Loss types that divide by completions, by the tokens of a rank, or by the tokens of all ranks.
+# Options of each case. The loss types divide by completions, by the tokens of a rank, or by the
+# tokens of all ranks.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
@@ -36,12 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "dapo", "beta": 0.1, "lora": {}, "gradient_checkpointing": True, **MOVING,
     },
     "entropy": {"loss_type": "dapo", **ADAPTIVE, **MOVING, "max_steps": 3},
-    # The completions of a group are distributed over two ranks.
+    # Each group has some of its completions on the first rank and some on the second.
     "split_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
         "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
     },
-    # The second rank has no scored token ("empty_rank") or no prompts ("no_prompt").
+    # In "empty_rank", the second rank has no scored token. In "no_prompt", its completions have no
+    # prompts.
     "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
     "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},
@@ -49,11 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 REPLAY = {"replay_support": True}
-# Runs with real sampling. A greedy run is compared with TRL's run, and a random run with a second
-# run of our trainer.
+# Options of runs that really sample. A greedy run of ours is compared with TRL's run. A random run
+# is compared with a second run of our trainer.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
-    # The completions of a group are distributed over two ranks.
+    # Each group has some of its completions on the first rank and some on the second.
     "drawn": {"top_k": 5, "temperature": 0.8, "num_generations": 8, "more": REPLAY},
 }
 Result = dict[str, Any]
@@ -87,7 +89,7 @@ def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: b
 
 
 class NoPrompt:
-    """Mixin for trainers that removes all prompts on the second rank."""
+    """Mixin that removes all prompts from a trainer's batches on the second rank."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
@@ -119,7 +121,10 @@ Weights = dict[str, Tensor]
 def outcome(
     wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
 ) -> Result:
-    """Return the result of a case on this rank, with the logs and the differences of weights."""
+    """Return the result of a case on this rank.
+
+    It contains the logs and the differences of the weights.
+    """
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
 
@@ -133,7 +138,7 @@ def compared(theirs: Any, ours: Any) -> Result:
 
 
 def run(name: str, folder: Path, output: Path) -> Result:
-    """Run a case with TRL's trainer and with ours, and return the comparison."""
+    """Run a case with TRL's trainer and with ours, and return the comparison of both runs."""
     cut = name == "empty_rank" and distributed.get_rank() == 1
     evaluates, pair = name == "evaluation", []
     for cls in (GRPOTrainer, FastGRPOTrainer):
@@ -163,7 +168,7 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """Run TRL's trainer with its head and with ours, and return the comparison."""
+    """Run TRL's trainer with TRL's head and with ours, and return the comparison of both runs."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
     for prepare in (lambda trainer: trainer, use_fast_head):
         pair.append(build(GRPOTrainer, folder, output, options))
@@ -173,7 +178,7 @@ def fast_head(name: str, folder: Path, output: Path) -> Result:
 
 
 class Sampled:
-    """Wrapper of a trainer's own sampling that computes a hash of the sampled tokens."""
+    """Wrapper of a trainer's sampling function that also computes a hash of the sampled tokens."""
 
     def __init__(self, trainer: Any) -> None:
         del trainer._generate_single_turn
@@ -188,7 +193,10 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """Run two trainers with real sampling: TRL's and ours if greedy, else ours twice."""
+    """Run two trainers that really sample, and return the comparison.
+
+    In a greedy case they are TRL's trainer and ours, otherwise ours twice.
+    """
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
         pair.append(build(cls, folder, output, options))

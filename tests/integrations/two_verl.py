@@ -1,6 +1,7 @@
 """Cases that run verl's FSDP2 engine on two ranks, with verl's losses and head and with ours.
 
-verl does not support CPUs, so the job registers a CPU platform. Nothing else in verl is changed.
+verl does not support CPUs, so the job registers a CPU platform with verl. Nothing else in verl is
+changed.
 """
 
 import functools
@@ -20,13 +21,17 @@ from tests.integrations.two_trl import Result, outcome
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
-# The option use_fused_kernels in verl's run and in our run. verl's fused head fails with an untied
-# head, because verl's engine shards that head in a separate group.
+# The value of the option use_fused_kernels in verl's run and in our run. In "logits", verl's run
+# does not use its fused head, because this head fails for an untied head, which verl's engine
+# shards in a separate group.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
 def on_a_cpu() -> None:
-    """Register a CPU platform with verl. This must happen before the import of verl's engine."""
+    """Register a CPU platform with verl.
+
+    Call this function before the import of verl's engine.
+    """
     cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
 
     class Cpu(cuda):
@@ -70,7 +75,10 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 def batch(seed: int, fused: bool) -> Any:
-    """Return two micro-batches of two completions. The ranks have different token counts."""
+    """Return two micro-batches of two completions.
+
+    The two ranks have different numbers of tokens.
+    """
     rank = distributed.get_rank()
     random = torch.Generator().manual_seed(2 * seed + rank)
     lengths = RESPONSES[rank]

@@ -10,7 +10,10 @@ from grpo_fast.kernels.cpu import gemm, layers
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Use the csrc product on every CPU. Yield a list that records the shapes of its outputs."""
+    """Use the csrc matrix product on every CPU.
+
+    Yield a list to which each product appends the shape of its output.
+    """
     monkeypatch.setenv("GRPO_FAST_GEMM", "own")
     route.gemm_choice.cache_clear()
     counted = []

@@ -1,7 +1,7 @@
 """Expected values of the kernels in fp64, computed with `tests.oracles` and without package code.
 
-In Triton's interpreter, `only_memory_of` and `reversed_programs` are the checks of triton_tools.
-Elsewhere they do nothing.
+In Triton's interpreter, `only_memory_of` checks memory accesses and `reversed_programs` reverses
+the program order (see triton_tools). Elsewhere they do nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def torch_threads(count: int) -> Iterator[None]:
 def final(
     raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0
 ):
-    """Return the transformed logits z and the derivative dz/draw, both (C, V) fp64."""
+    """Apply the logit transform to raw logits.
+
+    Return the transformed logits z and the derivative dz/draw, each of shape (C, V) in fp64.
+    """
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:
         bent = z / softcap
@@ -53,8 +56,8 @@ def final(
 def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return lse, logp and entropy of fp64 logits, each (C,) fp64.
 
-    As p → 1, z_y − lse would lose all digits of 1 − p even in fp64. logp is therefore computed from
-    the other columns. A row with +inf has no distribution, so its results are NaN.
+    The logp of the target is computed from the other columns. If p is near 1, z_y − lse would lose
+    all digits of 1 − p even in fp64. A row with +inf has no distribution, so its results are NaN.
     """
     lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
     lse = torch.where(lse == torch.inf, torch.nan, lse)
@@ -80,11 +83,11 @@ def gradient(
 def loss_and_slope(
     lp, old, ref, advantages, policy_weights, kl_weights, config
 ) -> tuple[Tensor, Tensor]:
-    """Return policy_weights·ℓ + kl_weights·KL of every row and its derivative with respect
-    to logp, each (C,) fp64.
+    """Return the weighted loss of every row, and its derivative with respect to logp, each (C,)
+    fp64.
 
-    All rows form one completion of the oracle, because rows do not depend on each other in a
-    token-level loss.
+    The weighted loss is policy_weights·ℓ + kl_weights·KL. All rows are passed to the oracle as one
+    completion. This is allowed, because rows do not depend on each other in a token-level loss.
     """
     lp = lp.detach().double().requires_grad_()
     known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}

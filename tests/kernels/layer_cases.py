@@ -27,7 +27,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 class TinyRMSNorm(nn.Module):
-    """RMSNorm of Llama, or RMSNorm of Gemma with `offset` 1."""
+    """RMSNorm as in Llama. With `offset` 1, RMSNorm as in Gemma."""
 
     def __init__(self, size, offset=0):
         super().__init__()
@@ -41,8 +41,9 @@ class TinyRMSNorm(nn.Module):
 
 
 def pair_of(family="Llama"):
-    """Return a model with fast layers and a copy with the original layers,
-    both with eager attention.
+    """Return a model with fast CPU layers, and a copy with the original layers.
+
+    Both use eager attention.
     """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)

@@ -1,10 +1,9 @@
-"""Script that computes a loss or runs a training for each case, where the
-C++ kernels may be missing.
+"""Script that computes a loss or runs a training on a machine where C++ kernels may be missing.
 
-Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case runs in a forked process
-with a separate cache, so that torch is imported only once. LIBRARY is a compiled rows.cpp. Cases
-that need a compiler use a script that copies LIBRARY. Each case writes
-FOLDER/<case>/{out,err,statuses}.
+Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case simulates a different
+machine. It runs in a forked process with a separate cache, so that torch is imported only once.
+LIBRARY is a compiled rows.cpp. Cases that need a compiler use a script that copies LIBRARY instead
+of compiling. Each case writes FOLDER/<case>/{out,err,statuses}.
 """
 
 from __future__ import annotations
@@ -85,13 +84,14 @@ def copying(folder: Path, before: str = "true") -> None:
     find_output = 'while [ "$1" != -o ]; do shift; done'
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
     compiler = " ".join(csrc_loader.compiler() or ["false"])
-    # Other sources than rows.cpp are compiled, because a run also needs the attention library.
+    # Only rows.cpp is replaced by the copy of LIBRARY. Other sources are really compiled, because a
+    # training run also needs the attention library.
     others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'
     os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
     os.environ["GRPO_FAST_GEMM"] = "vendor"  # otherwise a loss would also build the gemm library
 
 
-# Cases that only set environment variables. {} stands for the folder of the case.
+# Cases that only set environment variables. In a value, {} is replaced with the case's folder.
 for _name, _variables in {
     "no_compiler": {"PATH": "{}"},
     "idle_compiler": {"CXX": "true"},
@@ -120,8 +120,10 @@ def nobody(folder: Path) -> None:
 
 
 def give_away(path: Path) -> None:
-    """Change the owner of a path. Without root, make every path appear to
-    belong to a different user.
+    """Make a path belong to a different user.
+
+    Without root, the owner cannot be changed. Then make every path appear to belong to a different
+    user.
     """
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)

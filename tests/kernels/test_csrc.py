@@ -1,6 +1,4 @@
-"""Tests of the C++ kernel library: loading, building, generated loss
-functions, instruction sets.
-"""
+"""Tests of the C++ kernel library: builds, loading, generated functions and instruction sets."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ tl = torch
 
 @pytest.mark.skipif(csrc_loader.compiler() is None, reason="no C++ compiler")
 def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
-    """Compare the compiled C++ functions with the Python functions in fp64, for
-    all losses and a new one.
+    """Check that compiled C++ loss functions equal the Python functions in fp64.
+
+    The test covers all losses and one new loss.
     """
     leaves = [*loss_codegen.objective_functions(), a_new_loss]
     text = loss_codegen.print_header(leaves, loss_codegen.kl_functions())
@@ -151,9 +150,10 @@ def write_something(command: list[str], flags: list[str], source: Path, output: 
 
 @needs_library
 def test_loader_builds_again_what_does_not_load(tmp_path: Path, monkeypatch) -> None:
-    """A library that does not load is compiled again.
+    """Check that the loader compiles a library again if the library does not load.
 
-    The test replaces `_open`, which calls dlopen, because a process cannot load a library twice.
+    The test replaces `_open`, which calls dlopen, because a process cannot load the same library
+    twice.
     """
     opened = []
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path))
@@ -203,10 +203,10 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Run the tests of rows and products with the 4-lane baseline and with AVX2.
+    """Check that the tests of rows and products also pass with the 4-lane baseline and with AVX2.
 
-    AVX2 runs with 8 lanes if the native build has AVX-512. Otherwise it runs with 16 lanes, so that
-    the compiler splits the vectors of the AVX-512 source.
+    If the native build has AVX-512, AVX2 runs with 8 lanes. Otherwise AVX2 runs with 16 lanes, so
+    that the compiler splits each vector of the AVX-512 source into two vectors.
     """
     command = csrc_loader.compiler()
     assert command is not None

@@ -1,5 +1,6 @@
-"""Tests of loader failures on other machines. Each case runs in a separate
-process (loader_cases.py).
+"""Tests of the loader on machines where the C++ kernels cannot be built or loaded.
+
+Each case runs in a separate process (loader_cases.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason="there is no library 
 OURS = ("GRPO_FAST_", "CXX", "PYTEST_")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
 
-# The reason that the only log line of a case must contain.
+# Each entry has a case and the reason that its only log line must contain.
 FALLBACKS = {
     "no_compiler": "no C++ compiler",
     "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
@@ -79,8 +80,9 @@ def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(case, name: st
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: str) -> None:
-    """A damaged library is removed and rebuilt, because loading a truncated
-    file would cause a SIGBUS.
+    """Check that a damaged library is removed and built again.
+
+    Loading a truncated file would cause a SIGBUS.
     """
     if name == "another_users_library" and os.geteuid() != 0:
         pytest.skip("giving a file away needs root")
@@ -100,8 +102,10 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
     ],
 )
 def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
-    """Check the cases without a warning: a disabled library, a library of the wheel without a
-    compiler, three processes that build at the same time, and threads that share one build.
+    """Check that no warning is logged if nothing is wrong.
+
+    The cases are a disabled library, a library of the wheel without a compiler, three processes that
+    build at the same time, and threads that share one build.
     """
     found = case(name)
     assert (found.out, found.told, found.builds) == (out, [], builds)
@@ -169,8 +173,9 @@ def test_a_wheels_library_fits_the_cpu(monkeypatch, tmp_path, has, wanted, expec
 
 @pytest.mark.parametrize(("device", "level"), [("cuda", logging.WARNING), ("cpu", logging.INFO)])
 def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, level) -> None:
-    """Missing Triton on a GPU is logged as a warning. On a CPU the level is INFO, because the
-    loader has already logged why the C++ kernels are missing.
+    """Check that missing Triton is logged as a warning on a GPU, but as INFO on a CPU.
+
+    On a CPU, the loader has already logged why the C++ kernels are missing.
     """
     monkeypatch.setattr(backends, "fallback_reason", lambda device: "it is not installed")
     with caplog.at_level(logging.INFO, "grpo_fast"):

@@ -1,7 +1,7 @@
 """Tests of decoding attention in C++ against fp64.
 
-They cover sizes around tiles and registers, groups of unequal size, windows, NaN and uninitialised
-memory.
+They cover lengths around the sizes of tiles and registers, prompts with different numbers of
+completions, windows, NaN and uninitialised memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Rollout:
-    """Completions that grow by one random token per step, with their exact attention in fp64."""
+    """Completions that grow by one random token per step, and their exact attention in fp64."""
 
     def __init__(self, lengths, counts, heads, repeats, depth, most, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -33,7 +33,10 @@ class Rollout:
         self.own = ()
 
     def step(self, time, scale, window=None, rows=slice(None)):
-        """Run `decode_` for token `time`. The cache grows by one tile whenever it is full."""
+        """Run `decode_` for token `time` of each completion.
+
+        The cache grows by one tile whenever it is full.
+        """
         k, v = (x[time][:, rows] for x in self.new)
         if time % decode.TILE == 0:
             self.own = decode.grow_tiles(self.own, self.tiles, v.shape[1], time + 1)
@@ -55,8 +58,8 @@ class Rollout:
         return torch.stack(out)
 
 
-# Each case has prompt lengths, completions of each prompt, key-value heads, queries per head, and
-# D.
+# Each case has prompt lengths, the number of completions of each prompt, the number of key-value
+# heads, queries per head, and the head dimension D.
 CASES = [
     ([5], [1], 1, 1, 8), ([16, 3, 17], [4, 1, 6], 2, 2, 32), ([40, 33], [3, 5], 1, 3, 20),
     ([1, 70], [2, 9], 3, 1, 64), ([31, 32], [5, 4], 1, 7, 131),
@@ -78,7 +81,7 @@ def test_values_against_fp64(case, window):
 
 
 def test_large_scores_leave_one_token():
-    """With scores in the thousands, one token gets all the weight, and nothing overflows."""
+    """Check that scores in the thousands do not overflow, and give all the weight to one token."""
     rollout = Rollout([20], [2], 1, 2, 32, most=2)
     for time in range(2):
         found = rollout.step(time, 1e4)
@@ -98,7 +101,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads():
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])
 def test_nan_stays(which):
-    """A NaN appears in exactly the rows that attend to it."""
+    """Check that a NaN appears in the rows that attend to it, and in no other row."""
     rollout = Rollout([17], [3], 1, 2, 32, most=2)
     rollout.step(0, 0.2)
     if which == "query":

@@ -23,11 +23,11 @@ REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# torch's AMX product is available if oneDNN has bf16 instructions.
+# torch's AMX product can be tested on CPUs on which oneDNN has bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
-# The shapes cover every remainder of 6 rows of the micro-kernel (32 rows with AMX), of panels of 16
-# or 64 columns, and of slices of 256 words of k.
+# The shapes leave partial blocks of every kind: of 6 rows of the micro-kernel (32 with AMX), of
+# panels of 16 or 64 columns, and of slices of 256 words of k.
 SHAPES = [
     (1, 1, 1), (5, 7, 3), (6, 64, 16), (13, 65, 17), (14, 70, 9), (100, 130, 700), (257, 33, 1025),
     (700, 20, 5), (33, 600, 511),
@@ -36,7 +36,7 @@ SHAPES = [
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Clear the cached routing decisions before and after a test."""
+    """Clear the cached decisions about which product to use, before and after a test."""
 
     def clear() -> None:
         for cache in (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice):
@@ -53,8 +53,10 @@ def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """Return a random (rows, columns) matrix as a view of a larger matrix of NaN. With
-    `transposed`, the larger matrix stores the transpose.
+    """Return a random (rows, columns) matrix as a view of a larger matrix of NaN.
+
+    If the product reads outside the view, its result becomes NaN. With `transposed`, the larger
+    matrix stores the transpose.
     """
     stored = (columns, rows) if transposed else (rows, columns)
     x = torch.full((stored[0] + 2, stored[1] + 3), torch.nan, dtype=dtype)[1:-1, 1:-2]
@@ -63,7 +65,10 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Ten
 
 
 def positive16(x: Tensor) -> Tensor:
-    """Round x ≥ 0 to Positive16. Return a view of a larger matrix, in the layout of x."""
+    """Round x ≥ 0 to the unsigned 16-bit format Positive16.
+
+    Return a view of a larger matrix, in the layout of x.
+    """
     stored = x if x.stride(1) == 1 else x.t()
     out = torch.full((stored.shape[0] + 2, stored.shape[1] + 3), -1, dtype=torch.int16)[1:-1, 1:-2]
     out.copy_(
@@ -84,7 +89,8 @@ def multiply(
     scales: Tensor | None = None,
 ) -> Tensor:
     (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
-    # A vector can be read in both layouts, but `scales` need the transposed layout.
+    # A matrix with one row or one column can be read in both layouts. Scales are only supported in
+    # the transposed layout, so choose it if there are scales.
     if a.shape[0] == 1 or a.shape[1] == 1:
         a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
     layout = a_transposed, b_transposed, add, tiles
@@ -106,7 +112,7 @@ def test_every_layout_gives_the_fp64_product(
         before = start[:, 1:-1].double() * add
         truth = a.double() @ b.double() + before
         bound = 1e-6 * (a.double().abs() @ b.double().abs() + before.abs())
-        # A bf16 result has one rounding, whose relative error is at most 2^-8.
+        # Rounding the result to bf16 adds a relative error of at most 2^-8.
         bound += 2**-8 * truth.abs() if out_dtype == torch.bfloat16 else 0
         assert ((out[:, 1:-1].double() - truth).abs() <= bound).all()
         assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # neighbouring memory is untouched
@@ -130,19 +136,22 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
     some = (slice(1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))
     for rows, columns in some:
         assert torch.equal(product(a[rows], b[:, columns]), results[0][rows, columns])
-    # The bits must not depend on the storage order of the operands.
+    # Storing the operands in the other layout must not change the bits of the result.
     assert torch.equal(product(a.t().contiguous().t(), b.t().contiguous().t()), results[0])
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
 def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles: bool) -> None:
-    """Multiply an fp32 a by a bf16 or fp32 b. A transposed a can also be scaled along k."""
+    """Check the product of an fp32 a and a bf16 or fp32 b.
+
+    If a is transposed, it can also be scaled along k.
+    """
     torch.manual_seed(0)
     bound = 1e-6 if dtype == torch.float32 else 2**-15
     for (m, n, k), is_transposed in itertools.product(SHAPES, (False, True)):
         a, straight = matrix(m, k, torch.float32, is_transposed), matrix(k, n, dtype, False)
         scales = torch.randn(k).index_fill(0, torch.tensor(0), 0.0)
-        # A transposed b is multiplied without scales.
+        # The product with a transposed b does not support scales.
         for by, b in ((None, straight), (scales, straight), (None, matrix(k, n, dtype, True))):
             if by is None or (is_transposed and not tiles):
                 out = multiply(a, b, torch.empty(m, n), tiles=tiles, scales=by)
@@ -152,7 +161,7 @@ def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles:
 
 
 def test_a_number_without_a_sign_has_two_digits_more() -> None:
-    # All numbers exceed 2^-98, the smallest positive Positive16.
+    # Test numbers above 2^-98, the smallest positive number of the format Positive16.
     some = (0.5 + torch.rand(1000) / 2) * torch.logspace(-27, 9, 1000)
     x = torch.cat([some, torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])])
     back = widened(positive16(x[None]))[0]
@@ -164,8 +173,9 @@ def test_a_number_without_a_sign_has_two_digits_more() -> None:
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
-    """A Positive16 a times a bf16 b gives the same bits as a bf16 a, except in
-    rows with heavy elements.
+    """Check that a product with a in Positive16 has the same bits as with a rounded to bf16.
+
+    Rows with heavy elements are an exception, because the product corrects their rounding errors.
     """
     torch.manual_seed(0)
     for m, n, k in SHAPES:
@@ -191,10 +201,10 @@ def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 @pytest.mark.parametrize("count", [1, 10])
 def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool) -> None:
-    """The product corrects the rounding error of elements of 1.006 that dominate a row of small
-    numbers. bf16 rounds these elements to 1.0078.
+    """Check that elements that dominate a row of small numbers keep their digits.
 
-    With 10 equal elements, each has a tenth of the sum of squares of its row.
+    bf16 rounds these elements from 1.006 to 1.0078, and the product corrects this error. With 10
+    equal elements, each element has a tenth of the row's sum of squares.
     """
     torch.manual_seed(0)
     m, n, k = 300, 150, 700
@@ -211,7 +221,10 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
-    """Rows with equal ids are added in order, for any blocks and threads. Some rows have no id."""
+    """Check that rows with equal ids are added in order, for any blocks and threads.
+
+    Some rows have no id and are not added.
+    """
     torch.manual_seed(0)
     m, n, k = 700, 1100, 40
     a, b, start = torch.randn(k, m).t(), torch.randn(k, n), torch.randn(m, n).to(dtype)
@@ -234,8 +247,9 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
-    """Check the epilogue of dH, which scales rows and adds one row of W to each row. A scale of
-    0 gives zeros, even for NaN.
+    """Check the epilogue of dH, which scales rows and adds one row of W to each row.
+
+    A scale of 0 must give zeros, even for NaN.
     """
     torch.manual_seed(0)
     m, n, k = 700, 130, 40  # several blocks of rows
@@ -255,7 +269,7 @@ def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype)
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
-    """Scratch memory that contained NaN does not affect the next product."""
+    """Check that scratch memory that contained NaN does not affect the next product."""
     a, b = torch.ones(40, 30), torch.ones(30, 70)
     a[17, 3] = torch.nan
     out = multiply(a, b, torch.empty(40, 70))
@@ -301,8 +315,10 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """fp32 uses the csrc product except on Intel CPUs, unless GRPO_FAST_GEMM selects a product.
-    bf16 needs 16-bit instructions.
+    """Check which product is used for each CPU and dtype.
+
+    fp32 uses the csrc product except on Intel CPUs, unless GRPO_FAST_GEMM selects a product. bf16
+    needs 16-bit instructions.
     """
     has_fma, _, _ = torch.ops.grpo_fast_gemm.features()
     for choice, vendor, expected in [
@@ -327,7 +343,7 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
 def test_a_wrong_bf16_product_is_not_used(
     monkeypatch: pytest.MonkeyPatch, fresh: None, caplog
 ) -> None:
-    """A wrong result in the self-check disables the bf16 product, with one log line."""
+    """Check that a wrong result in the self-check disables the bf16 product and logs one line."""
     if gemm_cpu.unavailable(torch.bfloat16) is not None:
         pytest.skip(f"bf16 is widened here: {gemm_cpu.unavailable(torch.bfloat16)}")
     gemm_cpu.unavailable.cache_clear()
@@ -353,8 +369,9 @@ def test_a_wrong_bf16_product_is_not_used(
 def test_the_self_check_does_not_see_the_modes_of_the_first_call(
     mode: Callable[[], AbstractContextManager[object]], fresh: None
 ) -> None:
-    """The result of the self-check is cached for the process, so the modes of the first
-    caller must not influence it.
+    """Check that the modes of the first caller do not influence the self-check.
+
+    The result of the self-check is cached for all later calls in the process.
     """
     expected = gemm_cpu.unavailable(torch.bfloat16)
     gemm_cpu.unavailable.cache_clear()
@@ -363,8 +380,9 @@ def test_the_self_check_does_not_see_the_modes_of_the_first_call(
 
 
 def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If there is no 16-bit product, W is converted in pieces. The results
-    equal those of one piece.
+    """Check that W is converted to fp32 in pieces if there is no 16-bit product.
+
+    The results must equal those of a conversion in one piece.
     """
     torch.manual_seed(0)
     h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)

@@ -1,6 +1,6 @@
 """Tests of GPU behaviour that need no GPU: device selection and rounding of products.
 
-Patched functions simulate two GPUs, and fp64 sums simulate those of tensor cores.
+Patched functions simulate two GPUs, and fp64 sums simulate the sums of tensor cores.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 4473), (79.25, 2536), (32.5, 1040), (32, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """The workspace has at least 1 GiB, even if torch sees no GPU."""
+    """Check the size of the workspace for GPUs of different sizes.
+
+    It has at least 1 GiB, even if torch sees no GPU.
+    """
     memory = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -89,8 +92,9 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 
 
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
-    """The product dH = d·W returns fp32, because a GPU that writes 16 bits
-    may round partial sums.
+    """Check that the product dH = d·W, a sum over the vocabulary, returns fp32.
+
+    A GPU product that returns 16 bits may also round partial sums to 16 bits.
     """
     with OnGpu():
         d, weight = (
@@ -101,7 +105,10 @@ def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
 
 
 def test_powers_of_two_are_exact(monkeypatch):
-    """Powers of two are exact even if `pow`, which torch.ldexp calls, is not exact."""
+    """Check that our powers of two are exact even if `pow` is not exact.
+
+    torch.ldexp would not be exact in this case, because it calls `pow`.
+    """
     monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
     exponents = torch.arange(-126, 128, dtype=torch.int32)
     exact = torch.tensor([2.0**e for e in range(-126, 128)])
@@ -118,8 +125,9 @@ def test_powers_of_two_are_exact(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
-    """Every epilogue that compiles without spills uses the large tile.
-    test_triton_compile.py checks the spills.
+    """Check that every epilogue that compiles without spills uses the large tile.
+
+    test_triton_compile.py checks which epilogues spill.
     """
     from grpo_fast.kernels.gpu import linear
     from grpo_fast.kernels.types import LogitTransform

@@ -1,7 +1,7 @@
 """Tests of `grad_filter`, which computes the gradient GEMMs over a subset of the columns.
 
-The reported share of skipped gradient is exact, and the error bounds hold.
-test_triton_interpreter.py runs the tests again in Triton's interpreter.
+They check that the reported fraction of skipped gradient is exact, and that the errors are within
+their bounds. test_triton_interpreter.py runs the tests again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ CONFIGS = {
 
 
 def problem(spread, dtype=torch.float64):
-    """Return a problem whose logits have the standard deviation `spread`:
-    0.5 is flat, 12 is peaked.
+    """Return random inputs of the loss whose logits have the standard deviation `spread`.
+
+    With 0.5 the distributions are flat, and with 12 they are peaked.
     """
     g = torch.Generator().manual_seed(5)
     hidden = torch.randn(T, H, generator=g, dtype=torch.float64)
@@ -52,7 +53,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
 
 @pairs(rows=ROWS, tolerance=[1e-1, 1e-2, 1e-4], config=CONFIGS.items())
 def test_bounds(config, tolerance, rows, monkeypatch):
-    """The reported share is exact and at most the tolerance. Gradients are within their bounds."""
+    """Check that the reported fraction is exact and at most the tolerance.
+
+    Check also that the errors of the gradients are within their bounds.
+    """
     monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
     exact, exact_grads = run(leaves, ids, advantages, config)
@@ -87,8 +91,10 @@ def test_backends(dtype, backend, config, rows, monkeypatch):
 
 @pairs(backend=BACKENDS, dtype=DTYPES)
 def test_the_reported_share_counts_the_target(backend, dtype):
-    """With one row, db is the gradient of its logits, so the missing part of db is the reported
-    share. The target holds half of the total.
+    """Check that the reported fraction of skipped gradient is the fraction that is missing from db.
+
+    With a single row, db equals the gradient of its logits. Half of the gradient belongs to the
+    target.
     """
     (hidden, weight, bias), _, _ = problem(12, dtype)
 
@@ -118,8 +124,9 @@ def test_a_flat_softmax_keeps_everything():
 
 
 def test_masses_hold_the_coefficients():
-    """The mass of a column includes the coefficients of the rows. The lightest
-    columns are skipped first.
+    """Check the mass of each column: the sum over its rows of |d|, times the rows' coefficients.
+
+    The columns with the smallest masses are skipped first.
     """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])

@@ -1,7 +1,7 @@
 """Tests of the head kernels, which compute logps and exponentials from hidden states.
 
-They check fp64 values, bit invariance and unusual rows. The C++ kernels run here, and the Triton
-kernels run in test_triton_interpreter.py.
+They check fp64 values, bit invariance and unusual rows. This file runs the C++ kernels, and
+test_triton_interpreter.py runs the Triton kernels.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ else:
         logps=linear_cpu.head_logps, weights=linear_cpu.head_exponentials
     )
     HEAD_KERNELS = [pytest.param(head_kernels, id="cpu", marks=[NO_CPP])]
-# Storage dtype of the exponentials, and the relative error of rounding to it.
+# Dtype in which the exponentials are stored, and the relative error of rounding to this dtype.
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
-# The numbers of rows are around a tile of 64. Hidden sizes and vocabularies are around the sizes of
-# their tiles, vectors and slices.
+# Each shape has rows, hidden size and vocabulary. The numbers of rows are below, at and above the
+# 64 rows of a tile. Most hidden sizes and vocabularies are not multiples of their tiles, vectors
+# and slices, to test partial ones.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
 SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
 TRANSFORMS = {
@@ -73,8 +74,10 @@ def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
-    """Return statistics, units (2, T) and exponentials (T, V). The exponentials are written to a
-    view of a larger buffer of NaN.
+    """Return the statistics, the factors (2, T) of the gradient, and the exponentials (T, V).
+
+    The exponentials are written to a view of a larger buffer of NaN. The rest of the buffer must
+    stay NaN.
     """
     rows, vocab = len(hidden), len(weight)
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
@@ -94,10 +97,10 @@ def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
 
 
 def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
-    """Compare the gradient of the logits with fp64, for each element and in the norm.
+    """Check the gradient of the logits against fp64, both for each element and in the L2 norm.
 
-    The bound allows one rounding of a stored exponential (none in the target's column) and the fp32
-    error of the logit.
+    The bound allows one rounding of each stored exponential and the fp32 error of the logit. The
+    target's column has no stored exponential, so no rounding is allowed there.
     """
     g = torch.linspace(-1, 1, len(ids) + 1)[1:]
     z, slope = formulas.final(raw_of(hidden, weight, bias), *transform)
@@ -111,8 +114,9 @@ def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
 
 @pairs(shape=SHAPES, name=TRANSFORMS, dtype=[torch.float32, torch.bfloat16])
 def test_values_against_fp64(head, shape, name, dtype) -> None:
-    """Statistics with and without entropy are exact. Storing logits or exponentials
-    changes none of their bits.
+    """Check that statistics are exact, with and without entropy.
+
+    Storing logits or exponentials must not change the bits of the statistics.
     """
     transform = transform_of(name, shape[0])
     hidden, weight, bias, ids = problem(*shape, dtype)
@@ -141,7 +145,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     check_gradient(out, units, *given)
     bare, _, again = weigh(head, *given)
     assert bare[2] is None and torch.equal(again, out)
-    # If only some rows are computed, from known statistics, they have the same bits.
+    # Computing only some rows, from known statistics, must give the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
     part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
@@ -150,8 +154,10 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
-    """The bits of a row do not depend on strides, threads, program order or other rows, even if
-    another row contains NaN.
+    """Check that the bits of a row depend on this row only.
+
+    Strides, threads, program order and other rows must not change them, even if another row
+    contains NaN.
     """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
@@ -175,8 +181,9 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
 
 
 def test_any_strides_of_the_weight(head) -> None:
-    """Results agree for any strides of the weight. Their bits may differ, because unaligned
-    rows may use a smaller tile.
+    """Check that results agree for any strides of the weight.
+
+    Their bits may differ, because unaligned rows may use a smaller tile.
     """
     hidden, weight, bias, ids = problem(5, 24, 100)
     wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
@@ -189,9 +196,10 @@ def test_any_strides_of_the_weight(head) -> None:
 @pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
-    """A row with an unlikely target uses its lse as the shift of its exponentials.
+    """Check rows whose target is unlikely, for which the lse is subtracted in the exponentials.
 
-    Gradients and statistics equal fp64, exponentials are finite, and neighbours keep their bits.
+    Gradients and statistics must equal fp64, exponentials must be finite, and other rows must keep
+    their bits.
     """
     vocab, ids = 300, torch.arange(T) % 300
     weight, hidden = torch.zeros(vocab, 8), torch.zeros(T, 8)
@@ -216,7 +224,10 @@ def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) ->
 
 
 def test_confident_tokens(head) -> None:
-    """For p up to 1 - 1e-7, 1 - p keeps its digits, which z[target] - lse would lose."""
+    """Check that 1 − p keeps its digits for p up to 1 − 1e-7.
+
+    z[target] − lse would lose these digits.
+    """
     margins = torch.linspace(5, 16, 12)
     hidden = torch.stack([margins, torch.full_like(margins, 2.0)], 1).bfloat16()
     weight, ids = torch.zeros(64, 2), torch.full((12,), 9)
@@ -243,7 +254,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
         bad = hidden.clone()
         bad[3, column] = value
         stats, units, out = weigh(head, bad, weight, bias, ids, transform, return_entropy=True)
-        # A soft cap makes the logits of an infinite hidden state finite.
+        # With a soft cap, even a row with an infinite hidden state has finite logits.
         z, _ = formulas.final(raw_of(bad, weight, bias), *transform)
         expected = formulas.statistics(z, ids)[1]
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
@@ -257,7 +268,10 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
 
 @pytest.mark.parametrize("level", [-300.0, 0.0, 300.0])
 def test_a_row_without_a_target(head, level: float) -> None:
-    """The lse is correct, although no target logit is available as the shift."""
+    """Check that the lse is correct for a row without a target.
+
+    Such a row has no target logit that could be subtracted in the exponentials.
+    """
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
     bias = bias + level
@@ -320,8 +334,9 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
 @NO_CPP
 @pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
-    """The returned exponentials are exactly those above 1/16 of the sum of their row, even
-    if the target is unlikely.
+    """Check that exactly the exponentials above 1/16 of the sum of their row are returned in fp32.
+
+    This also holds if the target is unlikely.
     """
     V, transform = 1031, transform_of(name, T)
     hidden, weight, _, ids = problem(T, 48, V)
@@ -344,7 +359,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
 
 @NO_CPP
 def test_more_rows_than_a_group() -> None:
-    """Rows are processed in groups of 1024. No row is lost between two groups."""
+    """Check that no row is lost between two groups of 1024 rows, in which rows are processed."""
     hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
     given = hidden, weight, None, torch.arange(1030) % 300, LogitTransform()
     found = linear_cpu.head_logps(*given, return_entropy=False)
@@ -389,8 +404,9 @@ def test_what_it_does_not_take() -> None:
 
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels are used for vocabularies of at least 2048 columns, if the
-    dtype uses the csrc product.
+    """Check that the kernels are used for vocabularies of at least 2048 columns.
+
+    The dtype must also be one for which the csrc product is used.
     """
     monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
     for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):

@@ -104,7 +104,7 @@ def test_a_norms_gradient_does_not_depend_on_threads():
 
 
 def check_gradients(ours, exact, names, up):
-    """Compare outputs and gradients of a layer with its formula in fp64."""
+    """Check outputs and gradients of a layer against its formula in fp64."""
     out, expected = ours(*names), exact(*[x.double() for x in names])
     for a, b in zip(out, expected, strict=True):
         assert (a - b).abs().max() < 1e-6 * max(1, b.abs().max())
@@ -145,8 +145,9 @@ def test_swiglu_at_the_ends_of_its_range():
 
 
 def rotated_halves(q, k, cos, sin):
-    """Apply transformers' formula: multiply (low, high) by (cos + i sin),
-    with angles for each half.
+    """Apply the rotation of transformers' models: multiply (low, high) by (cos + i sin).
+
+    Each half has its own angles.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return [x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k)]

@@ -1,6 +1,4 @@
-"""Tests of the replacement of model layers by fast CPU layers: trials,
-hooks, patches and copies.
-"""
+"""Tests of models with fast CPU layers: trials, hooks, patches and copies."""
 
 from __future__ import annotations
 
@@ -22,7 +20,10 @@ pytestmark = [NEEDS_KERNELS, pytest.mark.usefixtures("calls")]
 
 
 def test_a_model_keeps_its_names_and_its_gradients(calls):
-    """Copies, hooks and activation checkpointing work. A subclass of Linear is not replaced."""
+    """Check that copies, hooks and activation checkpointing work after the replacement.
+
+    A subclass of Linear must not be replaced.
+    """
 
     class Other(nn.Linear):
         pass
@@ -75,8 +76,9 @@ def test_norms_of_another_formula_keep_their_own():
     ],
 )
 def test_families(family, fast):
-    """Logits and gradients equal those of an unchanged copy, and the
-    expected classes are replaced.
+    """Check that logits and gradients equal those of an unchanged copy.
+
+    Check also that exactly the expected classes are replaced.
     """
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0)
@@ -135,7 +137,7 @@ def test_a_verdict_belongs_to_settings_and_not_to_a_class():
 
 
 class DetachedRMSNorm(TinyRMSNorm):
-    """An RMSNorm with equal values but different gradients."""
+    """RMSNorm with equal values but different gradients. It must not be replaced."""
 
     def forward(self, x):
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
@@ -143,7 +145,7 @@ class DetachedRMSNorm(TinyRMSNorm):
 
 
 class BufferedRMSNorm(TinyRMSNorm):
-    """An RMSNorm with a buffer that is 1 now and may change later."""
+    """RMSNorm with a buffer that is 1 now but may change later. It must not be replaced."""
 
     def __init__(self, size):
         super().__init__(size)
@@ -154,7 +156,7 @@ class BufferedRMSNorm(TinyRMSNorm):
 
 
 class EpsilonRMSNorm(TinyRMSNorm):
-    """An RMSNorm whose forward ignores its epsilon attribute."""
+    """RMSNorm whose forward ignores its attribute epsilon. It must not be replaced."""
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4) * self.weight

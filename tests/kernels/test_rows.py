@@ -1,8 +1,7 @@
-"""Tests of the row kernels against fp64 formulas and the loss oracle, in C++
-and in Triton's interpreter.
+"""Tests of the row kernels against fp64 formulas and the loss oracle.
 
-The tests of the loss cover the torch backend. test_csrc.py runs the tests named *numerics* again
-with other instruction sets.
+They run in C++ and in Triton's interpreter. The tests of the loss also run with the torch backend.
+test_csrc.py runs the tests named *numerics* again with other instruction sets.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from tests.kernels.formulas import only_memory_of
 from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
-# Row lengths. 1 and 2 are smaller than a vector. 127, 129 and 2051 end with a partial vector. 512
-# is a full run, and 5000 has several blocks. 151936 is the size of a real vocabulary.
+# Row lengths to test. 1 and 2 are smaller than a vector. 127, 129 and 2051 end with a partial
+# vector. 512 is exactly one run of columns that are summed together, and 5000 has several blocks.
+# 151936 is the size of a real vocabulary.
 SIZES = [1, 127, 2051, 5000, *([] if IS_INTERPRETER else [2, 129, 512, 151936])]
 ROWS, MANY = (5, 12) if IS_INTERPRETER else (33, 64)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,8 +34,8 @@ TRANSFORMS = {
     "negative_scale": (-1.0, None, 1.3), "softcap": (1.0, 30.0, 1.0), "all": (0.5, 20.0, 0.9),
     "per_row": (1.0, None, "rows"), "per_row_softcap": (1.5, 25.0, "rows"),
 }  # fmt: skip
-# Losses that share a function differ only in how they average tokens, which happens outside the
-# kernels. One loss per function is therefore enough.
+# Losses that use the same per-token function differ only in how they average tokens, and the
+# kernels do not average. So one loss per function is enough.
 LOCAL = [x for x in OBJECTIVES if LossConfig(x, max_completion_length=8).is_token_local]
 LEAVES = list({OBJECTIVES[name].function: name for name in LOCAL}.values())
 OPTIONS: dict[str, dict] = {
@@ -60,10 +60,10 @@ def make_transform(name: str, count: int) -> LogitTransform:
 
 
 def make_rows(count: int, columns: int, dtype=torch.float32):
-    """Return logits and targets. The logits are a view of a larger buffer of NaN, with an odd row
-    stride and an odd offset.
+    """Return random logits and targets.
 
-    The targets are in the first run, in the tail, in the middle, and in random columns.
+    The logits are a view of a larger buffer of NaN, with an odd row stride and an odd offset. The
+    targets are in the first, the last, the middle and random columns.
     """
     logits = torch.full((count, columns + 3), math.nan, dtype=dtype)[:, 1 : columns + 1]
     logits.copy_(torch.randn(count, columns) * 4)
@@ -82,10 +82,10 @@ def check_statistics(stats, logits, targets, transform) -> None:
 
 
 def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
-    """Compare the gradient of each row with fp64, in the L2 norm.
+    """Check the gradient of each row against fp64, in the L2 norm.
 
-    The bound is relative to the sum of the norms of the logp term and the entropy term, because
-    these terms may cancel. It also allows for the spacing of fp32 numbers.
+    The logp term and the entropy term of the gradient may cancel, so the error is compared with the
+    sum of their norms. The bound also allows for the spacing of fp32 numbers.
     """
     ge = torch.zeros_like(g) if ge is None else ge
     z, slope = formulas.final(logits, *transform)
@@ -93,18 +93,18 @@ def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
     size = terms[0].norm(dim=1) + terms[1].norm(dim=1)
     error = (gradient.double() - terms[0] - terms[1]).norm(dim=1)
     bound = 1e-6 + 2e-7 * (z.abs().amax(1) + z.amax(1) - z.amin(1))
-    # Triton computes log p + H as a difference of fp32 numbers that are as large as z.
+    # Triton computes log p + H as a difference of fp32 numbers that are as large as z. So the bound
+    # of the entropy term grows with z.
     least = 6e-8 * z.abs().amax(1) * ge.abs() if IS_INTERPRETER else 1e-15
     assert (error <= bound * size + least).all(), (error / size).max()
 
 
 @pairs(columns=SIZES, transform_name=TRANSFORMS, dtype=DTYPES)
 def test_numerics(rows, columns, transform_name, dtype) -> None:
-    """Results are exact for the given logits. A 16-bit gradient is the exact gradient,
-    rounded once to nearest even.
+    """Check that results are exact, and that a 16-bit gradient is the exact gradient, rounded once.
 
-    Neither a request for the entropy nor an entropy coefficient of 0 changes a bit. Memory around
-    the views is not written.
+    Requesting the entropy, or an entropy coefficient of 0, must not change a bit. Memory around the
+    views must not be written.
     """
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
@@ -133,8 +133,10 @@ def test_numerics(rows, columns, transform_name, dtype) -> None:
 
 
 def test_numerics_store_rounds_like_torch(rows) -> None:
-    """Gradients are rounded exactly as torch rounds them. The logits cover 40 orders of
-    magnitude of gradients, subnormals, overflow and every tail.
+    """Check that gradients are rounded exactly as torch rounds them.
+
+    The gradients cover 40 orders of magnitude, with subnormals and overflow, and a row ends with a
+    partial vector.
     """
     for dtype in DTYPES[1:]:
         logits = torch.linspace(-100.0, 0.0, 4099).repeat(6, 1).to(dtype)
@@ -149,8 +151,9 @@ def test_numerics_store_rounds_like_torch(rows) -> None:
 
 @pytest.mark.parametrize("transform_name", ["plain", "temperature", "negative_scale"])
 def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None:
-    """Columns at -inf contribute exactly 0. The gradient has the same bits as for
-    columns with very small logits.
+    """Check that columns at −inf contribute exactly 0.
+
+    The gradient must have the same bits as with very small logits in these columns.
     """
     logits, targets = make_rows(6, 4096)
     transform = make_transform(transform_name, 6)
@@ -170,7 +173,10 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
 
 @pytest.mark.parametrize("gap", [0.1, 5.0, 14.0, 16.0, 25.0])
 def test_numerics_confident_tokens(rows, gap: float) -> None:
-    """The gradient g(1 - p) of the target keeps its digits as p → 1, and logp never exceeds 0."""
+    """Check that the target's gradient g(1 − p) keeps its digits as p → 1.
+
+    Check also that logp never exceeds 0.
+    """
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
     logits[every, targets] += gap + math.log(999)
@@ -185,8 +191,9 @@ def test_numerics_confident_tokens(rows, gap: float) -> None:
 
 
 def test_numerics_large_offsets_and_ranges(rows) -> None:
-    """Logits of 1e4, and differences outside the range of exp, do not overflow and do not
-    change the distribution.
+    """Check that logits of 1e4, and differences outside the range of exp, do not overflow.
+
+    An offset of all logits must not change the distribution.
     """
     logits, targets = make_rows(4, 3000)
     logits = (logits * 1024).round() / 1024  # so that adding 4096 is exact
@@ -200,7 +207,7 @@ def test_numerics_large_offsets_and_ranges(rows) -> None:
 
 
 def test_numerics_not_a_number_shows(rows) -> None:
-    """A NaN is visible in every output of its row, and in no other row."""
+    """Check that a NaN is visible in every output of its row, and in no other row."""
     for column, value in itertools.product([0, 700, 2500, 2999], [math.nan, math.inf]):
         logits, targets = make_rows(3, 3000)
         logits[1, column] = value
@@ -215,7 +222,10 @@ def test_numerics_not_a_number_shows(rows) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool) -> None:
-    """Rows without coefficients may contain any numbers, and may have invalid targets."""
+    """Check that rows with coefficients of 0 give gradients of exactly 0.
+
+    Such rows may contain any numbers and invalid targets.
+    """
     logits, targets = make_rows(9, 1000)
     logits[[1, 8]] = math.nan  # row 8 has a target
     logits[3] = math.inf
@@ -250,8 +260,10 @@ def test_empty(rows) -> None:
 
 
 def make_loss(count: int = MANY, columns: int = 131, dtype=torch.float32) -> dict:
-    """Return the inputs of `row_loss_`. The log ratios are on all sides of the clip ranges, and
-    the advantages are positive, negative and 0.
+    """Return the inputs of `row_loss_`.
+
+    The log ratios are inside, below and above the clip ranges. The advantages are positive,
+    negative and 0.
     """
     logits, targets = torch.randn(count, columns) * 3, torch.randint(0, columns, (count,))
     logps = torch.log_softmax(logits, 1).gather(1, targets[:, None])[:, 0]
@@ -272,8 +284,9 @@ def terms_of(x: dict) -> RowTerms:
 def call(
     rows, x: dict, config: LossConfig, transform: LogitTransform | None = None, out=None, **options
 ):
-    """Return the RowLoss and the gradient of the logits. A copy of the logits is
-    used unless `out` is given.
+    """Call `row_loss_`, and return its RowLoss and the gradient of the logits.
+
+    The gradient is written to a copy of the logits, or to `out` if it is given.
     """
     logits = x["logits"].clone() if out is None else x["logits"]
     out = logits if out is None else out
@@ -294,7 +307,7 @@ OF_LOSS = ("old_logps", "ref_logps", "advantages", "policy_weights", "kl_weights
 
 
 def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | None = None) -> None:
-    """Compare losses, coefficients and the gradient of the logits with the oracle."""
+    """Check losses, coefficients and the gradient of the logits against the oracle."""
     z, slope = formulas.final(x["logits"], *(transform or LogitTransform()))
     lp = formulas.statistics(z, x["target_ids"])[1]
     losses, g = formulas.loss_and_slope(lp, *(x[name] for name in OF_LOSS), config)
@@ -309,8 +322,9 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(rows, loss_type: str) -> None:
-    """Check every loss function with every transform, without old_logps, without a
-    reference, and with weights of 0.
+    """Check every loss function with every transform.
+
+    Also check calls without old_logps, without a reference, and with weights of 0.
     """
     x = make_loss(MANY)
     x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0
@@ -357,7 +371,10 @@ def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int)
 
 @pytest.mark.parametrize("transform_name", ["plain", "per_row", "all"])
 def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
-    """The order of rows, neighbours, chunk size, threads and program order do not change a bit."""
+    """Check that the bits of a row do not depend on anything but the row.
+
+    The test changes the order of rows, neighbours, chunk size, threads and program order.
+    """
     x, config = make_loss(ROWS, 4500), LossConfig(loss_type="dapo", beta=0.1)
     transform = make_transform(transform_name, ROWS)
 
@@ -376,8 +393,9 @@ def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
-    """A row without a target may contain NaN anywhere. Its outputs are 0, and all
-    other rows keep their bits.
+    """Check that a row without a target may contain NaN anywhere.
+
+    Its outputs must be 0, and all other rows must keep their bits.
     """
     x = make_loss(8)
     config = config_of(loss_type, kl_times_ratio=OBJECTIVES[loss_type].reference)
@@ -396,7 +414,7 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
         for value, expected in ((d, d_clean), (result.losses, clean.losses),
                                 (result.grad_logps, clean.grad_logps)):  # fmt: skip
             assert (value[dead] == 0).all() and torch.equal(value[live], expected[live])
-    # A weight of 0 hides NaN only in the term that it multiplies.
+    # A weight of 0 must hide NaN only in the term that it multiplies.
     x["policy_weights"][2], x["advantages"][2] = 0.0, math.nan
     x["kl_weights"][3], x["ref_logps"][3] = 0.0, math.nan
     result, d = call(rows, x, config)
@@ -405,8 +423,9 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
 
 
 def test_on_policy_is_exact(rows) -> None:
-    """With old_logps from `row_logps`, or without old_logps, the ratio is
-    exactly 1 and the slope is -A.
+    """Check that the ratio is exactly 1 and the slope −A if the policy has not changed.
+
+    The old_logps are from `row_logps`, or are not given.
     """
     x = {**make_loss(), "kl_weights": None, "grad_entropy": None}
     config = LossConfig(loss_type="grpo", epsilon_low=0.0, epsilon_high=0.0)
@@ -419,7 +438,7 @@ def test_on_policy_is_exact(rows) -> None:
 
 
 def test_far_ratios_stay_finite(rows) -> None:
-    """The ratio is limited to e^20, so losses and gradients are finite for any old_logps."""
+    """Check that limited ratios (e^20) keep losses and gradients finite for any old_logps."""
     x = {**make_loss(4), "grad_entropy": None}
     x["old_logps"] = torch.tensor([-1e4, -200.0, -1e30, 1e4])
     for loss_type, sign in itertools.product(("unclipped", "grpo"), (-1.0, 1.0)):
@@ -431,8 +450,9 @@ def test_far_ratios_stay_finite(rows) -> None:
 
 
 def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
-    """Around 1±ε, kernels and torch may clip differently only if the ratio is
-    within two ulps of the bound.
+    """Check on which side of the bound 1±ε a token is.
+
+    Kernels and torch may disagree only if the ratio is within two ulps of the bound.
     """
     config, count = LossConfig("grpo", epsilon_low=0.2, epsilon_high=0.2), 20 * ROWS
     x = {**make_loss(count, 3), "kl_weights": None, "grad_entropy": None}

@@ -1,7 +1,7 @@
 """Tests of the kernels for token sets, for every engine against fp64.
 
-They cover sizes around tiles, vectors and runs, the order of sums, factors of 0 with NaN, and
-uninitialised memory. test_triton_interpreter.py runs them again in Triton's interpreter.
+They cover sizes around tiles, vectors and runs of rows, the order of sums, factors of 0 with NaN,
+and uninitialised memory. test_triton_interpreter.py runs them again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# Sizes of the sets: one id, less than a tile, exactly a tile, one id more, several tiles, and the
-# full vocabulary.
+# Sizes of the token sets: one id, less than a tile of 8 ids, exactly a tile, one id more, several
+# tiles, and the full vocabulary of 70 ids.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -49,8 +49,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_rows() -> SupportRows:
-    """Return token sets in random order. Their targets are at the start, at
-    the end and in between.
+    """Return token sets with ids in random order.
+
+    The targets are at the start, at the end and in the middle of their sets.
     """
     g = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
@@ -63,16 +64,16 @@ TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
 
 
 def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """Return hidden, the index of the hidden row of each set, weight and bias."""
+    """Return random tensors: hidden, the index of each set's hidden row, weight and bias."""
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
 
 
 def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
-    """Return raw logits, statistics, gradient of the logits and slopes in fp64,
-    computed from masked logits.
+    """Compute the expected results in fp64 from masked logits.
 
-    Raw logits and their gradient are (nnz,).
+    Return the raw logits, the statistics, the gradient of the raw logits, and the slopes. Raw
+    logits and their gradient have shape (nnz,), with one entry for each id of a set.
     """
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
@@ -95,14 +96,14 @@ def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slope
         )
 
 
-# The widths are around vectors and blocks. With 300 columns, a Triton program is limited to 128
-# columns.
+# The widths are around the sizes of vectors and blocks. For 300 columns, the test limits a Triton
+# program to 128 columns, so that several programs share a row.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(support_kernels, width, dtype, name, monkeypatch):
-    """Logits, statistics and slopes are exact. Computing slopes changes no
-    bit of the other results.
+    """Check that logits, statistics and slopes are exact.
 
-    Sums of 16-bit inputs are fp32.
+    Sums of 16-bit inputs must be computed in fp32. Computing slopes must not change a bit of the
+    other results.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
@@ -118,8 +119,9 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 
 
 def test_any_strides(support_kernels):
-    """The kernels accept a transposed weight, as in tied embeddings, and a hidden tensor
-    whose columns are strided.
+    """Check that the kernels accept a transposed weight, as in tied embeddings, and strided hidden.
+
+    Every second column of a wider tensor serves as hidden.
     """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
@@ -133,8 +135,9 @@ def test_any_strides(support_kernels):
 
 
 def test_a_certain_token_keeps_its_digits(support_kernels):
-    """log p near 0 and 1 - p near 0 keep their digits. A set with one id has
-    a slope of exactly 0.
+    """Check that log p near 0 and 1 − p near 0 keep their digits.
+
+    A set with one id must have a slope of exactly 0.
     """
     hidden, index, weight, bias = tensors_of(20)
     bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
@@ -161,7 +164,7 @@ def test_nan_stays_in_its_row(support_kernels):
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_ragged_rows(kernels, transform, has_entropy):
-    """The row kernels accept rows of unequal length, which are stored one after another."""
+    """Check that the row kernels accept concatenated rows of unequal length."""
     tensors, g = tensors_of(20), numbers(R, seed=5)
     g_entropy = numbers(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
@@ -186,7 +189,10 @@ def test_ragged_rows(kernels, transform, has_entropy):
 
 @pytest.mark.parametrize("width", [20, 1030])
 def test_dh_from_d_logits(support_kernels, width):
-    """A factor of 0 contributes nothing, even if the weight is NaN. A NaN factor is visible."""
+    """Check that a factor of 0 contributes nothing to dH, even if the weight is NaN.
+
+    A NaN factor must be visible.
+    """
     weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
     weight[5] = math.nan
@@ -200,9 +206,9 @@ def test_dh_from_d_logits(support_kernels, width):
 
 @pairs(dtype=DTYPES, width=[20, 1030], indexed=[True, False])
 def test_dw(support_kernels, width, dtype, indexed):
-    """dW is exact for ids that occur often or never, and for factors of 0 with NaN or inf.
+    """Check dW for ids that occur often or never, and for factors of 0 with NaN or inf.
 
-    With `add`, dW is added to the existing values. The program order changes no bit.
+    With `add`, dW is added to the existing values. The program order must not change a bit.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -231,8 +237,10 @@ def test_dw(support_kernels, width, dtype, indexed):
 
 @pytest.mark.skipif(IS_INTERPRETER, reason="Triton adds a block of rows at once")
 def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
-    """In fp32, 1 + 1e8 - 1e8 is 0 in row order, but 1 in the opposite order. Torch
-    uses blocks of one row here.
+    """Check that terms are added in the order of the rows.
+
+    In fp32, 1 + 1e8 − 1e8 is 0 in this order, but 1 in the opposite order. Torch uses blocks of one
+    row here.
     """
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
@@ -243,8 +251,9 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
 
 
 def test_many_rows_may_have_one_id(support_kernels):
-    """The sum is exact for an id with more terms than a run, because fp32
-    adds whole numbers exactly.
+    """Check that the sum is exact if all 700 rows have the same id, more rows than one run adds.
+
+    All terms are 1, and fp32 adds such whole numbers exactly.
     """
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
@@ -278,7 +287,7 @@ def test_where_targets_stand(engine):
     ],
 )
 def test_the_kernels_read_nothing_outside(name, change):
-    """Invalid ids and offsets are refused, even if earlier checks missed them."""
+    """Check that the kernels refuse invalid ids and offsets, even if earlier checks missed them."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     with pytest.raises(RuntimeError, match=f"{name}: expected"):
         route.kernel_module("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))

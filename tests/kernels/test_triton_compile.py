@@ -1,12 +1,12 @@
 """Tests that compile every shipped Triton configuration for five architectures, without a GPU.
 
-Registers must not spill, shared memory must be within the limit, and matrix units must be used.
-tests/kernels/triton_tools/shipped.py lists the configurations, and `python
-tests/kernels/triton_tools/report.py` prints a table.
+Registers must not spill, shared memory must be within the limit, and matrix units must be used. The
+configurations are in tests/kernels/triton_tools/shipped.py. For a table of the results, run `python
+tests/kernels/triton_tools/report.py`.
 
 `make test` compiles for sm_90, which has most configurations. `make test-compile` and `make
-test-floor` compile for all architectures. They also compile the candidates that have not been timed
-on a GPU.
+test-floor` compile for all architectures. They also compile the candidates, which are kernel
+variants that have not been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def check(arch: str, other_triton: str | None = None) -> None:
 
 
 def test_the_entropy_changes_no_sum():
-    """The light and the heavy tile of a device add columns and hidden units in the same order,
-    so that requesting the entropy changes no sum.
+    """Check that requesting the entropy, which selects the heavy tile, changes no other sum.
+
+    The light and the heavy tile of a device must add columns and hidden units in the same order.
     """
     for key, light in configs._LIGHT.items():
         heavy = configs._LINEAR[key]
@@ -77,7 +78,10 @@ def test_compiled_code(arch):
 
 @WHERE_ALL
 def test_the_candidate_loop_compiles():
-    """The candidate loop with a tile of 128 x 256 compiles without spills."""
+    """Check that the candidate loop, which is not shipped, compiles without spills.
+
+    Its tile is 128 x 256.
+    """
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
 from benchmarks.gpu.candidates import Candidate, compile_one
@@ -116,7 +120,7 @@ print("compiled")
 
 @WHERE_ALL
 def test_live_tiles_compile():
-    """The candidate kernels for `grad_filter` compile without spills."""
+    """Check that the kernels that may replace those of `grad_filter` compile without spills."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

@@ -1,8 +1,8 @@
-"""Tests of the Triton kernels in the interpreter: fp64 parity, edge cases, memory accesses, program
-order and public functions.
+"""Tests of the Triton kernels in Triton's interpreter.
 
-Cases of the interpreter are in tests/kernels/triton_tools/cases_*.py. Cases of all engines are in
-the test files that launcher.OF_ENGINES lists. All cases run in one process with TRITON_INTERPRET=1.
+They cover fp64 parity, edge cases, memory accesses, program order and public functions. Cases for
+the interpreter only are in tests/kernels/triton_tools/cases_*.py. Cases for all engines are in the
+test files that launcher.OF_ENGINES lists. All cases run in one process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def take(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def test_the_next_call_gets_the_same_memory():
-    """Requests for equal and smaller shapes reuse the memory."""
+    """Check that requests for equal and smaller shapes reuse the memory of the workspace."""
     first = take(64, 512)
     memory.give_back_workspace(first)
     for rows, columns in ((64, 512), (32, 500), (1, 1), (64, 512)):
@@ -46,8 +46,9 @@ def test_the_next_call_gets_the_same_memory():
 
 
 def test_what_does_not_fit_is_allocated():
-    """New memory is allocated if the spare memory is in use, has a different
-    dtype or is too small.
+    """Check that new memory is allocated if the spare memory does not fit.
+
+    It does not fit if it is in use, has a different dtype or is too small.
     """
     memory.give_back_workspace(take(8, 8))
     one, other = take(8, 8), take(8, 8)
@@ -66,7 +67,10 @@ def test_large_ones_are_not_kept(monkeypatch):
 
 
 def test_none_of_inference_mode_is_kept():
-    """An inference tensor is not kept, because it cannot be written outside inference mode."""
+    """Check that an inference tensor is not kept for reuse.
+
+    It could not be written outside inference mode.
+    """
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
         assert not memory._spare
@@ -86,7 +90,7 @@ def test_zeros_are_zeros_that_can_be_written(shape, dtype):
 
 
 def test_memory_of_zeros_is_given_back():
-    """The memory of deleted zeros returns to the system."""
+    """Check that the memory of deleted zeros returns to the system."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

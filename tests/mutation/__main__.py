@@ -42,14 +42,15 @@ from tests.mutation.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
-# Imports that take seconds. A process imports these modules once and forks for every run of pytest.
+# Modules whose import takes seconds. A process imports them once and then forks for every run of
+# pytest, so that the forks start quickly.
 PRELOADED = "pytest hypothesis torch torch._dynamo numpy pydantic transformers".split()
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
 
 
 class Plant(NamedTuple):
-    """A bug that replaces `old`, which occurs once in `file`, by `new`."""
+    """A bug that replaces the text `old` with `new`. `old` must occur exactly once in `file`."""
 
     file: str
     name: str
@@ -60,13 +61,13 @@ class Plant(NamedTuple):
 
     @property
     def engine(self) -> str:
-        """The engine that computes in the suite: "csrc", "triton" or "torch"."""
+        """Name of the engine that the suite tests: "csrc", "triton" or "torch"."""
         first = self.suite.partition("_")[0]
         return first if first in ("csrc", "triton") else "torch"
 
 
 def all_plants() -> list[Plant]:
-    """Return all bugs of the three lists."""
+    """Return the bugs of csrc.py, gpu.py and head.py in one list."""
     lists = (head.PLANTS, csrc.PLANTS, gpu.PLANTS)
     return [Plant(file, *p) for files in lists for file, plants in files.items() for p in plants]
 
@@ -83,7 +84,7 @@ def selection(words: list[str]) -> list[str]:
 
 
 def problems(plants: list[Plant]) -> list[str]:
-    """Return the errors in the lists of bugs, one sentence for each error."""
+    """Return the errors in the lists of bugs, with one sentence for each error."""
     found = []
     names = [p.name for p in plants]
     for plant in plants:
@@ -134,8 +135,10 @@ class Copy:
                 shutil.copy2(source, folder / name)
 
     def write(self, file: str, text: str) -> None:
-        """Write a file with a unique modification time. Python detects an outdated .pyc by size
-        and second, so two quick writes could look equal.
+        """Write a file with a modification time that no other write has.
+
+        Python compares only size and second to detect an outdated .pyc. Without distinct times, it
+        could use the .pyc of an earlier bug.
         """
         path = self.folder / file
         path.write_text(text)
@@ -152,7 +155,8 @@ class Copy:
         handle = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        # This process and its children must import the tests and the package of the copy.
+        # Use the tests and the package of the copy, not those of the original repository, in this
+        # process and its children.
         os.chdir(self.folder)
         folders = [str(self.folder), str(self.folder / "tests")]
         sys.path[:] = folders + [path for path in sys.path if path not in ("", str(ROOT))]
@@ -168,7 +172,10 @@ class Copy:
         os._exit(status)
 
     def outcome(self, status: int) -> tuple[str, str]:
-        """Return "killed", "SURVIVED" or "ERROR", and the first failed test or the reason."""
+        """Return the outcome for an exit status, and the first failed test or the reason.
+
+        The outcome is "killed", "SURVIVED" or "ERROR".
+        """
         printed = self.log.read_text(encoding="utf-8", errors="replace")
         failed = [line for line in printed.splitlines() if line.startswith("FAILED ")]
         if "the compiler failed with status" in printed:
@@ -233,7 +240,10 @@ def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
 
 
 def missing(engine: str, variables: dict[str, str]) -> str:
-    """Return the reason why an engine cannot run on this machine, or an empty string."""
+    """Return the reason why an engine cannot run on this machine.
+
+    Return an empty string if it can run.
+    """
     if engine == "triton":
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
     if engine == "torch":
@@ -259,7 +269,7 @@ def options() -> argparse.Namespace:
 
 
 def selected(chosen: argparse.Namespace) -> tuple[list[Plant], list[str]]:
-    """Return the bugs that the command line selects, and the errors in the lists."""
+    """Return the bugs that the command line selects, and the errors in the lists of bugs."""
     if chosen.library:
         from tests.mutation import library
 
@@ -323,8 +333,8 @@ def main() -> int:
           f"{outcomes.count('SURVIVED')} survived, {errors} errors")  # fmt: skip
     if errors:
         return 2
-    # Some generated bugs change no result (x <= y where x never equals y), so a person must judge
-    # them.
+    # Generated bugs do not decide the exit status. Some change no result (x <= y where x never
+    # equals y), so a person must judge the bugs that survive.
     return 0 if chosen.library or share >= REQUIRED_SHARE else 1
 
 

@@ -1,6 +1,4 @@
-"""Bugs that are planted in the chunked pass over the LM head and in the Python
-code of the CPU kernels.
-"""
+"""Bugs that are planted in the chunked pass over the LM head and in the Python code for the CPU."""
 
 # Each bug has a name, a suite of suites.SUITES, the fault, the original text and its replacement.
 PLANTS = {

@@ -1,9 +1,10 @@
 """Bugs that cosmic-ray generates for a Python file: a different operator, number or comparison.
 
-cosmic-ray's runner starts Python and imports torch for every bug, which takes 5 s. `tests.mutation`
-forks instead. The bugs are edits of the source text, so they also reach C++ and Triton, which read
-the source of objective/losses.py. mutmut is unsuitable, because it renames each function and calls
-it through a trampoline, which hides this source.
+cosmic-ray's own runner starts Python and imports torch for every bug, which takes 5 s.
+`tests.mutation` forks a process instead. The bugs are edits of the source text. They therefore also
+reach C++ and Triton, whose loss functions are generated from the source of objective/losses.py.
+mutmut is unsuitable, because it renames each function and calls it through a trampoline, which
+hides this source.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-# The suite for each folder. A suite is quick, and checks numbers, gradients and error messages.
+# The suite of `suites.SUITES` that tests the bugs in each folder. These suites are quick, and check
+# numbers, gradients and error messages.
 SUITES = {
     "grpo_fast/objective": "python_objective",
     "grpo_fast/loss": "python_loss",
@@ -41,8 +43,9 @@ class Behaviour(ast.NodeTransformer):
 
 
 def behaviour(code: str) -> str | None:
-    """Return the syntax tree of the code without annotations. Return None if
-    the code does not parse.
+    """Return the syntax tree of the code without annotations, as text.
+
+    Return None if the code does not parse.
     """
     try:
         return ast.dump(Behaviour().visit(ast.parse(code)))
@@ -51,8 +54,10 @@ def behaviour(code: str) -> str | None:
 
 
 def is_telling(operator: str) -> bool:
-    """Return whether bugs of an operator are worth testing. Every test would catch the other
-    bugs: for example, x << y raises TypeError.
+    """Return True if bugs of a cosmic-ray operator are worth testing.
+
+    Bugs of other operators would be caught by every test. For example, x << y raises a TypeError
+    for floats.
     """
     if "BinaryOperator" not in operator:
         return True
@@ -60,7 +65,10 @@ def is_telling(operator: str) -> bool:
 
 
 def changed(code: str, most: int) -> list[tuple[str, str]]:
-    """Return at most `most` pairs (operator, changed code), chosen with a fixed seed."""
+    """Return pairs (operator, changed code) for at most `most` bugs.
+
+    If there are more bugs, they are chosen with a fixed seed.
+    """
     tree = get_ast(code)
     places = []
     for name in filter(is_telling, cosmic_ray.plugins.operator_names()):

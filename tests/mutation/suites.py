@@ -1,5 +1,6 @@
-"""Tests that must detect each kind of planted bug. They are quick, because
-they run once for every bug.
+"""Tests that must detect each kind of planted bug.
+
+They are quick, because they run once for every bug.
 """
 
 # Arguments of pytest, relative to tests/. The first word of a name is the engine: csrc (C++

@@ -1,7 +1,8 @@
 """Fused divergence for TRL's `DistillationTrainer`, switched on by `use_fast_head(trainer)`.
 
-TRL 1.16 looks up `_chunked_divergence_loss` in the globals of `_compute_loss`. We give one trainer
-a copy of `_compute_loss` with our function in its globals. Other trainers are not changed.
+TRL 1.16's method `_compute_loss` looks up the function `_chunked_divergence_loss` in its globals.
+We give one trainer a copy of `_compute_loss` whose globals contain our function instead. Other
+trainers are not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # TRL's beta -> divergence; othe
 
 
 def swap_divergence(trainer: Any, handle: FastHead) -> None:
-    """Compute the trainer's loss, gradient and entropy with our kernels until `handle.undo()`."""
+    """Replace the divergence of one trainer with our kernels until `handle.undo()`.
+
+    Our kernels then compute the trainer's loss, its gradient and the student's entropy.
+    """
     theirs = type(trainer)._compute_loss
 
     @functools.wraps(theirs)
@@ -49,8 +53,8 @@ def divergence_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same results as TRL's `_chunked_divergence_loss` from the same arguments.
 
-    The divergence is computed as a term of a GRPO loss with advantages of 0, because that loss also
-    returns the entropies.
+    The function calls `linear_grpo_loss` with advantages of 0, so that the divergence is its only
+    loss term. A GRPO loss is used because it also returns the entropies.
 
     Returns:
         The loss, the sum of the student's entropies, and the number of tokens. Each is 0-d.
@@ -76,7 +80,7 @@ def divergence_loss(
     def run(layer: Any, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
         with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
-            # The targets do not matter, because the advantages are 0.
+            # The policy term is 0, because the advantages are 0. So any targets give the same loss.
             out = linear_grpo_loss(
                 h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
                 config, bias=bias, completion_mask=active, num_items_in_batch=total,

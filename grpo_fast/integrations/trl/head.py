@@ -8,7 +8,7 @@ TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head
 a closure over the logit transform. It calls `_ChunkedLogProbFunction.apply` and has no hook for a
 replacement. We run the same closure with a copy of its globals in which three names differ:
 
-- `_ChunkedLogProbFunction` is replaced by our function.
+- `_ChunkedLogProbFunction` is our function.
 - `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
 - `DTensor` is an empty tuple, so that TRL does not gather a sharded weight. TRL would leave the
   gradient of that weight unreduced. Our function runs inside the head's forward, where FSDP2
@@ -42,7 +42,8 @@ SERVED = (
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-# A token with a larger probability is the most probable one of its row, in spite of rounding.
+# A token with a probability above 1/2 is the most probable token of its row. The threshold is
+# slightly larger than 1/2, to be safe against rounding.
 CERTAINLY_FIRST = 0.501
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -52,8 +53,8 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
     """Compute the fused LM head of a TRL trainer or model with our kernels.
 
     Outputs and gradients equal those of TRL's fused head. For a `DistillationTrainer`, our kernels
-    compute the divergence from the teacher. FSDP2 is supported. If ZeRO-3 or tensor parallelism
-    shards the head, TRL's own function is used, and a warning is logged.
+    compute the divergence from the teacher. Heads that FSDP2 shards are supported. If ZeRO-3 or
+    tensor parallelism shards the head, TRL's own function is used, and a warning is logged.
 
     Args:
         trainer_or_model: A TRL trainer, or a model with TRL's fused LM head. For a trainer, both
@@ -114,7 +115,8 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # `self` may be a copy of the model. The copy must use its own head.
+            # If `self` is a deep copy of the model, compute with the head of the copy, not of the
+            # model.
             function = ours if self is model else _over(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
@@ -133,7 +135,7 @@ def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
         ))  # fmt: skip
 
     kernel = types.SimpleNamespace(apply=apply)
-    # isinstance(weight, ()) is False, so TRL's closure gathers no weight.
+    # isinstance(weight, ()) is always False, so TRL's closure never gathers the weight.
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
     rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
     ours = types.FunctionType(theirs.__code__, scope, *rest)
@@ -163,7 +165,8 @@ def fast_log_probs(
     h = hidden.to(dtype)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    # The operands have their final dtype. Autocast would cast fp32 operands to 16 bits.
+    # Disable autocast, because it would cast fp32 operands to 16 bits. The operands already have
+    # the dtype in which TRL computes the head.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -175,7 +178,7 @@ def fast_log_probs(
 
 
 class Rule(NamedTuple):
-    """Logit transform of an LM head."""
+    """Logit transform of an LM head: temperature, softcap and logit scale."""
 
     temperature: float
     softcap: float | None
@@ -192,7 +195,9 @@ def row_statistics(
     wanted: tuple[str, ...],
     rule: Rule,
 ) -> dict[str, Tensor]:
-    """Compute the metrics of TRL's head that have no gradient, mostly without full logits.
+    """Compute the requested metrics of TRL's head without a gradient.
+
+    Full logits of all rows are computed only for mean_logits with a softcap.
 
     - mean_logits is one product with the mean row of the weight, unless there is a softcap.
     - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), where T is the temperature.
@@ -271,7 +276,10 @@ def fused_head(model: Any) -> FusedHead:
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
-    """Return TRL's closure, even if accelerate or `use_fast_head` wrapped it, or None."""
+    """Return TRL's closure of this model, or None if the model has no fused head.
+
+    The closure is also found if accelerate or `use_fast_head` has wrapped it.
+    """
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
         function = getattr(function, "trl_fused", function)

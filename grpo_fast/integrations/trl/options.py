@@ -1,7 +1,7 @@
 """Translation of TRL's GRPO options into a `LossConfig`.
 
-No option is ignored. If our code does not support an option, the trainer reports its name, and
-TRL's own code computes that part of the step.
+No option is ignored. If our code does not support an option, `fast_path` of the trainer names it,
+and TRL's own code computes that part of the step.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
 from grpo_fast.integrations.trl.originals import is_compiled
 
-# The count by which TRL divides the loss, by loss type. "completions" and "tokens" are counted in
-# the micro-batch, and TRL then also divides by the accumulation steps. "items" are the tokens of
-# the generation batch.
+# Number by which TRL divides the summed loss, for each loss type. "completions" and "tokens" are
+# the numbers in the micro-batch. TRL divides these losses also by the number of accumulation steps.
+# "items" is the number of tokens in the generation batch.
 NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# Options that TRL reads only for one loss type. Loss types that are not listed read delta.
+# Options that TRL reads only for the given loss type. For all other loss types, TRL reads `delta`.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
-# Attributes of TRL's trainer with the same name and meaning as fields of LossConfig.
+# Attributes of TRL's trainer that are copied to the field of LossConfig with the same name.
 SAME_NAME = (
     "loss_type", "epsilon_low", "epsilon_high", "beta", "importance_sampling_level",
     "max_completion_length", "top_entropy_quantile",
@@ -76,18 +76,21 @@ def unusual_model(trainer: Any, lm: Any) -> str | None:
 
 
 def looks_at_inputs(peft_config: Any) -> bool:
-    """Return True for adapters whose output depends on the whole input: aLoRA, X-LoRA, Poly."""
+    """Return True if the adapter's output depends on the whole input (aLoRA, X-LoRA and Poly)."""
     is_alora = getattr(peft_config, "alora_invocation_tokens", None) is not None
     return is_alora or peft_config.peft_type in ("XLORA", "POLY")
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
-    """Return True if a layer is an `nn.Linear` and no subclass. `fully_shard` is allowed."""
+    """Return True if a layer is an `nn.Linear` and not of a subclass.
+
+    The subclass that `fully_shard` creates is allowed.
+    """
     return type(layer) is nn.Linear or type(layer).__bases__ == (FSDPModule, nn.Linear)
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return a sentence that names a layer with attention dropout and how to switch it off.
+    """Return a sentence that names a layer with attention dropout and the setting that disables it.
 
     Return None if no layer has attention dropout.
     """
@@ -116,7 +119,7 @@ class SinglePass(NamedTuple):
 
 
 def single_pass_reason(trainer: Any) -> str | None:
-    """Return why TRL must compute the objective from our log-probabilities.
+    """Return the reason why TRL must compute the objective from our log-probabilities.
 
     Return None if a single pass over the logits can compute the loss.
     """
@@ -157,8 +160,8 @@ def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossCon
 def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
     """Return a correction that equals TRL's off-policy mask.
 
-    TRL drops a completion if its advantage is negative and its mean of (behaviour logp - logp)
-    exceeds the threshold.
+    TRL drops a completion if its advantage is negative and the mean over its tokens of (behaviour
+    logp - current logp) exceeds the threshold.
     """
     if threshold is None:
         return ()
@@ -179,8 +182,9 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # The loss of a token is proportional to its advantage. So multiply the advantage by the
-        # importance weight, which is not negative.
+        # The loss of a token is proportional to its advantage. So multiplying the advantage by the
+        # importance weight has the same effect as multiplying the loss. The weight is not negative,
+        # so the advantage keeps its sign.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
@@ -192,8 +196,9 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
         if coefficient:
-            # TRL averages the entropy bonus over the micro-batch, although it divides the policy
-            # term by the items of the generation batch. Scale the coefficient to compensate.
+            # TRL averages the entropy bonus over the micro-batch, but divides the policy term by
+            # the tokens of the generation batch. `linear_grpo_loss` divides both by the same
+            # number, so scale the coefficient to compensate.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
     old = inputs.get("old_per_token_logps")
@@ -227,8 +232,8 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
     """
-    # 1. Compute TRL's loss, then restore the metrics and the adaptive entropy state. The random
-    # tokens must not change them.
+    # 1. Compute TRL's loss. Then restore the metrics and the adaptive entropy state, because the
+    # random tokens must not change them.
     device = trainer.accelerator.device
     inputs, logps, entropies = _random_inputs(trainer, device)
     saved = {name: getattr(trainer, name, None) for name in STATE}
@@ -261,7 +266,10 @@ def probe(trainer: Any, theirs: Any) -> str | None:
 
 
 def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return inputs of TRL's `_compute_loss`, logps and entropies for six random completions."""
+    """Return the inputs of TRL's `_compute_loss` for six random completions.
+
+    The logps and entropies of the completions are returned as separate tensors.
+    """
     completions = 6
     length = 9
     random = torch.Generator().manual_seed(0)
@@ -280,7 +288,8 @@ def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], 
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # The importance ratios from 0.3 to 3 reach both sides of the clip bounds and of delta.
+        # The importance ratios range from 0.3 to 3, so some are below and some above each clip
+        # bound and `delta`.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip

@@ -1,8 +1,8 @@
 """Check that nobody has replaced the code with which transformers samples text.
 
 Our sampling loop replaces `model.generate`. Users and libraries may change the sampled tokens with
-hooks, or by replacing the model's `forward` or a function that `generate` calls. Our loop would not
-call such a replacement, so TRL must then sample.
+hooks, or by replacing the model's `forward` or a function that `generate` calls. Our loop would
+ignore such a change. If this module finds one, TRL must sample.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import nn
 
-# Methods of GenerationMixin that a model must not override, because they choose tokens. The other
-# methods prepare inputs, and transformers' own overrides of them do not change tokens.
+# Methods of GenerationMixin that choose tokens. A model that overrides one of them is refused. The
+# remaining methods only prepare inputs, and overrides in transformers do not change tokens.
 CHOOSES_TOKENS = {
     "generate", "_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria",
 }  # fmt: skip
-# Classes that `generate` uses for the sampling settings that our sampler supports.
+# Classes that `generate` uses for the sampling settings that our sampler supports. Their methods
+# are checked for replacements.
 PARTS = (
     "LogitsProcessorList", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "MinPLogitsWarper", "StoppingCriteriaList", "MaxLengthCriteria", "EosTokenCriteria",
@@ -33,9 +34,9 @@ KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 
 
 def replaced_part(model: Any, lm: Any) -> str | None:
-    """Return the name of a replaced function or a hook that may change sampled tokens.
+    """Return the name of a replaced function or a hook that may change the sampled tokens.
 
-    Return None if all code is the original code.
+    Return None if no function is replaced and no such hook is registered.
 
     Args:
         model: The model whose `generate` TRL calls, for example a PEFT model.
@@ -65,7 +66,7 @@ def replaced_part(model: Any, lm: Any) -> str | None:
 
 
 def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield (module, hook) for every forward hook that no library of `KNOWN` defines."""
+    """Yield (module, hook) for every forward hook that is not from a package in `KNOWN`."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if not is_defined_in(hook, *KNOWN):
@@ -83,9 +84,10 @@ def is_compiled(model: nn.Module) -> bool:
 def is_defined_in(function: Any, *packages: str) -> bool:
     """Return True if these packages define a function and every function that it wraps.
 
-    The check reads the file of the code, because `functools.wraps` copies the name and the module.
+    The check reads the file name of the code object. The function's name and module prove nothing,
+    because `functools.wraps` copies them from the wrapped function.
     """
-    # Decorators of contextlib are allowed, because the functions that they wrap are checked too.
+    # Allow wrappers that contextlib defines, because the functions that they wrap are checked too.
     places = [contextlib.__file__]
     for name in packages:
         if name in sys.modules:

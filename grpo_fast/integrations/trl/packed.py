@@ -1,9 +1,9 @@
 """Packed forward pass for a transformers model that still accepts ordinary batches.
 
-The model's attention is replaced once. The new attention computes packed rows if a call has a
-packed layout. It passes every other call, for example in generation, to the original attention.
-Gradient checkpointing repeats the keywords of a layer, so the recomputation chooses the same
-attention as the first forward pass.
+The attention function of the model is replaced once. The new function computes packed rows if a
+call has the keyword `packed_layout`. It passes every other call, for example during generation, to
+the original attention. Gradient checkpointing repeats the keywords of a layer, so the recomputation
+chooses the same attention as the first forward pass.
 
 The packed forward runs inside the forward of the model and of its LM head, so each hook fires once.
 """
@@ -35,7 +35,7 @@ PREFIX = "grpo_packed_or_"
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Build the attention masks of model calls in this block for a packed layout."""
+    """Make model calls in this block build their attention masks for a packed layout."""
     token = _packing.set(True)
     try:
         yield
@@ -66,7 +66,8 @@ def take_packed_rows(model: Any) -> None:
 def own_attention(model: Any, name: str) -> Iterator[None]:
     """Restore the model's original attention for a block of code.
 
-    transformers' `generate` and `save_pretrained` read the name of the attention.
+    transformers' `generate` and `save_pretrained` read the name of the attention, and do not know
+    the name that we registered.
     """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -105,8 +106,8 @@ def _register_over(original: str) -> str:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
         return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
-    # Encode the original name, because transformers handles names that contain "flash", "sdpa",
-    # "flex_attention" or "|" in a special way.
+    # Encode the original name in hexadecimal digits, because transformers handles names that
+    # contain "flash", "sdpa", "flex_attention" or "|" in a special way.
     name = PREFIX + original.encode().hex()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -131,11 +132,11 @@ class Pack:
     shape: tuple[int, int]  # (B, K)
 
     def padded(self, x: Tensor) -> Tensor:
-        """Scatter values of scored tokens from shape (R,) to (B, K). Other tokens get 0."""
+        """Scatter values of the scored tokens from shape (R,) to (B, K), with 0 elsewhere."""
         return x.new_zeros(self.shape).flatten().index_copy(0, self.slots, x).view(self.shape)
 
     def packed(self, x: Tensor | None) -> Tensor | None:
-        """Gather per-token values from shape (B, K) to (R,), in the order of the packed row.
+        """Gather per-token values of shape (B, K) into shape (R,), in the order of the packed row.
 
         Values of shape (B,), one per completion, are only reordered.
         """
@@ -161,7 +162,8 @@ def pack_padded(
     Returns:
         The packed batch. None if a completion has no prompt token that predicts its first token.
     """
-    # 1. Group the completions with scored tokens by their prompt, on the CPU.
+    # 1. Group the completions that have scored tokens by their prompt. Do this on the CPU, because
+    # a lookup of each prompt on a GPU would wait for the device.
     rows, length = scored.shape
     device = input_ids.device
     ids = input_ids.cpu()
@@ -226,7 +228,8 @@ def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Ten
     job = call.loss
     hidden, weight, bias = call.head.operands(layer, hidden)
     rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # The operands have their final dtype. Autocast would cast fp32 operands to 16 bits.
+    # Disable autocast, because it would cast fp32 operands to 16 bits. The operands already have
+    # the dtype in which the head is computed.
     with torch.autocast(hidden.device.type, enabled=False):
         if job is None:
             rule = call.head.rule._asdict()

@@ -1,7 +1,7 @@
-"""Record of the tokens that the sampler kept at each position.
+"""Record of the tokens that the sampler kept at each position when it truncated the distribution.
 
 TRL shuffles, cuts, pads and joins completions before it computes their log-probabilities. A sampled
-turn is therefore found by the token ids of its prompt and completion.
+turn is therefore found by comparing the token ids of its prompt and completion.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Replay:
     """Store of the sampled turns of one batch, with the tokens that the sampler kept."""
 
     def __init__(self) -> None:
-        # Maps prompt ids to completions, each with the index of its first kept id in `ids`.
+        # Maps the ids of a prompt to its completions. With each completion it stores the index in
+        # `ids` of the first id that the sampler kept for this completion.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
@@ -36,7 +37,8 @@ class Replay:
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Store one completion for each prompt.
 
-        Completions without kept tokens are skipped, because their sampler did not truncate.
+        Completions without kept tokens are skipped, because the sampler did not truncate their
+        distribution.
         """
         for prompt, one in zip(prompts, completions, strict=True):
             if one.support is not None:
@@ -64,8 +66,8 @@ class Replay:
         """
         if not self.turns:
             return None
-        # 1. For each completion token, find its first index in `ids`, its number of kept ids, the
-        # sampler's log-probability and the kept mass.
+        # 1. For each completion token, find the index of its first kept id in `ids`, the number of
+        # its kept ids, the sampler's log-probability, and the total probability of the kept ids.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
         logps = torch.full(shape, torch.nan)
         mass = torch.ones(shape)
@@ -98,8 +100,9 @@ class Replay:
         """Find the stored turns in a sequence whose prompt has `start` tokens.
 
         Returns:
-            A tuple for each turn. It has the index of the turn's first token in the sequence, the
-            completion, and the index of the turn's first kept id in `ids`.
+            A tuple (start, completion, first) for each turn. `start` is the index of the turn's
+            first token in the sequence. `first` is the index in `ids` of the first id that the
+            sampler kept.
         """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:
@@ -107,7 +110,8 @@ class Replay:
                 continue
             completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                # TRL may have cut the turn at the maximum completion length, so compare prefixes.
+                # TRL may have cut the turn at the maximum completion length. So compare only as
+                # many tokens as both have.
                 n = min(len(one.ids), len(completion))
                 if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))

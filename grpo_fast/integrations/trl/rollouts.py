@@ -1,8 +1,8 @@
-"""Rollouts of `FastGRPOTrainer`, in which our loop replaces transformers' `generate`.
+"""Rollouts of `FastGRPOTrainer`, in which our sampling loop replaces transformers' `generate`.
 
 The sampling settings come from `GRPOConfig`, `generation_kwargs` and the model's generation config,
-as in `generate`. TRL samples if a setting, a replaced function or a hook changes tokens in a way
-that our sampler does not support.
+as in `generate`. If a setting, a replaced function or a hook changes tokens in a way that our
+sampler does not support, TRL's own code samples instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, rep
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# Fields of a generation config that our sampler reads, or that do not change tokens.
+# Fields of a generation config that our sampler reads, or that do not change tokens. If another
+# field differs from its default, TRL samples.
 READ = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
     "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",
@@ -33,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forgetful(Sampling):
-    """Sampling settings that request no record of the tokens that truncation kept."""
+    """Sampling settings that do not make the sampler record which tokens its truncation kept."""
 
     @property
     def needs_support(self) -> bool:
@@ -47,7 +48,8 @@ class OwnRollouts:
     in vLLM.
 
     Attributes:
-        fast_rollouts: False leaves the sampling to TRL.
+        fast_rollouts: True samples with our loop where possible. False always samples with TRL's
+            code.
         replay_support: True computes logps, entropy and KL over the tokens that the sampler kept
             (top_k, top_p, min_p). False computes them over the full vocabulary, as TRL does.
     """
@@ -59,7 +61,7 @@ class OwnRollouts:
     _reported_truncation = False
 
     def _start_rollouts(self: Any, lm: Any) -> None:
-        """Build our engine, or record why TRL must sample."""
+        """Build our sampling engine, or record the reason why TRL must sample."""
         self._lm = lm
         self._replay = {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at = None
@@ -81,7 +83,7 @@ class OwnRollouts:
             self._say_rollouts(self._unsuited or OFF)
 
     def _say_rollouts(self, reason: str) -> None:
-        """Record in `fast_path` why TRL samples, and log a reason when it changes."""
+        """Record in `fast_path` the reason why TRL samples. Log the reason when it changes."""
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
             effect = "; replay_support=True has no effect" if self.replay_support else ""
@@ -98,7 +100,7 @@ class OwnRollouts:
         return self.replay_support and self._packs
 
     def _report_truncation(self: Any, sampling: Sampling) -> None:
-        """Log once over which tokens log-probabilities are computed if the sampler truncates."""
+        """Log once over which tokens logps are computed, if the sampler truncates."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
@@ -124,8 +126,9 @@ class OwnRollouts:
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # `_keeps` decides whether this process joins a reduction of metrics. Derive it from the
-        # settings only, so that all processes decide alike; otherwise the reduction would hang.
+        # `_keeps` decides whether this process joins a reduction of metrics over all processes.
+        # Derive it from the settings only, which are equal everywhere. A process that decided
+        # differently would make the reduction hang.
         self._keeps = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -157,7 +160,7 @@ class OwnRollouts:
         return sampling_of(self, self._lm)
 
     def _seed(self: Any) -> tuple[int | str, ...]:
-        """Return a seed that differs between steps, turns of a step, and processes."""
+        """Return a seed that differs for each step, turn of a step, and process."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
@@ -172,7 +175,10 @@ class OwnRollouts:
         return known
 
     def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
-        """Call TRL's `compute_loss`. With support replay, also log the ratio to the sampler."""
+        """Call TRL's `compute_loss`.
+
+        With support replay, also log the importance ratio between trainer and sampler.
+        """
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
         if self._keeps:
             self._log_replay()
@@ -181,7 +187,10 @@ class OwnRollouts:
 
     @torch.no_grad()
     def _log_replay(self: Any) -> None:
-        """Log importance ratio, support size and kept mass, averaged over all processes' tokens."""
+        """Log the importance ratio, the support size and the kept probability.
+
+        Each is averaged over the tokens of all processes.
+        """
         sums = torch.zeros(4, device=self.accelerator.device)
         if self._replayed_logps is not None:
             known, logps = self._replayed_logps
@@ -196,7 +205,7 @@ class OwnRollouts:
 
 
 def unsuited(trainer: Any, lm: Any) -> str | None:
-    """Return the option because of which TRL must sample, or None if our loop may sample."""
+    """Return the name of the option that requires TRL to sample, or None if our loop may sample."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,

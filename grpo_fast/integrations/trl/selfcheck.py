@@ -1,4 +1,7 @@
-"""Self-check that compares the packed and the padded forward with rows without padding."""
+"""Self-check of the packed and the padded forward pass of FastGRPOTrainer.
+
+Both are compared with rows that are computed alone and without padding.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +22,30 @@ log = logging.getLogger(__name__)
 SCORED = 5  # number of tokens at the end of each row that are its completion
 RANDOM_FACTOR = 10  # with random weights, differences may be 10 times larger because of rounding
 
-# (model, input_ids (B, L), attention_mask (B, L)) -> logps (B, SCORED)
+# Function that maps (model, input_ids (B, L), attention_mask (B, L)) to logps (B, SCORED).
 Scores = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Gaps(NamedTuple):
-    """Largest differences, in nats, from the log-probabilities of rows without padding."""
+    """Largest differences in nats between logps of each forward and logps of unpadded rows."""
 
     packed: float
     padded: float
 
 
 def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
-    """Compare both forward passes with rows that are computed alone and without padding.
+    """Compare the packed and the padded forward with rows that are computed alone, without padding.
 
-    The comparison detects attention sinks, position encodings other than RoPE, and heads with an
-    unknown logit transform. A second round uses random weights, because the model's weights may
-    hide a difference. For example, a new LoRA adapter has no effect.
+    The comparison detects models that our packed forward does not support: attention sinks,
+    position encodings other than RoPE, and heads with an unknown logit transform. A second round
+    uses random weights, because the model's weights may hide a difference. For example, a new LoRA
+    adapter has no effect.
 
     Args:
         lm: The transformers model.
         padded: TRL's forward on a padded batch.
-        packed: The packed forward. If None, its difference is 0.
+        packed: The packed forward. If None, it is not checked, and its difference in the result is
+            0.
 
     Returns:
         The largest difference of each forward pass over the two rounds. Differences of the second
@@ -48,8 +53,8 @@ def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # `random_weights` does not replace 16-bit weights, because rounding would hide a
-        # difference.
+        # `are_random` is False for 16-bit weights, for which the round is skipped, because rounding
+        # would hide a difference.
         if are_random:
             again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
             pairs = zip(gaps, again, strict=True)
@@ -95,7 +100,7 @@ def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
 
 
 def tolerance(lm: Any, mixed_precision: str | None) -> float:
-    """Return the largest difference that rounding explains, for the lowest precision in use."""
+    """Return the largest difference in nats that the lowest precision in use explains."""
     dtypes = {parameter.dtype for parameter in lm.parameters()}
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
@@ -103,11 +108,11 @@ def tolerance(lm: Any, mixed_precision: str | None) -> float:
 
 
 def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
-    """Warn that TRL's logps of left-padded rows are wrong.
+    """Warn that TRL computes wrong logps for rows with padding on the left.
 
     Args:
         kind: The model type, for the message.
-        gap: The difference in nats.
+        gap: The difference from the correct logps in nats.
         is_packed: True if our packed rows avoid the error.
     """
     ours = "TRL's forward is used here, too: use prompts of one length"
@@ -122,7 +127,7 @@ def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
 
 @contextmanager
 def evaluating(lm: Any) -> Iterator[None]:
-    """Put all modules into eval mode for a block of code, then restore each module's mode."""
+    """Put all modules into eval mode for a block of code. Restore each module's mode afterwards."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()
     try:

@@ -39,7 +39,7 @@ from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
 
-# Reasons in `fast_path` for leaving a single micro-batch to TRL's code.
+# Reasons that `fast_path` gives if TRL's code computes a single micro-batch.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
@@ -86,7 +86,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Logps and entropies that are already computed. TRL computes its metrics from them.
+        # Logps and entropies that our single pass has computed. While they are set, TRL's
+        # `_compute_loss` uses them to compute its metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -116,7 +117,10 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run a step as TRL does. Raise a ValueError if the first step gives no gradient at all."""
+        """Run a training step as TRL does.
+
+        Raise a ValueError if no parameter has a gradient after the first step.
+        """
         loss = super().training_step(*args, **kwargs)
         if not self._learns and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             trained = any(parameter.grad is not None for parameter in self.model.parameters())
@@ -132,7 +136,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
 
     def _their_objective(self, reason: str) -> None:
-        """Let TRL compute the objective from our log-probabilities from now on."""
+        """Let TRL compute the objective from our logps from now on, and record the reason."""
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         self._in_one_pass = False
 
@@ -159,11 +163,11 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @staticmethod
     def _changes(lm: Any) -> list[Any]:
-        """Return the state that invalidates the self-check if it changes: compilation and hooks."""
+        """Return the state of compilation and hooks, on which the self-check depends."""
         return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
 
     def _check_again(self) -> None:
-        """Repeat the self-check if a hook was added or the model was compiled after it."""
+        """Repeat the self-check if the model was compiled or got a hook since the last check."""
         lm = base_model(self.accelerator.unwrap_model(self.model))
         changes = self._changes(lm)
         if not self._packs or changes == self._checked:
@@ -177,7 +181,9 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             self._their_forward(reason)
 
     def _self_check(self, lm: Any, packs: bool) -> str | None:
-        """Compare packed and padded rows with single rows. Warn if TRL's padded rows are wrong.
+        """Compare logps of packed rows and of TRL's padded rows with logps of single rows.
+
+        Log a warning if TRL's padded rows are wrong.
 
         Returns:
             None if packed rows are right, else a sentence that states the difference.
@@ -214,7 +220,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
     ):  # fmt: skip
-        """Compute the results of TRL's method of this name from packed rows.
+        """Compute the results of TRL's method with this name from packed rows.
 
         Returns:
             Log-probabilities (B, K), entropies (B, K) or None, and the auxiliary loss or None.
@@ -256,7 +262,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of one micro-batch in a single pass, and record TRL's metrics."""
-        # 1. Let TRL compute the micro-batch if a single pass is not possible.
+        # 1. Check again whether a single pass is possible. If not, let TRL compute the micro-batch.
         self._check_again()
         if self._offloads:  # TRL enables checkpointing again after each generation
             offload_checkpoints(self.accelerator.unwrap_model(self.model))
@@ -268,7 +274,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
                 log.warning("FastGRPOTrainer: %s; TRL's own objective is used on our logps", gap)
                 self._their_objective(gap)
                 return super()._compute_loss(model, inputs)
-        # 2. Pack the rows.
+        # 2. Pack the rows of the micro-batch.
         mask = inputs["completion_mask"]
         mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -282,7 +288,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)
-        # 3. Compute loss and gradient, then TRL's metrics from the finished log-probabilities.
+        # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
+        # logps and entropies of this pass.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
         known = self._replayed(pack, input_ids, attention_mask)
         result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))

@@ -49,7 +49,8 @@ def pack_samples(
 ) -> TreeBatch:
     """Pack samples for `linear_grpo_loss`.
 
-    A trained token that several samples share is computed once and counts in each of them.
+    A trained token that several samples share is computed once, but the loss counts it once for
+    each of these samples.
 
     Args:
         samples: Mappings with `input_ids`, `completion_mask` and `old_log_probs`, each of shape
@@ -57,7 +58,7 @@ def pack_samples(
         device: Device of the returned tensors.
 
     Returns:
-        The packed row with the advantages and the sampler's log-probabilities.
+        The packed row, the advantages, and the sampler's log-probabilities.
 
     Raises:
         ValueError: A sample has fields of different lengths or no token to train. The message names

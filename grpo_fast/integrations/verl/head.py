@@ -1,6 +1,6 @@
 """Our kernels for the LM head of verl models with `use_fused_kernels`.
 
-Supported are verl >= 0.9 and the values torch and liger of `impl_backend`.
+The module supports verl >= 0.9 with `impl_backend` torch or liger.
 
     handle = use_fast_head(model)  # after verl has patched the model's forward
     handle.undo()
@@ -27,8 +27,9 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 BACKENDS = "torch", "liger"
-# Config fields of logit transforms that verl's fused forwards ignore, each with its neutral value.
-# A model with a different value raises an error, because its logits would be wrong.
+# Config fields of logit transforms that verl's fused forwards ignore. Each has the value that
+# switches its transform off. A model with a different value raises an error, because verl would
+# compute wrong logits.
 LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
     ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
 )
@@ -74,7 +75,8 @@ class FastLinearForPPO(nn.Module):
         dtype = compute_dtype(hidden_states)
         hidden = hidden_states.to(dtype)
         weight = vocab_weights.to(dtype)
-        # The operands have their final dtype. Autocast would cast fp32 operands to 16 bits.
+        # Disable autocast, because it would cast fp32 operands to 16 bits. The operands already
+        # have the dtype in which the head is computed.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
@@ -113,8 +115,8 @@ def use_fast_head(model: nn.Module) -> FastHead:
     _check(model)
     before = model.forward
     handle = FastHead()
-    # Callbacks run in reverse order. First delete our forward, then restore the forward that was
-    # set on the model object itself.
+    # Callbacks run in reverse order. So first register the callback that restores a forward set on
+    # the model object itself, then the callback that deletes our forward.
     if "forward" in vars(model):
         handle.callback(setattr, model, "forward", before)
     handle.callback(delattr, model, "forward")
@@ -142,7 +144,7 @@ def use_fast_head_everywhere() -> FastHead:
 
 
 def _check(model: Any) -> None:
-    """Raise an error unless verl's fused forward computes this model's logits."""
+    """Raise an error unless verl's fused forward computes the model's own logits."""
     backend = getattr(model, "_verl_fused_kernels_backend", None)
     expected = "one that verl prepared with use_fused_kernels=True and its impl_backend in "
     require(backend in BACKENDS, "model", f"{expected}{BACKENDS}", f"backend {backend!r}")

@@ -23,8 +23,8 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
-# Maps verl's loss_agg_mode to our aggregation and to verl's name for the count that divides the
-# loss.
+# Maps verl's loss_agg_mode to our aggregation and to the name of the count in verl's
+# `global_batch_info` that divides the loss.
 AGGREGATION_MODES = {
     "token-mean": ("token_mean_global", "batch_num_tokens"),
     "token-sum": ("token_mean_global", None),
@@ -119,7 +119,7 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        # Copy all metrics from the device at once, because each copy waits for the device.
+        # Copy all metrics from the device at once. Separate copies would each wait for the device.
         values = torch.stack([*metrics.values()]).tolist() if metrics else []
         return output.loss, dict(zip(metrics, values, strict=True))
 
@@ -151,8 +151,8 @@ def register(prefix: str = "fast_") -> Registered:
     handle = Registered()
     handle.names = [prefix + name for name in LOSSES]
     before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
-    # Callbacks run in reverse order. First remove our losses, then restore verl's losses of the
-    # same names.
+    # Callbacks run in reverse order. `undo` must first remove our losses and then restore verl's
+    # losses of the same names.
     handle.callback(POLICY_LOSS_REGISTRY.update, before)
     for name in LOSSES:
         handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)

@@ -1,7 +1,7 @@
 """Table of verl's policy losses, with our objective and verl's metrics for each loss.
 
-In every objective of this table, the loss of a token is proportional to its advantage. Where verl
-multiplies the loss of a token by a weight, we multiply its advantage by the same weight.
+In every objective of this table, the loss of a token is proportional to its advantage. If verl
+multiplies the loss of a token by a weight, we multiply the token's advantage by this weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Batch(NamedTuple):
 
     def mean(self, x: Tensor) -> Tensor:  # 0-d
         """Return the mean of `x` over the active tokens of the batch, 0-d."""
-        # Masked tokens may be NaN, and NaN times 0 is NaN. So select with `where`.
+        # Select active tokens with `where`. A product with the mask would turn NaN at a masked
+        # token into NaN, because NaN times 0 is NaN.
         return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
@@ -47,9 +48,10 @@ class Batch(NamedTuple):
 
         Args:
             log_ratio: Log of the importance ratio, shape (B, L).
-            above: True at tokens that count in pg_clipfrac, shape (B, L), bool. None: no token.
-            below: True at tokens that count in pg_clipfrac_lower, shape (B, L), bool. None: no
-                token.
+            above: True at tokens that verl's metric pg_clipfrac counts, shape (B, L), bool. None:
+                no token.
+            below: True at tokens that verl's metric pg_clipfrac_lower counts, shape (B, L), bool.
+                None: no token.
         """
         nothing = log_ratio.new_zeros(())
         high = nothing if above is None else self.mean(above)
@@ -67,7 +69,7 @@ class Batch(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Functions that compute one of verl's losses.
+    """Functions that translate one of verl's losses to our objective and compute its metrics.
 
     Attributes:
         options: Function from verl's actor config to fields of `LossConfig`.
@@ -141,7 +143,7 @@ def dro(config: Any) -> dict[str, Any]:
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
-    """Return the advantages multiplied by the rollout importance weights, shape (B, L)."""
+    """Multiply each token's advantage by its rollout importance weight, shape (B, L)."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
@@ -162,7 +164,9 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """Return the weighted advantages for dppo, corrected for a different cap of the ratio.
+    """Return advantages for dppo, multiplied by the importance weights and by a correction.
+
+    The correction replaces our cap of the importance ratio with verl's cap.
 
     verl caps the importance ratio at `clip_ratio_c` and our objective at `DPPO_RATIO_CAP`.
     """
@@ -199,7 +203,10 @@ def clipped_twice(batch: Batch, config: Any) -> Metrics:
 
 
 def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
-    """Return verl's metrics for GSPO. Its ratio is the geometric mean over a completion."""
+    """Return verl's metrics for GSPO.
+
+    The importance ratio of GSPO is the geometric mean of the token ratios of a completion.
+    """
     ratio = batch.row_mean(batch.raw_log_ratio).clamp(max=GSPO_BOUND).exp()
     return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
@@ -221,10 +228,10 @@ def clipped_weight(batch: Batch, config: Any) -> Metrics:
 
 
 def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Metrics]:
-    """Return a function that computes the metrics of dppo.
+    """Return a function that computes verl's metrics for dppo.
 
-    dppo masks a token if its probability is far from its old probability and the update would move
-    the two further apart.
+    dppo masks a token if its new probability is far from its old probability, and the update would
+    move the new probability further away.
 
     Args:
         distance: Function that returns the distance between the new and the old probability.

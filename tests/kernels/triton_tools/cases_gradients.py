@@ -1,4 +1,4 @@
-"""Interpreter cases for the kernels around the gradient GEMMs, against fp64."""
+"""Interpreter cases for the kernels that run before and after the gradient GEMMs, against fp64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def worst_row(actual, expected):
 # ---- single kernels
 
 
-# One width is smaller than a block and one is larger. One case has padding rows and one has none.
+# One width is smaller than a block and one is larger. One number of rows leaves padding rows in the
+# last block, and one leaves none.
 @pytest.mark.parametrize(("rows", "width"), [(32, 5), (3, 1030)])
 def test_dh_rows(rows, width):
     product, weight = numbers(32, width), numbers(50, width, seed=1).bfloat16()
@@ -47,7 +48,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # A transposed weight, as in tied embeddings, must give the same bits.
+    # A weight in transposed memory layout, as in tied embeddings, must give the same bits.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )
@@ -75,9 +76,7 @@ def test_times_pads_with_zeros():
 
 
 def targets_case(rows=90, width=300, vocab=1500):
-    """Return a case in which token 7 is the target of a third of the rows,
-    and likely in all rows.
-    """
+    """Return a case in which token 7 is likely in all rows and the target of a third of them."""
     generator = torch.Generator().manual_seed(5)
     hidden = (numbers(rows, width) + 2 * numbers(width, seed=1)).bfloat16()
     ids = torch.randint(vocab, (rows,), generator=generator)
@@ -113,8 +112,9 @@ def test_target_rows_in_fp32():
 
 
 def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
-    """The error is at most 3% larger than that of one rounding, even if the product and the
-    added rows nearly cancel.
+    """Check that the error is at most 3% larger than the error of rounding the exact result once.
+
+    The product and the rows that are added to it nearly cancel, so an earlier rounding would show.
     """
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)
@@ -158,7 +158,7 @@ TOKEN_LEVEL = [(o.function, x) for x, o in OBJECTIVES.items() if o.ratio_kind in
 
 @pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # one name per function
 def test_coefficients(name):
-    """The error is at most twice that of torch in fp32."""
+    """Check that the error of the coefficients is at most twice that of torch in fp32."""
     logps, terms = terms_of()
     for estimator in KL_ESTIMATORS if name == "grpo" else ("k3",):
         config = LossConfig(
@@ -198,14 +198,14 @@ def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="tri
     return out.loss.detach(), leaves[0].grad, leaves[1].grad
 
 
-# With few tokens, one token determines most rows of dW. The roundings of its E, its scaled hidden
-# row and the result then do not average out.
+# With few tokens, a single token determines most rows of dW. The roundings of its exponentials, its
+# scaled hidden row and the result then do not average out.
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 64), (5, 40, 127), (200, 64, 400)])
 def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, vocab):
-    """Compare dW with torch's bf16 product of exact d-logits that were rounded once.
+    """Check dW against torch's bf16 product of exact d-logits that were rounded once.
 
-    The total error may be 10% larger than that of the product, and the error of the worst row 50%
-    larger. Each element must be within three roundings to bf16.
+    Compared with this product, the total error may be 10% larger, and the error of the worst row
+    50% larger. Each element must be within three roundings to bf16.
     """
     hidden, weight, ids, advantages = make(rows, width, vocab)
     found = gradients_of(hidden, weight, ids, advantages)[2].double()
@@ -221,8 +221,9 @@ def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, v
 
 
 def chunks_of(monkeypatch, budget):
-    """Limit the exponentials to `budget` bytes. Return a list that records the
-    chunk sizes of every head.
+    """Limit the memory for exponentials to `budget` bytes.
+
+    Return a list to which each call of the head adds the list of its chunk sizes.
     """
     taken = []
     original = LinearHead.chunks
@@ -238,15 +239,19 @@ def chunks_of(monkeypatch, budget):
 
 
 def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
-    """70 rows of 1600 take 224,000 bytes in 16 bits, and an fp32 dW takes 256,000 bytes. One
-    byte decides whether a single chunk is used.
+    """Check that a single chunk is used if its exponentials fit into the memory that it saves.
+
+    A single chunk needs no fp32 dW, which would take 256,000 bytes, so its exponentials may use
+    these bytes in addition to the budget. 70 rows of 1600 exponentials take 224,000 bytes in 16
+    bits.
     """
     hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
     results = []
     for missing, chunks in ((0, [70]), (1, [32, 32, 6])):
         with monkeypatch.context() as patch:
-            # The budget is just enough for one chunk without an fp32 dW, or one byte too small.
+            # First, the budget is just enough for a single chunk without an fp32 dW. Then it is one
+            # byte too small.
             patch.setattr(loop, "padded", loop.padded)
             taken = chunks_of(patch, bytes_needed - spared - missing)
             results.append(gradients_of(hidden, weight, ids, advantages))
@@ -292,7 +297,7 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
 
 @pytest.mark.parametrize("active", [0, 69])
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
-    """The loss and every gradient become NaN, whether the row is skipped or not."""
+    """Check that the loss and every gradient become NaN, whether or not the row is skipped."""
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0
     hidden[active, 3] = NAN

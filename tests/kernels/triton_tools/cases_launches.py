@@ -1,7 +1,7 @@
-"""Interpreter cases for launches: backend="triton" launches its kernels, and only
-the ones that a call needs.
+"""Interpreter cases that check which kernels backend="triton" launches.
 
-Other tests would also pass if a different engine computed the results.
+It must launch its own kernels, and only the kernels that a call needs. Other tests would also pass
+if a different engine computed the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.loss_cases import make_case, options_for, run
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record the names of launched kernels in a list, and return it."""
+    """Record the names of all launched kernels in a list, and return the list."""
     names, original = [], rows.launch
 
     def launch(kernel, *arguments, **options):
@@ -38,7 +38,10 @@ def test_rows_and_heads(launched):
 
 
 def test_a_support(launched, monkeypatch):
-    """A frozen head launches no kernel for dW. Only an entropy gradient reads W a second time."""
+    """Check that a frozen head launches no kernel for dW.
+
+    Only an entropy gradient may read the weight W again.
+    """
     monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
     g = torch.Generator().manual_seed(3)
     hidden = torch.randn(8, 8, generator=g).requires_grad_()
@@ -65,8 +68,10 @@ def test_a_support(launched, monkeypatch):
 
 
 def test_weights_are_held_or_computed_again(monkeypatch):
-    """A sequence-level loss uses the exponentials of a single chunk directly. With several
-    chunks, it computes them again.
+    """Check when exponentials for a sequence-level loss are stored and when they are recomputed.
+
+    With a single chunk they are stored. With several chunks, all but those of the last are
+    recomputed.
     """
     case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
                      **options_for("gspo")).but(old=None)  # fmt: skip
@@ -83,7 +88,7 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     sweeps.clear()
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
     again = run("linear", case, backend="triton")
-    # The exponentials of the last of three chunks are cached.
+    # The exponentials of the last of the three chunks are stored, so only two are computed again.
     assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
     assert torch.equal(held.logps, again.logps)
     assert torch.equal(held.grads["hidden"], again.grads["hidden"])
@@ -91,8 +96,9 @@ def test_weights_are_held_or_computed_again(monkeypatch):
 
 @pytest.mark.parametrize("zeros", [1, 40])
 def test_rows_without_coefficient_are_inert(zeros):
-    """NaN in rows without coefficient changes no bit of any gradient, whether the other
-    rows are gathered or not.
+    """Check that NaN in rows without coefficient changes no bit of any gradient.
+
+    This must hold whether or not the other rows are gathered into a smaller tensor.
     """
     mask = torch.ones(1, 67, dtype=torch.bool)
     case = make_case(9, H=40, V=150, mask=mask, dtype=torch.bfloat16)

@@ -1,5 +1,6 @@
-"""Interpreter cases for the `grad_filter` candidate of
-benchmarks/gpu/live_tiles.py, against fp64.
+"""Interpreter cases for a variant of `grad_filter` that is not shipped, against fp64.
+
+The variant is in benchmarks/gpu/live_tiles.py.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ def problem():
 
 
 def test_what_is_left_out_is_known():
-    """The tiles with the smallest masses are skipped. Masses are compared with fp64
-    gradients of the logits.
+    """Check that the tiles with the smallest masses are skipped.
+
+    The mass of a tile is the sum of the absolute gradients of its logits, computed in fp64 here.
     """
     p, tolerance = problem(), 0.3
     slopes = p.grad_logps.clone()
@@ -53,8 +55,9 @@ def test_what_is_left_out_is_known():
 
 
 def test_whole_gradients(monkeypatch):
-    """Gradients are within the bounds of the filter, as the benchmark checks on a GPU. The tile
-    has two pieces and uses TMA.
+    """Check that gradients are within the bounds of the filter, as the benchmark does on a GPU.
+
+    The tile has two pieces and uses TMA.
     """
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)

@@ -1,5 +1,6 @@
-"""Interpreter cases for the candidate loops of slice_kernel, which must give the same
-bits as the shipped kernel.
+"""Interpreter cases for loops that may replace the loop of slice_kernel.
+
+Such a candidate must give the same bits as the shipped kernel.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def test_logps_and_logits(loop):
 @pytest.mark.parametrize("loop", loops.REPLACED)
 @pytest.mark.parametrize("columns", [VOCAB, VOCAB + 3], ids=["stored by TMA", "stored by masks"])
 def test_exponentials(loop, columns):
-    """One row is computed twice, because its target is unlikely."""
+    """Check that the candidate's exponentials have the same bits.
+
+    One row is computed twice, because its target is unlikely.
+    """
 
     def run():
         hidden, weight, bias, target = head()

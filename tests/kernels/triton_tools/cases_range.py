@@ -1,4 +1,4 @@
-"""Interpreter cases for element offsets above 2^31."""
+"""Interpreter cases for tensors with element offsets above 2^31, which overflow 32-bit integers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.kernels.triton_tools.interpreter import only_memory_of
 
 @pytest.fixture
 def transposed():
-    """Return a (V, H) bf16 weight with contiguous columns. The offsets of its
-    last elements exceed 2^31.
+    """Return a (V, H) bf16 weight with contiguous columns.
 
-    Only pages that are written use memory, because the mapping is lazy.
+    The offsets of its last elements exceed 2^31. Its memory is mapped lazily, so only written pages
+    use memory.
     """
     vocab, width = 262400, configs.SUPPORT_COLUMNS
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -29,7 +29,7 @@ def transposed():
 
 
 def test_a_transposed_head_beyond_2_to_the_31(transposed):
-    """The target logit, dH and the rows of a token set use 64-bit offsets."""
+    """Check that the target logit, dH and the rows of a token set use 64-bit offsets."""
     weight, ids = transposed, torch.tensor([5, 7, 5])
     hidden = torch.randn(weight[ids].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide, ones, factors = weight[ids].double(), torch.ones(3), torch.tensor([0.5, 2.0, 1.0])
@@ -43,7 +43,7 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     with only_memory_of(*tensors, out, zeros):
         gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
     assert torch.equal(out, factors[:, None] * wide.float())
-    # hidden is a view of W, so the offsets of its columns also exceed 2^31.
+    # Use a view of W as hidden, so that the offsets of its columns also exceed 2^31.
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
         found = support.head_rows(

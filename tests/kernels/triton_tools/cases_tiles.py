@@ -1,7 +1,7 @@
 """Interpreter cases for the tiling of the head kernels, against fp64 and bit for bit.
 
-They cover tensor descriptors, slices, groups of rows, and tiles that are computed twice.
-test_head.py checks the values of other tilings.
+They cover tensor descriptors, slices of the vocabulary, groups of rows, and tiles that are computed
+twice. test_head.py checks the values of other tilings.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
 
 @pytest.mark.parametrize(("dtype", "block_v"), [(torch.bfloat16, 128), (torch.float16, 64)])
 def test_tensor_descriptors(blocks, dtype, block_v):
-    """TMA loads and stores are correct if rows, columns and depth do not fill the last tile.
+    """Check that TMA loads and stores are correct if the last tile is only partly filled.
 
-    Tiles with one piece and tiles with several pieces give the same bits.
+    Rows, columns and depth are no multiples of the tile. Tiles with one piece and tiles with
+    several pieces must give the same bits.
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
     ids %= 40  # tiles without a target use the short path
@@ -53,7 +54,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
     assert all(map(torch.equal, check_logps(given, logits_out=out), plain))
     raw = raw_of(*given[:3])
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
-    # An unaligned hidden is copied and uses the same tile.
+    # An unaligned hidden must be copied and then use the same tile.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
     assert all(map(torch.equal, check_logps((unaligned, *given[1:])), plain))
     if expected is not None:
@@ -66,8 +67,9 @@ def test_tensor_descriptors(blocks, dtype, block_v):
 
 
 def test_several_slices(monkeypatch):
-    """Joining the slices gives the exact result. Columns at -inf fill one slice and
-    the start of another slice.
+    """Check that joining the slices of the vocabulary gives the exact result.
+
+    Columns at −inf fill one slice and the start of another slice.
     """
     hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
     bias[:128] = bias[200:300] = -torch.inf
@@ -79,8 +81,9 @@ def test_several_slices(monkeypatch):
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
-    """The short path of the epilogue is exact for targets at both ends of a tile, and for
-    targets outside the vocabulary.
+    """Check that the short path of the epilogue, which runs only without entropy, is exact.
+
+    The targets are at both ends of a tile and outside the vocabulary.
     """
     blocks(32, 64, 16, 4, 2, 32)
     hidden, weight, _, _ = problem(9, 16, 150)
@@ -96,7 +99,10 @@ def test_tiles_with_and_without_a_target(blocks, first):
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """Row blocks in groups of two run in a different order, but give the same bits as one group."""
+    """Check that row blocks in groups of two give the same bits as all row blocks in one group.
+
+    The two cases run the blocks in a different order.
+    """
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)
     given = *problem(130, 16, 300, torch.float32), TRANSFORM
@@ -106,8 +112,9 @@ def test_groups_of_row_blocks(monkeypatch, blocks):
 
 
 def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
-    """The join processes 70 slices in blocks of 32. Its result agrees with fp64, and so does the
-    result of a single slice.
+    """Check the result of joining 70 slices, which takes several blocks of 32 slices.
+
+    It must agree with fp64, and so must the result of a single slice.
     """
     slices = 70
     blocks(32, 32, 32, 4, 2, 32)
@@ -121,8 +128,9 @@ def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
 
 
 def test_only_tiles_with_a_far_row_run_twice(monkeypatch, blocks):
-    """The second pass computes only tiles that contain a row with an unlikely target. Otherwise
-    it would double the cost.
+    """Check that the second pass computes only tiles that contain a row with an unlikely target.
+
+    A second pass over all tiles would double the cost.
     """
     blocks(64, 64, 32, 4, 2, 32)
     hidden, weight, _, _ = problem(160, 16, 64)

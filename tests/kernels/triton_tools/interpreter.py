@@ -1,8 +1,7 @@
-"""Repairs and checks for Triton's interpreter: bf16 arithmetic, out-of-bounds
-accesses and program order.
+"""Repairs and checks for Triton's interpreter: bf16, memory accesses and program order.
 
 Import this module in a process with TRITON_INTERPRET=1, before any kernel runs. The interpreter
-stores bf16 as bit patterns in uint16, and most of its arithmetic uses these patterns as integers.
+stores bf16 as bit patterns in uint16, and computes with these patterns as if they were integers.
 The repaired arithmetic converts each bf16 operand to fp32, computes, and rounds the result to
 nearest even. `tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
 """
@@ -33,7 +32,7 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """Round fp32 values to bf16, to nearest even. NaN is kept."""
+    """Round fp32 values to bf16 (nearest even). NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)
@@ -71,8 +70,8 @@ def _repaired_arithmetic(original: Any) -> Any:
 
 def _repaired_dot(original: Any) -> Any:
     def dot(self, a, b, accumulator, *rest):
-        # Multiply in fp64. In a BLAS product in fp32, the bits of a row depend on its position in
-        # the tile, which is not the case on tensor cores.
+        # Multiply in fp64. In an fp32 product of BLAS, the bits of a row depend on its position in
+        # the tile. On tensor cores they do not.
         product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
         total = (product + accumulator.data).astype(accumulator.data.dtype)
         return TensorHandle(total, accumulator.dtype.scalar)
@@ -86,8 +85,8 @@ _replace("create_fp_to_fp", _repaired_cast)
 _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
-# On every GPU, tl.maximum and tl.minimum return the other operand if one operand is NaN (maxnum,
-# minnum). The interpreter of Triton 3.6 returns the NaN.
+# If one operand is NaN, tl.maximum and tl.minimum return the other operand on every GPU (maxnum,
+# minnum). The interpreter of Triton 3.6 returns the NaN, so replace its functions.
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -95,8 +94,8 @@ InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.f
 def _with_index(original: Any) -> Any:
     def patch(tensor, scope):
         result = original(tensor, scope)
-        # numpy >= 2.4 refuses int() of a one-element array. range() of Triton 3.6 calls int() for
-        # run-time lengths.
+        # Triton 3.6 calls int() for the bounds of range(), but numpy >= 2.4 refuses int() of a
+        # one-element array. So convert the bounds here.
         scope.set_attr(
             tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
         )
@@ -109,8 +108,9 @@ interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
 def _once_per_launch(original: Any) -> Any:
-    """Patch `triton.language` once per launch. Patching in nested calls
-    would take half of the time.
+    """Wrap the patch function, so that nested calls do not patch `triton.language` again.
+
+    The repeated patches would take half of the time.
     """
     patched: list[Any] = []
 
@@ -140,8 +140,9 @@ interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
 def _by_name(original: Any) -> Any:
-    """Cache numpy dtypes. The original function builds a table in every call, which
-    takes a tenth of the time.
+    """Cache numpy dtypes by name.
+
+    The original function builds a table in every call, which takes a tenth of the time.
     """
     known: dict[str, np.dtype] = {}
 
@@ -189,8 +190,8 @@ def _checked(kind: str, position: int | None) -> Any:
     return make
 
 
-# Unmasked accesses call the masked functions, so these two patches see all accesses. Kernels use no
-# atomics.
+# Replace the masked functions only. Unmasked accesses call them, so these two patches check all
+# accesses. Kernels use no atomics.
 _replace("create_masked_load", _checked("load", 0))
 _replace("create_masked_store", _checked("store", 1))
 
@@ -219,10 +220,11 @@ _replace("set_grid_idx", _reorder)
 
 @contextlib.contextmanager
 def only_memory_of(*tensors: Any) -> Iterator[None]:
-    """Raise IndexError for loads and stores outside the memory of these tensors, inside the block.
+    """Inside the block, raise IndexError for loads and stores outside the memory of these tensors.
 
-    Arguments that are not tensors are ignored. `torch.empty` and `torch.empty_like` are patched, so
-    that outputs which a function allocates are allowed as well. These outputs are filled with NaN.
+    Arguments that are not tensors are ignored. Outputs that a function allocates with `torch.empty`
+    or `torch.empty_like` are allowed as well. The block patches these two functions, which also
+    fills the outputs with NaN.
     """
     global _allowed
     originals = torch.empty, torch.empty_like
@@ -258,8 +260,9 @@ def only_memory_of(*tensors: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reversed_programs() -> Iterator[None]:
-    """Run the programs of a grid from last to first, to reveal results that
-    depend on their order.
+    """Run the programs of a grid from last to first.
+
+    This reveals results that depend on the order of the programs.
     """
     global _reverse
     _reverse = True

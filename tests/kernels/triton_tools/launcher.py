@@ -1,5 +1,6 @@
-"""Runner of the Triton checks. It uses separate processes, because the interpreter and the
-compiler cannot share a process.
+"""Runner of the Triton checks.
+
+It uses separate processes, because the interpreter and the compiler cannot share a process.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ OF_ENGINES = (
     "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_hidden_rows "
     "loss/test_loss_extras loss/test_nan_is_seen loss/test_support"
 ).split()
-# Folder with a second Triton (3.6), which `pip install --target` installed.
+# Folder with a second Triton (3.6), installed with `pip install --target`, to test both versions.
 OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 
 def run_python(
     *arguments: str, interpret: bool, other_triton: str | None = None, timeout: float = 1800
 ) -> str:
-    """Run Python with the repository on the path, and optionally a second Triton.
-    Return its standard output.
+    """Run Python with the repository on the path, and return its standard output.
+
+    With `other_triton`, the process imports the Triton in this folder.
     """
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")

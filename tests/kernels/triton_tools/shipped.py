@@ -1,5 +1,6 @@
-"""All shipped configurations, as calls of public kernel functions that
-`compile_launches` compiles.
+"""Calls of public kernel functions that together use every shipped configuration.
+
+`compile_launches` compiles the kernels that they launch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROWS = 64
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
-    """Return the arguments of a head function, and whether the entropy is requested.
+    """Return the arguments of a head function, and True if the entropy is requested.
 
     `options` may contain "b" (a bias, and a temperature per row), "t" (a temperature per row), "c"
     (a soft cap) and "e" (the entropy).
@@ -49,8 +50,9 @@ def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> t
 def linear(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, store: bool = False
 ) -> None:
-    """Compile the kernels that compute logps from hidden states, and
-    optionally store fp32 logits.
+    """Compile the kernels that compute logps from hidden states.
+
+    With `store`, they also store fp32 logits.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, vocab) if store else None
@@ -60,8 +62,9 @@ def linear(
 def written(
     dtype: torch.dtype, vocab: int, hidden_size: int, options: str, *, known: bool = False
 ) -> None:
-    """Compile the kernels that write 16-bit exponentials, in two passes or
-    from known statistics.
+    """Compile the kernels that write 16-bit exponentials.
+
+    They use two passes, or one pass with `known` statistics.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
@@ -78,7 +81,7 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     rows_triton.row_logps(logits, target, transform, return_entropy=True)
     rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
     if dtype == torch.float32:
-        # Here the logits are fp32 and their gradient has 16 bits.
+        # Test fp32 logits with a gradient in 16 bits.
         out = torch.empty(4, vocab, dtype=torch.bfloat16)
         rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform, out=out)
         rows_triton.row_loss_(
@@ -94,7 +97,7 @@ def scaled(dtype: torch.dtype) -> None:
 
 
 def surrounded(hidden_size: int) -> None:
-    """Compile the kernels around the gradient GEMMs."""
+    """Compile the kernels that run before and after the gradient GEMMs."""
     vocab, ids = 1000, torch.zeros(ROWS, dtype=torch.long)
     hidden, by = torch.empty(ROWS, hidden_size, dtype=torch.bfloat16), torch.ones(ROWS)
     weight = torch.empty(vocab, hidden_size, dtype=torch.bfloat16)
@@ -127,8 +130,9 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
 
 
 def compared(kind: str, vocab: int) -> None:
-    """Compile the divergence kernels: with soft caps and gradient, for
-    values only, and for a shard.
+    """Compile the divergence kernels.
+
+    They are compiled with soft caps and gradient, for values only, and for a shard.
     """
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
     transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
@@ -148,7 +152,7 @@ def loss(config: LossConfig) -> None:
 
 
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
-    """Return the name of a call, and the call as a function without arguments."""
+    """Return the name of a call, and the call itself as a function without arguments."""
     options = [f"{name}={x}" for name, x in more.items()]
     words = [f"{x.loss_type} {x.kl_estimator}" if isinstance(x, LossConfig) else x for x in given]
     name = " ".join(map(str, (function.__name__, *words, *options)))
@@ -159,7 +163,7 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the name and the call of every configuration on `arch`.
 
     V = 32000 and H = 896 are aligned, but 32001 and 897 are odd. sm_90 gets more combinations of
-    options, because it has a large tile for light epilogues.
+    options, because it has an additional large tile for light epilogues.
     """
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for vocab, hidden_size in ((32000, 896), (32001, 897)):
@@ -182,15 +186,15 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
         yield call(compared, kind, vocab)
     for hidden_size in (896, 897):
         yield call(surrounded, hidden_size)
-    # Cover each number of warps, an odd width, and the maximum width.
+    # Cover each number of warps, an odd hidden size, and the largest hidden size.
     for hidden_size in (897, 4096, 8192):
         yield call(supported, bf16, hidden_size, "bce")
     yield call(supported, fp32, 8192, "bce")
     yield call(loss, LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True))
     for dtype in (fp32, bf16):
         yield call(scaled, dtype)
-    # The loss functions do not depend on the architecture, so one architecture is enough. The
-    # estimators are repeated, because there are fewer estimators than losses.
+    # The code of the loss functions does not depend on the architecture, so compile it for one
+    # architecture only. There are more losses than KL estimators, so the estimators are repeated.
     if arch == "sm_90":
         token = {
             o.function: name

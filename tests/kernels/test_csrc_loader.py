@@ -104,8 +104,8 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
 def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
     """Check that no warning is logged if nothing is wrong.
 
-    The cases are a disabled library, a library of the wheel without a compiler, three processes that
-    build at the same time, and threads that share one build.
+    The cases are a disabled library, a library of the wheel without a compiler, three processes
+    that build at the same time, and threads that share one build.
     """
     found = case(name)
     assert (found.out, found.told, found.builds) == (out, [], builds)

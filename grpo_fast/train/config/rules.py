@@ -21,7 +21,6 @@ GAE = "gae"  # the mode in which a critic provides advantages per token
 MOST_COMPLETIONS = 1 << 20  # largest number of completions in one step
 
 
-# Turn off the formatter, so that each condition stays next to its message.
 def distill_rules(config: Any) -> Rules:
     if config.distill is None:
         return
@@ -246,9 +245,6 @@ def step_rules(config: Any) -> Rules:
         f"rollout.group_size: expected at most "
         f"{MOST_COMPLETIONS} completions in a step, prompts times group size, got {completions}",
     )
-
-
-# fmt: on
 
 
 RULES: tuple[Callable[[Any], Rules], ...] = (

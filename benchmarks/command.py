@@ -252,7 +252,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the path of the report if --out is not given. It has the device, date and commit."""
+    """Return the report's path without --out. The name contains the device, date and commit."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"

@@ -137,7 +137,7 @@ def interleaved(
     If this call takes longer than `SLOW`, it counts as a sample.
 
     Args:
-        steps: the steps by name.
+        steps: the steps, keyed by name.
         device: "cpu" or "cuda".
         budget: time for each step, in seconds.
         rounds: maximum number of samples of a step.

@@ -119,7 +119,7 @@ class Case:
 
     @property
     def logits(self) -> Tensor:
-        """Return the logits in the dtype of hidden, shape (B, L, V), for the logits functions."""
+        """Return the logits in the dtype of `hidden`, shape (B, L, V), for the logits functions."""
         return self.exact_logits.to(self.hidden.dtype)
 
 
@@ -319,7 +319,7 @@ def call(function: str, case: Case, layout: str = "padded", **changes: Any):
 
 
 def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Tensor]:
-    """Return copies of the arguments that receive gradients, as a dictionary by argument name."""
+    """Return copies of the arguments that receive gradients, keyed by argument name."""
     given = arguments(function, case, layout)
     named = {name: given.get(name) for name in LEAVES[function]}
     return {name: x.detach().clone() for name, x in named.items() if x is not None}

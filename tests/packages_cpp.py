@@ -1,4 +1,4 @@
-"""Check of an installed wheel's C++ kernels, in an environment without a compiler.
+"""Check the C++ kernels of an installed wheel, in an environment without a compiler.
 
 It runs outside the checkout (tests/packages.sh), so it imports only what was installed.
 """

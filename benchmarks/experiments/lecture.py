@@ -1,4 +1,4 @@
-"""Training of the lecture example with three losses, four advantages and several seeds.
+"""Train the lecture example with three losses, four advantages and several seeds.
 
     python -m benchmarks.experiments.lecture [--seeds 5] [-o FOLDER]
 

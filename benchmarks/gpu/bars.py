@@ -18,10 +18,11 @@ from benchmarks.kernels.shapes import MODELS, Shape
 OURS = "grpo_fast (auto)"
 GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
-# Speedup over TRL's step by (prompt, completion, group): the bar, and LOG.md's prediction for
-# Qwen2.5-0.5B.
+# For each (prompt, completion, group), the required speedup over TRL's step, and the speedup that
+# LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
-# Tokens of a step on an H200. The bar of a card with less memory is lower in proportion.
+# Required prompt length on an H200, in tokens. For a card with less memory, it is lower in
+# proportion.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
@@ -89,7 +90,7 @@ def key_of(found: dict[str, Any]) -> tuple:
 
 
 def bars(card: Card) -> list[Bar]:
-    """Return all bars of a card, the most important first."""
+    """Return all bars (acceptance thresholds) of a card, with the most important first."""
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
     found = [
         head_ratio(card, shape, RATIOS[name]) for name, shape in zip(RATIOS, heads, strict=True)
@@ -131,7 +132,7 @@ def logps_ratio(card: Card, shape: Shape) -> Bar:
 
 
 def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Return a bar on the speedup over one peer, or over the fastest peer for None."""
+    """Return a bar on the speedup over a peer. None selects the fastest peer."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
@@ -229,7 +230,7 @@ def context(card: Card, model: str) -> Bar:
             and "shared" in report.get("providers", {})
         ]
         longest = max(prompts, default=0.0)
-        # Shorter prompts come from steps that were run for their time, not for their memory.
+        # Ignore shorter prompts. They come from steps that measured time, not the memory limit.
         return longest if longest >= 100_000 else None
 
     wanted = CONTEXTS[model] * card.memory // CARDS["H200"].memory // 1000 * 1000

@@ -24,7 +24,10 @@ ROWS = (2752, 4096, 8192)
 
 
 def products(rows: int, hidden: int, vocab: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Return the products of one chunk by name. The data is random, because zeros run faster."""
+    """Return the products of one chunk, keyed by name.
+
+    The data is random, because products of zeros run faster.
+    """
     wide = torch.float32
 
     def normal(*shape: int) -> Tensor:

@@ -36,7 +36,7 @@ def rewritten(replaced: tuple[tuple[str, str], ...], **names: Any) -> Any:
 
     Args:
         replaced: pairs of the old and the new text.
-        names: objects that the new text may use, by name.
+        names: objects that the new text may use, keyed by name.
 
     Raises:
         ValueError: the source does not contain an old text exactly once.

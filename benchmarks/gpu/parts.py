@@ -1,7 +1,8 @@
 """The parts of a GPU session, each with its commands and its limit in seconds.
 
-A session has two visits of one command each. Visit 1 checks that the kernels are right and measures
-the bars. Visit 2 repeats what was mended and measures the peers. All other parts run by name only.
+A session has two visits. A visit is one loan of a GPU machine for one command. Visit 1 checks that
+the kernels are right, and measures the values that bars.py limits. Visit 2 repeats the failed tests
+and measures the peers. All other parts run by name only.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Part(NamedTuple):
 
 
 def parts() -> dict[str, Part]:
-    """Return all parts by name, the most valuable of each visit first."""
+    """Return all parts, keyed by name, with the most valuable part of each visit first."""
     tests, attention_tests = gpu_tests()
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
@@ -70,12 +71,15 @@ def parts() -> dict[str, Part]:
 
 
 def of_visit(every: dict[str, Part], visit: int) -> dict[str, Part]:
-    """Return the parts of a visit. The smoke test is in each: a visit finds a fresh machine."""
+    """Return the parts of a visit.
+
+    Every visit includes the smoke test, because every visit gets a fresh machine.
+    """
     return {name: part for name, part in every.items() if part.stops or part.visit == visit}
 
 
 def bars() -> list[str]:
-    """Return the benchmarks of ours and of the limits at every shape that has a bar."""
+    """Return the benchmark commands for every shape that has a bar (a threshold in bars.py)."""
     both = "linear_grpo_loss linear_logps"
     large = f"--model qwen3-8b --tokens 8192 {OURS} --budget 0.7"
     return [

@@ -1,4 +1,4 @@
-"""Expected time of every configuration of the bars on one GPU, from bytes and flops.
+"""Predict the times for which bars.py sets thresholds, on one GPU, from bytes and flops.
 
 `python -m benchmarks.gpu.report` shows these predictions next to the measured times.
 
@@ -55,7 +55,7 @@ MIB = 2**20
 # The tiles of dW are 64 x 256, so they read 1/51 byte per flop from L2.
 LIVE_HIDDEN, LIVE_WEIGHT = 0.85, 0.6
 LIVE_OPERATIONS = 30  # small launches that compute the masses and both lists of tiles
-# Tolerance -> share of live tiles, counted on a CPU for 1024 rows of sparse.py's problem.
+# Tolerance -> fraction of live tiles, counted on a CPU for 1024 rows of sparse.py's problem.
 LIVE_SHARES = {0.1: 0.04, 0.01: 0.22, 0.001: 0.58}
 
 
@@ -147,7 +147,10 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
 
 
 def live_tiles(card: Card, shape: Shape, live: float) -> dict[str, float]:
-    """Return the seconds by part of a call in one chunk, with a share `live` of live tiles."""
+    """Return the seconds of each part of a call in one chunk.
+
+    `live` is the fraction of live tiles, which are the tiles that the gradient GEMMs do not skip.
+    """
     n, h, v = shape
     sums = 4 * n * -(-v // 64)  # bytes of the sums of each row and tile
     product = gemm(card, n, h, v)

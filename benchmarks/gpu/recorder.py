@@ -48,11 +48,12 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         launches: the recorded operations.
-        syncs: reasons why the host waits for the GPU while no later work is queued.
-        reads: reasons why the host waits for a copy that was queued before a matrix product. The
-            GPU stays busy during such a wait.
-        phase: phase of the next operation.
-        chunks: number of chunks so far.
+        syncs: the reason for each wait of the host that leaves the GPU idle, because no later work
+            is queued.
+        reads: the reason for each wait of the host that leaves the GPU busy, because the host waits
+            for a copy that was queued before a matrix product.
+        phase: name of the phase to which the next operation belongs, such as "chunk 1".
+        chunks: number of chunks that have started so far.
     """
 
     def __init__(self) -> None:
@@ -152,7 +153,7 @@ def all_of(given: dict[str, Any]) -> int:
 def target_rows(given: dict[str, Any]) -> int:
     """Return the bytes of `add_targets_kernel`.
 
-    For each target the kernel reads a row of hidden, and reads and writes a row of dW. With
+    For each target the kernel reads a row of `hidden`, and reads and writes a row of dW. With
     `product_ptr` it recomputes rows that are rare, so nothing is counted.
     """
     rows, width = given["id_ptr"].shape[0], given["H"]
@@ -196,7 +197,10 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def copied(checks: list, validate: str) -> None:
-        """Replace `values.check_values`, which copies flags to the host without waiting."""
+        """Record a copy of the flags to the host, as a substitute for `values.check_values`.
+
+        The real function copies the flags without waiting.
+        """
         torch.stack([flag for flag, _ in checks])
         recorder.add("copy of flags to the host")
 

@@ -36,7 +36,7 @@ class Resources(NamedTuple):
         spills: instructions that load or store spilled registers (AMD: spilled registers).
         shared: bytes of shared memory of a program.
         matrix: number of matrix-product instructions.
-        counts: number of instructions by name (AMD: registers and spilled registers).
+        counts: number of instructions, keyed by name (AMD: registers and spilled registers).
     """
 
     registers: int

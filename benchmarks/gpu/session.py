@@ -1,4 +1,6 @@
-"""Runner of a GPU session: the parts of a visit, one after the other. gpu_session.sh starts it.
+"""Run one visit of a GPU session. gpu_session.sh starts this command.
+
+A visit is one loan of a GPU machine. Its parts (benchmarks and tests) run one after the other.
 
 gpu_session.json has the status and the reports of each part, and gpu_session.log has its output. A
 part that passed is skipped by the next visit. Exit status 0 means that every part passed, 1 that a
@@ -180,7 +182,7 @@ def parse_arguments(arguments: list[str], names: list[str]) -> argparse.Namespac
 def chosen_parts(
     every: dict[str, Part], options: argparse.Namespace, session: Session
 ) -> dict[str, Part]:
-    """Return the parts to run. If `options.deadline` is None, set it to the visit's seconds."""
+    """Return the parts to run. If `options.deadline` is None, set it to the visit's duration."""
     if options.part or options.dry and not options.visit:
         options.deadline = options.deadline or sum(VISIT_SECONDS.values())
         return {name: x for name, x in every.items() if name in (options.part or every)}

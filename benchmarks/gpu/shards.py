@@ -1,4 +1,4 @@
-"""Runner of GPU tests in several processes that share the GPU.
+"""Run GPU tests in several processes that share the GPU.
 
     python -m benchmarks.gpu.shards [--processes 16] [--seconds 105] [--dry] FILE ...
     python -m benchmarks.gpu.shards --failed
@@ -58,7 +58,7 @@ def unfinished_of(path: Path) -> list[str]:
 
 
 def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
-    """Run the tests by pytest-xdist until all have ended or the time is over."""
+    """Run the tests with pytest-xdist until all have ended or time runs out."""
     results = dict.fromkeys(tests, "unfinished")
     with tempfile.TemporaryDirectory() as folder:
         # 1. Start pytest. The ids are in a file, since they are too long for a command line.

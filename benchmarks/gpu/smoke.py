@@ -19,7 +19,7 @@ from benchmarks import measure
 from benchmarks.options import measuring
 from benchmarks.report.files import write
 
-HEAD_BAR = 6e-3  # relative L2 error of a bf16 gradient, twice the bar of the tests
+HEAD_BAR = 6e-3  # allowed relative L2 error of a bf16 gradient; twice the tests' limit
 LOSS_BAR = 1e-4  # error of the loss, relative to the mean absolute loss of a token
 ATTENTION_BAR = 1e-2  # relative L2 error of the attention
 

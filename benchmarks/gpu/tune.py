@@ -1,4 +1,4 @@
-"""Timing of kernel configurations on a GPU, with lines for grpo_fast/kernels/gpu/configs.py.
+"""Time kernel configurations on a GPU, and print lines for grpo_fast/kernels/gpu/configs.py.
 
     python -m benchmarks.gpu.tune --compile sm_90   compiles all candidates; needs no GPU (minutes)
     python -m benchmarks.gpu.tune                   times the candidates that start, on a GPU
@@ -31,8 +31,8 @@ from benchmarks.report.files import load, write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# One chunk of the bars at V = 151936. With fewer rows the last round of programs would be emptier
-# than in training.
+# Rows of one chunk at V = 151936, as in the configurations of bars.py. With fewer rows, the last
+# round of programs would use less of the GPU than in training.
 ROWS = 8192
 SLICES = (1024, 2048, 4096)  # columns
 # Largest difference in nats between the logps of two configurations, which differ by rounding only.
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings. Those that decide the bars are first, in case the time runs out."""
+    """Yield all settings. Those that bars.py needs come first, in case time runs out."""
     for kind in KINDS[:2]:
         for hidden, vocab in LINEAR_HEADS:
             yield Setting(kind, "bfloat16", hidden, vocab)

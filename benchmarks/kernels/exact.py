@@ -192,7 +192,7 @@ def gradients(
     Rows with slope 0 are skipped.
 
     Returns:
-        The gradients of hidden (N, H) and of weight (V, H).
+        The gradients of `hidden` (N, H) and of `weight` (V, H).
     """
     head = weight.to(slope.dtype)
     grad_hidden = torch.zeros_like(hidden, dtype=slope.dtype)

@@ -167,7 +167,7 @@ def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
 def run_case(
     operation: str, problem: Problem, dtype_name: str, variant: Variant, plan: Plan
 ) -> dict[str, Any]:
-    """Verify every provider, time the correct ones, and print the table of the case."""
+    """Verify every provider, time the correct ones, and print a table of the results."""
     dtype = DTYPES[dtype_name]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -201,7 +201,7 @@ def route_of(operation: str, problem: Problem) -> str:
 
 
 def time_steps(steps: dict[str, Step], rows: dict[str, dict[str, Any]], plan: Plan) -> None:
-    """Time the steps in interleaved rounds. Add the times and the peak memory to the rows."""
+    """Time the steps in interleaved rounds, and add their times and peak memory to `rows`."""
     for name, samples in measure.interleaved(steps, plan.device, plan.budget, plan.rounds).items():
         rows[name] |= measure.spread(samples) | {"samples_ms": [round(s * 1e3, 4) for s in samples]}
         if rows[name]["role"] != "limit":

@@ -1,4 +1,4 @@
-"""Measurement of all CPU numbers in benchmarks/README.md, and update of its tables.
+"""Measure all CPU numbers in benchmarks/README.md, and update its tables.
 
     python -m benchmarks.report.readme                 measure everything (15 minutes)
     python -m benchmarks.report.readme --only loss     run one step (--help names all steps)

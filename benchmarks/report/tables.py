@@ -87,7 +87,7 @@ def fastest_peer(case: dict[str, Any]) -> str | None:
 
 
 def rendered(table: Any) -> str:
-    """Convert a table of the package rich to text. Use colours if stdout is a terminal."""
+    """Convert a `rich` table to text. Use colours if stdout is a terminal."""
     import sys
 
     from rich.console import Console

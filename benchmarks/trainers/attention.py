@@ -25,7 +25,7 @@ from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
 
 Step = Callable[[], Any]  # returns the output and the gradients
-# The numbers of a case are prompt tokens, tokens of a completion, and completions.
+# A case is (prompt length, completion length, number of completions), with lengths in tokens.
 CASES: dict[str, list[Case]] = {
     "quick": [(64, 8, 4)],
     "cpu": [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)],

@@ -63,7 +63,7 @@ def parsed_cases(
     Args:
         parser: the parser, to which `--cases` is added.
         defaults: defaults of the other options.
-        names: names of the numbers of a case, separated by commas.
+        names: what each number in a case stands for, separated by commas, such as "N,H,V".
         usual: cases for a call without `--cases`. The keys are "quick" (for --quick), "cpu" and
             "cuda".
 

@@ -100,8 +100,8 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
             computed.
 
     Returns:
-        The logps (T,), the gradient of hidden (T, H), and the gradient of those rows of the weight
-        whose ids are in any support.
+        The logps (T,), the gradient of `hidden` (T, H), and the gradient of those rows of the
+        weight whose ids are in any support.
     """
     used, place = problem.ids.unique(return_inverse=True)
     logps, d_hidden = [], []

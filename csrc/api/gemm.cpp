@@ -1,4 +1,4 @@
-// Operator mm_, which computes out (M, N) = or += a (M, K) * b (K, N) for torch matrices.
+// Operator mm_, which computes `out = a·b` or `out += a·b` for torch matrices.
 //
 // Before the result is rounded once, the epilogue can scale its rows and add scaled rows of another
 // matrix. gemm/multiply.h documents blocking, rounding and parallelism.

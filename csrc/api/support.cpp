@@ -58,9 +58,9 @@ struct SupportSets {
   int64_t next(int64_t i) const { return ids[std::min(i + 1, numbers - 1)]; }
 };
 
-// The row of hidden that belongs to each token set.
+// The row of `hidden` that belongs to each token set.
 struct Sources {
-  const int64_t* index;  // null: set r uses row r of hidden
+  const int64_t* index;  // null: set r uses row r of `hidden`
 
   Sources(const std::optional<Tensor>& x, int64_t rows, const Tensor& hidden)
       : index(x ? checked_indices(*x, rows, hidden.size(0), "index") : nullptr) {
@@ -238,7 +238,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // Skip an id without terms if `add` is set. Otherwise, write zeros to its row.
+          // If an id has no terms, write zeros to its row, or leave the row unchanged with `add`.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

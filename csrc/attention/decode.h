@@ -5,8 +5,8 @@
 // tokens. Values are stored in (kTile, D) rows. grpo_fast/rollout/own/cache.py has the torch
 // implementation.
 // Rounding: sums are fp32. Their order depends on the row only.
-// Parallel: a task is one head of one share. A share is at most kRowsTogether completions of one
-// prompt, which read the keys of the prompt together.
+// Parallel: a task is one head of one share. A share is a group of at most kRowsTogether
+// completions of one prompt. A task processes them together, so it reads the prompt's keys once.
 #pragma once
 
 #include <vector>
@@ -25,7 +25,8 @@ struct Tokens {
   int64_t first, end;
 };
 
-// Completions of one prompt that one task processes. They begin at row `first`.
+// One part of the work: `rows` completions of one prompt, which begin at row `first`. A thread
+// processes one head of one share at a time.
 struct Share {
   int64_t prompt, first, rows;
 };
@@ -74,8 +75,9 @@ inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
-// Computes the attention of a share in one key-value head. A query is one completion (row) in one
-// of the `repeats` query heads that share the key-value head. Queries are ordered by row.
+// Computes the attention of one task: a share (completions of one prompt) in one key-value head. A
+// query is one completion (row) in one of the `repeats` query heads that use the key-value head.
+// Queries are ordered by row.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
@@ -132,7 +134,7 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
 }
 
 // Appends the new keys and values of the shares [from, to) as token `time`, and writes their
-// outputs.
+// outputs. Each pair of a share and a head is one task.
 inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
   for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {

@@ -32,8 +32,8 @@ inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t dep
   }
 }
 
-// Calls run(first row, constant count) for the rows [begin, end), for 4, 2 or 1 rows at a time. The
-// count is a compile-time constant, so that the sums stay in registers.
+// Calls run(first row, count) for the rows [begin, end), with 4, 2 or 1 rows per call. The count is
+// a compile-time constant, so that the sums stay in registers.
 template <class Run>
 void by_rows(int64_t begin, int64_t end, const Run& run) {
   for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});

@@ -37,7 +37,7 @@ GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, c
   return column;
 }
 
-// Returns the dot product of a and b, and prefetches the row `next`. It computes four independent
+// Returns the dot product of `a` and `b`, and prefetches the row `next`. Computes four independent
 // sums, because a single sum would wait for the latency of each FMA.
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {

@@ -20,8 +20,8 @@
 namespace grpo_fast {
 
 constexpr int64_t kRows = 6;  // rows of a in one step
-// Vectors of b in one step. The kRows * kVectors sums then fill 12 of the 16 ymm registers, or 24
-// of the 32 zmm registers, and leave enough registers for the operands.
+// Number of vectors of `b` in one step. The kRows * kVectors sums then fill 12 of the 16 ymm
+// registers, or 24 of the 32 zmm registers, and leave enough registers for the operands.
 constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 

@@ -1,4 +1,4 @@
-// Blocked matrix product on the CPU. Each block of a (M, K) * b (K, N) is passed to the caller
+// Blocked matrix product on the CPU. Each block of `a` (M, K) * `b` (K, N) is passed to the caller
 // while it is in cache.
 //
 // Blocking: a thread computes one block of the result at a time. It loops over k in slices of
@@ -35,10 +35,10 @@ struct Block {
   int64_t row, rows, column, columns;
 };
 
-// Description of a product. T is the type that is multiplied. S is the storage type of a. S is T or
-// a more precise type: an fp32 is split into two parts, and a Positive16 is rounded. For a
-// transposed Positive16 a, the rounding errors of heavy elements are added separately (pack.h).
-// This requires that b is not transposed.
+// Description of a product. T is the type that is multiplied. S is the storage type of `a`. It is T
+// or a more precise type: an fp32 is split into two parts, and a Positive16 is rounded. If `a` is a
+// transposed Positive16 matrix, the rounding errors of heavy elements are added separately
+// (pack.h). This requires that `b` is not transposed.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
@@ -82,7 +82,7 @@ inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
 
 // The block size and the number of blocks. The block size has three aims. The sums of a block must
 // stay in L2. Blocks with many rows reuse a packed panel of b more often, and blocks with many
-// columns reuse the packed rows of a. Every thread should get at least two blocks.
+// columns reuse the packed rows of `a`. Every thread should get at least two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
@@ -188,7 +188,7 @@ struct Worker {
     }
   }
 
-  // Returns one slice of a. The slice is read in place if its layout allows this, and packed
+  // Returns one slice of `a`. The slice is read in place if its layout allows this, and packed
   // otherwise.
   const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);

@@ -1,4 +1,4 @@
-// Packing of operands into the words that the micro-kernels read, one word for each lane and each
+// Packs operands into the words that the micro-kernels read, one word for each lane and each
 // step of k.
 //
 // Rounding: for bf16 products, operands that are more precise than bf16 are rounded here. An fp32

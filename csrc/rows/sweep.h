@@ -50,7 +50,7 @@ class Sweep {
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
         dominant_(to.exponentials16.data ? chunk.rows : 0) {
-    // Start with z of the target as the shift s of every row.
+    // Start with the target's z as the shift s of every row.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
       shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
@@ -60,7 +60,7 @@ class Sweep {
   // Runs all steps. is_known means that lse and logps are given. Returns the dominant elements of
   // 16-bit exponentials.
   std::vector<Dominant> run(bool is_known) {
-    // 1. Compute sums and outputs of all rows, with z of the target as the shift.
+    // 1. Compute sums and outputs of all rows, relative to the target's z (the initial shift).
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)

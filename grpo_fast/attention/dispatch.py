@@ -1,4 +1,4 @@
-"""Selection of the kernel that computes the attention of packed rows.
+"""Select the kernel that computes the attention of packed rows.
 
 For each kind of input, the kernels of PROVIDERS are compared in order with the dense reference on
 tiny packed rows. The first kernel whose output and gradients agree is used. The choice is cached

@@ -1,6 +1,6 @@
-"""Packing of samples into rows in which a shared prefix is stored once.
+"""Pack samples into rows in which a shared prefix is stored once.
 
-Every loss term has the index of the row of hidden states that predicts its token.
+Every loss term has the index of the hidden state that predicts its token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distribution of samples over packed rows with a token budget."""
+"""Distribute samples over packed rows with a token budget."""
 
 from __future__ import annotations
 

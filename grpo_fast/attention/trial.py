@@ -36,7 +36,7 @@ RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
 
 
 def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
-    """Return the positions and lengths that are limits in a configuration, in ascending order."""
+    """Return the limits of positions, lengths and windows in a configuration, sorted."""
     found: set[int] = set()
     fields = list(vars(config).items())
     while fields:

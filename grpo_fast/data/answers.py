@@ -1,4 +1,4 @@
-r"""Extraction of answers from texts, without eval and in time linear in the text's length.
+r"""Extract answers from texts, without eval and in time linear in the text's length.
 
 A text marks its answer by `#### 18` (to the end of the line), `<answer>18</answer>` or
 `\boxed{18}`. If there are several marked answers, the last one counts. Text inside

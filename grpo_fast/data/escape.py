@@ -1,4 +1,4 @@
-"""Escaping of untrusted text, so that it cannot send control sequences to a terminal."""
+"""Escape untrusted text, so that it cannot send control sequences to a terminal."""
 
 from __future__ import annotations
 

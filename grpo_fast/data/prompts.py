@@ -1,4 +1,4 @@
-"""Construction of prompts from a template, chat settings and worked examples."""
+"""Build prompts from a template, chat settings and worked examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion of a data set's row to an example, using common column names."""
+"""Convert a row of a data set to an example, using common column names."""
 
 from __future__ import annotations
 

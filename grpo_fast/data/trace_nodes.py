@@ -1,4 +1,4 @@
-"""Validation of messages in recorded traces: tokens, log-probabilities, supports and experts."""
+"""Validate messages in recorded traces: tokens, log-probabilities, supports and experts."""
 
 from __future__ import annotations
 

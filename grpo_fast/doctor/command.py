@@ -94,7 +94,7 @@ def lines_of(found: Diagnosis) -> Iterator[str]:
 
 
 def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | None]:
-    """Read the words of the command line.
+    """Parse the command-line arguments.
 
     Args:
         words: A model, URLs of vLLM servers, and settings `key=value`, in any order.

@@ -1,4 +1,4 @@
-"""Comparison of an engine's log-probabilities with the trainer's, and search for a cause."""
+"""Compare an engine's log-probabilities with the trainer's, and find the cause of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of the engine of a run's configuration with the trainer."""
+"""Compare the trainer with the engine that a run's configuration selects."""
 
 from __future__ import annotations
 

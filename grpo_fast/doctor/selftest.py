@@ -144,7 +144,7 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
     """Compute the loss with a backend.
 
     Returns:
-        Loss, log-probabilities, and the gradients of hidden and weight, in fp64 on the CPU.
+        Loss, log-probabilities, and the gradients of `hidden` and `weight`, in fp64 on the CPU.
     """
     hidden = inputs["hidden"].detach().requires_grad_()
     weight = inputs["lm_head_weight"].detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Training of a reward model on pairs of a better and a worse answer, with transformers' Trainer.
+"""Train a reward model on pairs of a better and a worse answer, with transformers' Trainer.
 
     python -m grpo_fast.examples.reward_model [--pairs pairs.jsonl --model PATH] [--out FOLDER]
     grpo-fast train sort steps=300 'rewards=[

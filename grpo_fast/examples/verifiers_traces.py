@@ -1,4 +1,4 @@
-"""Packing of traces of verifiers (0.4, schema version 1) into one row for training.
+"""Pack traces of verifiers (0.4, schema version 1) into one row for training.
 
     from grpo_fast.attention import head_of, register
 

@@ -1,4 +1,4 @@
-"""Selection of the kernels that run, by device, dtype and shape.
+"""Select the kernels that run, by device, dtype and shape.
 
 All decisions about backends and kernels are made in this module.
 

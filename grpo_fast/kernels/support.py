@@ -124,4 +124,4 @@ class HeadRows(NamedTuple):
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows
-    slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of hidden
+    slopes: Tensor | None  # (R, H): derivative of each logp with respect to its row of `hidden`

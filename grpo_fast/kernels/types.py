@@ -49,8 +49,8 @@ class ActiveRows(NamedTuple):
     active_index: Tensor | None  # (T,) int64: positions among the N rows; None: all, T = N
     target_ids: Tensor  # (T,) int64, inside [0, V)
     transform: LogitTransform  # temperature: a float, or (T,)
-    hidden_index: Tensor | None  # (T,) int64: row of hidden that predicts each target
-    repeats: bool = False  # one row of hidden may predict several targets
+    hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
+    repeats: bool = False  # one row of `hidden` may predict several targets
     support: SupportRows | None = None  # None: all rows use the whole vocabulary
 
     def select(self, index: Tensor | None) -> ActiveRows:
@@ -94,7 +94,7 @@ class HeadTensors(NamedTuple):
 
 
 class ChunkRows(NamedTuple):
-    """The inputs of one chunk of C rows. Rows of hidden are padded with zeros."""
+    """The inputs of one chunk of C rows. Rows of `hidden` are padded with zeros."""
 
     hidden: Tensor  # (padded C, H)
     target_ids: Tensor  # (C,) int64

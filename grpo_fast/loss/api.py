@@ -45,7 +45,7 @@ def linear_logps(
         logps = logp_all.gather(-1, target_ids[..., None])[..., 0]
         entropy = -(logp_all.exp() * logp_all).sum(-1)
 
-    Row t of hidden predicts `target_ids[t]`, so the caller must shift the targets. First-order
+    Row t of `hidden` predicts `target_ids[t]`, so the caller must shift the targets. First-order
     gradients flow to hidden, lm_head_weight and bias; double backward raises an error. Sums are
     accumulated in fp32 or fp64. Logits are cached for the backward pass up to the limit
     GRPO_FAST_WORKSPACE_MIB, and the remaining logits are recomputed.
@@ -53,13 +53,13 @@ def linear_logps(
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
             backend). The hidden states.
-        lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the LM head.
-            A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
+        lm_head_weight: (V, H), in the dtype and on the device of `hidden`. The weight of the LM
+            head. A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
             collective call, and its gradient is averaged over the ranks.
         target_ids: (B, L) or (T,), int64 or int32. Token ids in [0, V). -100 marks a row without a
             target, which gets logp 0 and no gradient.
-        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded like
-            the weight. None: no bias.
+        bias: (V,), any float dtype, on the device of `hidden`. The bias of the LM head, sharded
+            like the weight. None: no bias.
         temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
             target_ids.
         softcap: bound of the logits, a number > 0 (`final_logit_softcapping` of Gemma). None: no
@@ -68,15 +68,15 @@ def linear_logps(
         return_entropy: if True, also return the entropy of each row.
         entropy_over: with a `support`, "support" computes entropies over the ids of the support,
             and "vocabulary" over all ids, which costs the full matrix product.
-        hidden_rows: the shape of target_ids, int64 or int32. The row of hidden (R, H) that predicts
-            each target. A row may predict several targets, as the last row of a shared prompt does.
-            None: row t predicts target t.
+        hidden_rows: the shape of target_ids, int64 or int32. The row of `hidden` (R, H) that
+            predicts each target. A row may predict several targets, as the last row of a shared
+            prompt does. None: row t predicts target t.
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group`, and is not available in a CUDA graph. None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
             of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).
-            Outputs and the gradient of hidden are complete on every rank. The call is collective:
+            Outputs and the gradient of `hidden` are complete on every rank. The call is collective:
             if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
             None: the head is not split over ranks, except by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
@@ -300,24 +300,24 @@ def linear_grpo_loss(
     (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ. The losses page has the
     formulas.
 
-    Gradients of hidden, lm_head_weight and bias are computed in the forward pass, for the tensors
-    that require grad. Rows whose gradient is zero are skipped in the matrix products. Double
-    backward raises an error. In a CUDA graph no row is skipped and values are not checked.
+    Gradients of `hidden`, `lm_head_weight` and `bias` are computed in the forward pass, for the
+    tensors that require grad. Rows whose gradient is zero are skipped in the matrix products.
+    Double backward raises an error. In a CUDA graph no row is skipped and values are not checked.
 
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
             backend). The hidden states. Row t predicts `target_ids[t]`, so the caller must shift
             the targets.
-        lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the LM head.
-            A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
+        lm_head_weight: (V, H), in the dtype and on the device of `hidden`. The weight of the LM
+            head. A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
             collective call, and its gradient is averaged over the ranks.
         target_ids: (B, L) or (T,), int64 or int32. Token ids, which must be in [0, V) at the active
             tokens. Masked tokens may have any value, for example -100.
         advantages: (B,), one per completion, or the shape of target_ids, one per token. If T = B,
             they are interpreted as one per completion.
         config: the options of the loss.
-        bias: (V,), any float dtype, on the device of hidden. The bias of the LM head, sharded like
-            the weight. None: no bias.
+        bias: (V,), any float dtype, on the device of `hidden`. The bias of the LM head, sharded
+            like the weight. None: no bias.
         completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
             Masked tokens have no influence, whatever their values are. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
@@ -335,9 +335,9 @@ def linear_grpo_loss(
             active tokens of its prompt. None: the tokens of this call.
         num_completions_in_batch: number of completions in the whole optimizer step, a number or a
             tensor with one element. None: the completions of this call.
-        hidden_rows: the shape of target_ids, int64 or int32. The row of hidden (R, H) that predicts
-            each target. A row may predict several targets, as the last row of a shared prompt does.
-            None: row t predicts target t.
+        hidden_rows: the shape of target_ids, int64 or int32. The row of `hidden` (R, H) that
+            predicts each target. A row may predict several targets, as the last row of a shared
+            prompt does. None: row t predicts target t.
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
             full vocabulary.
@@ -352,7 +352,7 @@ def linear_grpo_loss(
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
             of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).
-            Outputs and the gradient of hidden are complete on every rank. The call is collective:
+            Outputs and the gradient of `hidden` are complete on every rank. The call is collective:
             if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
             None: the head is not split over ranks, except by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an

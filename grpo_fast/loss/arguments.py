@@ -82,7 +82,7 @@ class Targets(NamedTuple):
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
-    num_hidden: int = 0  # rows of hidden
+    num_hidden: int = 0  # rows of `hidden`
     support: Support | None = None
 
     @classmethod
@@ -91,7 +91,7 @@ class Targets(NamedTuple):
 
         Args:
             columns: number of vocabulary columns of the tensors on this rank.
-            num_hidden: number of rows of hidden.
+            num_hidden: number of rows of `hidden`.
             options: the options of the call.
         """
         vocabulary = columns if options.shard is None else options.shard.vocabulary

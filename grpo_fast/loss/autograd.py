@@ -101,8 +101,8 @@ apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """Return a pair (gradient, unit) for each tensor.
 
-    The unit is a power of two by which the backward pass must multiply the gradient, or None for 1.
-    The gradient is None where the pass returned an empty tensor, which means "not needed".
+    The unit is a power of two by which the backward pass must multiply the gradient. None means 1.
+    The gradient is None if the pass returned an empty tensor, which means "not needed".
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -133,7 +133,7 @@ def scaled_gradients(
     if grad_loss is None:
         return [None] * len(needs_grad)
     # Use the stored gradients only once. Autograd stores these tensors as `.grad`, and a second
-    # backward would scale them in place.
+    # backward would multiply them in place. Compute the gradients again instead.
     gradients = ctx.gradients
     ctx.gradients = None
     gradients = form_again() if gradients is None else gradients
@@ -169,14 +169,14 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_ro
 
 
 class LogpsPass:
-    """Computation of logps and of their gradients over the active rows of one call.
+    """Forward and backward pass of the logps over the active rows of one call.
 
     Args:
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
         options: how to compute the logps.
-        places: the active rows, if they are already known.
-        entropy_gradient: True if the backward pass has an upstream gradient of the entropies.
-        wanted: for each tensor, whether it needs a gradient.
+        places: the result of `active_target_rows`, if it is already known.
+        entropy_gradient: True if the backward pass receives a gradient for the entropies.
+        wanted: for each tensor, True if it needs a gradient.
     """
 
     def __init__(

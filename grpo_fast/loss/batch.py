@@ -74,7 +74,7 @@ class TokenBatch(NamedTuple):
             entropy: (N,), the entropies, or None.
 
         Returns:
-            0-d tensors by name.
+            0-d tensors, keyed by name.
         """
         active = self.rows.active
         return token_metrics(

@@ -90,8 +90,8 @@ class LossOutput:
     """Result of a loss function.
 
     Attributes:
-        loss: 0-d, fp32. The loss. Its gradients flow to hidden, weight and bias, to logits, or to
-            logps and entropy, depending on the function.
+        loss: 0-d, fp32. The loss. Its gradients flow to `hidden`, `weight` and `bias`, to logits,
+            or to logps and entropy, depending on the function.
         logps: the shape of target_ids, fp32, detached. Log-probabilities of the targets; 0 at
             masked tokens.
         entropy: the shape of target_ids, fp32, detached. Entropy of each row. None unless the

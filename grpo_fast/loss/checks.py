@@ -1,4 +1,4 @@
-"""Checks of shapes, dtypes, devices and options.
+"""Check shapes, dtypes, devices and options.
 
 A failed check raises a ValueError. `values.py` checks the values of tensors.
 """

@@ -31,7 +31,8 @@ class DivergenceOutput(NamedTuple):
     """Result of `linear_divergence`.
 
     Attributes:
-        loss: 0-d, Σ_t weights_t·D_t. It is differentiable with respect to hidden, weight and bias.
+        loss: 0-d, Σ_t weights_t·D_t. It is differentiable with respect to `hidden`, `weight` and
+            `bias`.
         values: (N,) or (B, L), detached. The divergence D_t of each row.
     """
 
@@ -83,7 +84,7 @@ def linear_divergence(
     Args:
         hidden: (N, H) or (B, L, H), in fp32, bf16 or fp16 (fp64 with the torch backend). The
             student's hidden states.
-        lm_head_weight: (V, H), in the dtype and on the device of hidden. The weight of the
+        lm_head_weight: (V, H), in the dtype and on the device of `hidden`. The weight of the
             student's LM head. A parameter sharded by FSDP2 is gathered by a collective call, and
             its gradient is averaged over the ranks.
         teacher: a `TeacherHead`, or a `TeacherTopK` with the log-probabilities that an inference
@@ -93,13 +94,13 @@ def linear_divergence(
         beta: the teacher's share in the mixture of "jsd", in (0, 1).
         weights: (N,) or (B, L), finite. Weight of each row in the loss. A row of weight 0 is
             skipped in the matrix products of the gradient. None: 1/N.
-        bias: (V,), any float dtype, on the device of hidden. The bias of the student's LM head.
+        bias: (V,), any float dtype, on the device of `hidden`. The bias of the student's LM head.
             None: no bias.
         temperature: temperature of the student, a number > 0.
         softcap: bound of the student's logits, a number > 0. None: no bound.
         logit_scale: factor of the student's logits, not 0.
-        hidden_rows: (N,) or (B, L), int64 or int32. The row of hidden (R, H) for each row of the
-            teacher. None: row t of hidden belongs to row t of the teacher.
+        hidden_rows: (N,) or (B, L), int64 or int32. The row of `hidden` (R, H) for each row of the
+            teacher. None: row t of `hidden` belongs to row t of the teacher.
         support: the ids to which both distributions are restricted, one set for each row (see
             `Support`). None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that

@@ -253,8 +253,8 @@ def _register_loss(name: str, loss: LossPass) -> None:
         def form_again() -> Gradients:
             return gradients_of(getattr(operators, f"{name}_loss")(*inputs))
 
-        # The gradients are outputs of the forward operator. Use them only once, as autograd.py
-        # does.
+        # The gradients are outputs of the forward operator. Use them only once, because
+        # `scaled_gradients` multiplies them in place. A second backward computes them again.
         output = ctx.output
         ctx.output = None
         ctx.gradients = None if output is None else gradients_of(output)

@@ -1,4 +1,4 @@
-"""Computation of losses and their gradients from hidden states, logits or logps.
+"""Compute losses and their gradients from hidden states, logits or logps.
 
 Gradients are computed in the forward pass for an upstream gradient of 1. The same algorithm runs
 over an LM head (`LinearHead`) and over given logits (`LogitsSweep`), because both classes have the

@@ -1,8 +1,8 @@
 """Sharded parameters (DTensors), and the agreement of tensor-parallel ranks on one call.
 
-With FSDP2 each rank has different rows of hidden. The parameter is gathered for the call, and its
-gradient is reduced. With tensor parallelism (`group=`) all ranks have the same rows of hidden, and
-each rank computes with its part of the vocabulary.
+With FSDP2 each rank has different rows of `hidden`. The parameter is gathered for the call, and its
+gradient is reduced. With tensor parallelism (`group=`) all ranks have the same rows of `hidden`,
+and each rank computes with its part of the vocabulary.
 
 A call with `group=` starts with two small all-gathers: one of the shard sizes, and one of a
 description of the call. A rank with invalid arguments sends its error message instead, so that

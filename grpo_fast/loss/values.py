@@ -1,4 +1,4 @@
-"""Checks of argument values. A failed check raises a ValueError that names the argument.
+"""Check argument values. A failed check raises a ValueError that names the argument.
 
 Values on the CPU are checked at once. With `validate="full"`, values on a GPU are checked at once,
 too. With `validate="auto"`, the checks on a GPU do not wait for the device: their flags are copied

@@ -66,12 +66,18 @@ def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor
 
 
 def maximum(r: Tensor) -> Tensor:
-    """Compute A = r - mean for the group's best completions, and 0 for others (CS336, text)."""
+    """Compute A = r - mean for the group's best completions, and 0 for others.
+
+    This is the formula in the text of the CS336 assignment.
+    """
     return torch.where(r == highest(r), centered(r), 0.0)
 
 
 def maximum_reward(r: Tensor) -> Tensor:
-    """Compute A = r for the group's best completions, and 0 for others (CS336, code)."""
+    """Compute A = r for the group's best completions, and 0 for others.
+
+    This is what the code of the CS336 assignment computes.
+    """
     return torch.where(r == highest(r), r, 0.0)
 
 

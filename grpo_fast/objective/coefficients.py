@@ -1,4 +1,4 @@
-"""Loss of per-token logps with its derivatives dL/dlogp and dL/dentropy, without autograd."""
+"""Compute the loss of per-token logps, dL/dlogp and dL/dentropy, without autograd."""
 
 from __future__ import annotations
 

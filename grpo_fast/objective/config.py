@@ -301,7 +301,7 @@ class LossConfig:
 
     @property
     def high_bound(self) -> float:
-        """`epsilon_high` as a float. It is never None after construction."""
+        """`epsilon_high` as a float. The constructor has replaced None with the default."""
         assert self.epsilon_high is not None
         return self.epsilon_high
 

@@ -236,7 +236,7 @@ def bind(
         function: a function of this module, `kl.py` or `divergences.py`.
         tl: the module with exp, where and the other operations, for example `triton.language`.
         wrap: a decorator for the function and for each helper, for example `triton.jit`.
-        words: replacements for helpers by name, for example `expm1`.
+        words: replacements for helpers, keyed by a name such as "expm1".
     """
     scope = {**function.__globals__, "tl": tl, **(words or {})}
     for name in function.__code__.co_names:

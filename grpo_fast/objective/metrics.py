@@ -105,7 +105,7 @@ CORRECTION_METRICS = ("sampling/masked", "sampling/clipped", "sampling/effective
 
 
 def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of the corrections by name.
+    """Return the metrics of the corrections, keyed by name.
 
     They are the share of dropped tokens, the share of clamped ratios, and the effective sample size
     as a share of the tokens, (Σw)²/(n·Σw²).
@@ -124,7 +124,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 def extents(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return mean, minimum and maximum of x (T,) by name. They are 0 for an empty tensor."""
+    """Return the mean, minimum and maximum of x (T,), keyed by name. An empty x gives zeros."""
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
     return {
         f"{name}/{how}": value for how, value in zip(EXTENTS, (mean(x), low, high), strict=True)
@@ -134,7 +134,7 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
 def sampling_metrics(
     old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Return metrics of |old_logp - sampling_logp| and of the importance weights, by name."""
+    """Return metrics of |old_logp - sampling_logp| and of the importance weights."""
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
     metrics = extents("sampling/sampling_logp_difference", gap)

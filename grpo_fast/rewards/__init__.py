@@ -57,8 +57,8 @@ WORKERS = {
     "math_close": "math_answers.py",
     "code_tests": "code_tests.py",
 }
-# Functions whose `timeout` applies to each completion. The limit of a call is `timeout` times the
-# number of completions.
+# Functions whose `timeout` applies to each completion. The time limit for a call is `timeout` times
+# the number of completions.
 BOUNDED = ("math_equal", "math_close", "code_tests")
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 

@@ -41,7 +41,7 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Error of a call that returned no rewards. The metrics count errors by their reason `why`."""
+    """Exception for a reward call without a result. The metrics count it under its reason `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    """Return the reason by which the metrics count an error of a reward function."""
+    """Return the reason under which the metrics count an exception from a reward function."""
     if isinstance(error, RewardFailure):
         return error.why
     return "timeout" if isinstance(error, TimeoutError) else "error"

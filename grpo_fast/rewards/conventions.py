@@ -164,7 +164,7 @@ class RunLog:
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return TRL's arguments `trainer_state`, `log_extra` and `log_metric`, by name."""
+        """Return TRL's arguments `trainer_state`, `log_extra` and `log_metric`, keyed by name."""
         values = (SimpleNamespace(**state), self.log_extra, self.log_metric)
         return dict(zip(ONLY_TRL, values, strict=True))
 

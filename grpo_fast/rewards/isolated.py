@@ -33,7 +33,7 @@ class IsolatedReward:
 
     Args:
         path: "package.module:function" or "file.py:function".
-        timeout: time limit of a call in seconds.
+        timeout: time limit for a call in seconds.
         options: arguments of every call, or of the constructor if `path` names a class. They must
             be JSON values.
         bounded: True multiplies `timeout` by the number of completions of a call.

@@ -1,4 +1,4 @@
-"""Combination of per-token rewards from several reward functions."""
+"""Combine per-token rewards from several reward functions."""
 
 from __future__ import annotations
 

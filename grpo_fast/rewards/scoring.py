@@ -1,4 +1,4 @@
-r"""Judging of completions in an evaluation. The rule depends on the gold answer of the question.
+r"""Judge completions in an evaluation. The rule depends on the question's gold answer.
 
 | gold answer                | strict: the marked answer …  | lenient                           |
 |----------------------------|------------------------------|-----------------------------------|

@@ -1,4 +1,4 @@
-"""Sampling of completions by several engines, with `generate` for use in any training loop."""
+"""Engines that sample completions, and `generate` for use in any training loop."""
 
 from grpo_fast.errors import EngineError, NonFiniteLogits
 from grpo_fast.rollout.completions import check_prompts, encode_prompts, generate, prompt_texts

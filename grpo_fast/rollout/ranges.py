@@ -1,4 +1,4 @@
-"""Selection of segments from flat tensors, where offsets mark the start of each segment."""
+"""Select segments from flat tensors, where offsets mark the start of each segment."""
 
 from __future__ import annotations
 

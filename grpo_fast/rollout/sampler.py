@@ -1,4 +1,4 @@
-"""Sampling of tokens with temperature, top-k, top-p and min-p.
+"""Sample tokens with temperature, top-k, top-p and min-p.
 
 Each token is sampled with one uniform random number. It is the first token, in vocabulary order,
 whose cumulative probability exceeds the number. The number depends only on the seed, the index of

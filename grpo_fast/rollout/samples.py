@@ -227,7 +227,7 @@ class Samples:
         column[rows] = values.detach()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all columns by name, so that one safetensors file can store them.
+        """Return all columns, keyed by name, so that one safetensors file can store them.
 
         `texts` is excluded, because the texts can be decoded from `ids`.
         """

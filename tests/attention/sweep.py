@@ -168,7 +168,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """Return the reason without the numbers that belong to one model."""
+    """Remove model names and measured numbers from a reason, so that equal reasons share a line."""
     reason = re.sub(r"^model_type \S+: ", "", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)

@@ -171,7 +171,8 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
 def two_visits(small, monkeypatch):
     """Replace the parts of the session with a smoke test and one part for each of two visits.
 
-    Return the path of a file. The smoke test fails if the file exists.
+    A visit is one loan of a GPU machine. Return the path of a file whose existence makes the smoke
+    test fail.
     """
     broken = small.parent / "broken"
 

@@ -41,7 +41,7 @@ def test_a_mask_costs_one_wait(budgets):
 def test_a_support(budgets, name, gigabytes):
     """Check that a call with a support does not compute the logits of the full vocabulary.
 
-    The memory traffic allows one read of the weight and of hidden, and one write of the weight's
+    The memory traffic allows one read of the weight and of `hidden`, and one write of the weight's
     gradient. The host waits once, before the work, for the number of distinct ids.
     """
     found = budgets[name]

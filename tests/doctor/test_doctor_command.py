@@ -1,4 +1,4 @@
-"""Tests of `grpo-fast doctor`: command-line words, text report, JSON report and exit status."""
+"""Tests of `grpo-fast doctor`: command-line arguments, text report, JSON report and exit status."""
 
 import json
 

@@ -21,8 +21,8 @@ LENGTHS = (37, 1, 0, 64, 26)
 # The tested sizes (H, V) of an LM head: a small head with unaligned rows of W, a vocabulary of one
 # block, a realistic vocabulary, and an odd vocabulary, whose rows of logits are unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Limits of the relative L2 error of gradients. The bf16 limit is that of the numerical contract.
-# The fp32 limit is twice that of the contract, because the GPU and the CPU reference both round.
+# Largest allowed relative L2 errors of gradients. The bf16 limit equals the numerical contract's.
+# The fp32 limit is twice the contract's, because the GPU and the CPU reference both round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
 

@@ -51,7 +51,7 @@ def test_every_provider_is_the_dense_reference(kind):
 
     The test covers ragged layouts, grouped heads, windows and soft caps, and reports all failures
     together. A provider that raises an exception is skipped, as in `choose`, and its name is
-    printed (visible with pytest -rP). flex compiles for 15 seconds and is tested separately.
+    printed (visible with pytest -rP). flex takes 15 seconds to compile, so it is tested separately.
     """
     wrong, rule = [], rule_of(kind)
     providers = [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]

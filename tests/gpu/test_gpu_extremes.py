@@ -16,8 +16,9 @@ REPEATS = 1000
 # Number of tokens in one completion. It exceeds 65535, the limit of a grid dimension on a GPU, and
 # LONG·V exceeds the range of int32. Both could break the indexing of a kernel.
 LONG = 131072
-# BAR is the limit of the relative L2 error of gradients, which is that of the numerical contract
-# for bf16. LOSS_BAR is the limit of the error of the loss, relative to the loss of one token.
+# BAR is the largest allowed relative L2 error of gradients. It equals the limit of the numerical
+# contract for bf16. LOSS_BAR is the largest allowed error of the loss, relative to the loss of one
+# token.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 

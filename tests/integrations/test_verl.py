@@ -100,7 +100,7 @@ def test_loss_gradient_and_metrics(name, mode):
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 @pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
 def test_on_policy_and_far_off_policy(name, step):
-    """Check losses at a ratio of exactly 1, and at log ratios above 20, where verl clamps."""
+    """Check losses at a ratio of exactly 1, and at log ratios above 20, which verl clamps."""
     if step == 40.0 and name == "geo_mean":
         # Use a smaller step. The ratio would otherwise underflow to 0, and both gradients would be
         # 0.

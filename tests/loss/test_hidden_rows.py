@@ -1,4 +1,4 @@
-"""Test `hidden_rows`, which lets one row of hidden predict several targets.
+"""Test `hidden_rows`, which lets one row of `hidden` predict several targets.
 
 For example, the last row of a shared prompt predicts the first token of every completion.
 """
@@ -13,7 +13,7 @@ from grpo_fast import LossConfig
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
-# The three completions have 3, 2 and 3 tokens and use 7 rows of hidden. Row 1 is the last row of
+# The three completions have 3, 2 and 3 tokens and use 7 rows of `hidden`. Row 1 is the last row of
 # their prompt and predicts the first token of each completion.
 ROWS = torch.tensor([1, 2, 3, 1, 4, 1, 5, 6])
 CU = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
@@ -37,7 +37,7 @@ def problem(dtype=torch.float32):
 
 
 def loss_of(options, hidden, weight, ids, advantages, tokens, **kw):
-    """Return the loss output, and the gradients of hidden and weight."""
+    """Return the loss output, and the gradients of `hidden` and `weight`."""
     config = LossConfig(**options)
     out = grpo_fast.linear_grpo_loss(
         hidden, weight, ids, advantages, config, cu_seqlens=CU, **tokens, **kw

@@ -46,8 +46,8 @@ def test_every_completion_token_is_found_back_once(groups, shared):
         pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
         and pack.cu_seqlens.dtype == torch.int32
     )
-    # Collect the rows that the predicting row sees. Their tokens must be the context of the
-    # predicted token.
+    # For each completion token, collect the rows that are visible to the row that predicts it.
+    # Their tokens must be the prompt and the earlier completion tokens.
     seen, position = visible(pack.layout), pack.layout.position_ids[0]
     ids = pack.input_ids[0]
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]

@@ -44,7 +44,8 @@ FILTERS = {
 def spoiled(case: Case, where: str, value: float) -> Case:
     """Return the case with one NaN or infinity, at `where`.
 
-    `where` is an active row of hidden in the second completion, or a row of W that is not a target.
+    `where` is an active row of `hidden` in the second completion, or a row of W that is not a
+    target.
     """
     changed = getattr(case, where).clone()
     if where == "hidden":

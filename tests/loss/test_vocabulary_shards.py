@@ -101,7 +101,7 @@ def test_what_one_rank_refuses_all_refuse_in_the_same_words(worlds, size, who):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds, size):
-    """Check the number of collective calls: one per chunk, and one for the gradient of hidden.
+    """Check the number of collective calls: one per chunk, and one for the gradient of `hidden`.
 
     The 90 rows form three chunks. Two all-gathers of shard sizes and messages come first.
     """

@@ -1,4 +1,4 @@
-"""Comparison of a head that ranks share with a full head in one process.
+"""Compare an LM head that is sharded over ranks with a full head in one process.
 
 The functions compare values, gradients and bits.
 """
@@ -41,7 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Compare results if some vocabulary columns, and all columns of one rank, have logit -inf."""
+    """Compare both heads if some columns, and all columns of one rank, have the logit -inf."""
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
     last = world.size - 1
@@ -75,7 +75,7 @@ def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str
 
 
 def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
-    """Compare results if rows of hidden predict several targets."""
+    """Compare both heads if a row of `hidden` may predict several targets."""
     case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
 
@@ -113,7 +113,7 @@ def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: 
 
 # ------------------------------------------------------------------------------------- DTensors
 def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
-    """Compare results with the shards of a DTensor, in which the last ranks may have no row.
+    """Compare both heads with the shards of a DTensor, in which the last ranks may have no row.
 
     Gradients must remain sharded.
     """
@@ -168,7 +168,7 @@ def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto
 
 
 def nan_is_seen(world: World, where: str, backend: str) -> Found:
-    """Check that a NaN in one rank's weight, or in an active row of hidden, reaches all ranks."""
+    """Check that a NaN in one rank's weight, or in an active row of `hidden`, reaches all ranks."""
     case = make_case(15, **options_for("grpo", beta=0.1, entropy_coef=0.1))
     head = world.shard(case)
     if where == "hidden":

@@ -39,7 +39,7 @@ class World(NamedTuple):
 
 
 def flat(result: Result) -> dict[str, Tensor]:
-    """Return all outputs of a call in one dictionary by name."""
+    """Return all outputs of a call in one dictionary, keyed by name."""
     found = {"loss": result.loss, "logps": result.logps, **result.metrics}
     if result.entropy is not None:
         found["entropies"] = result.entropy
@@ -71,7 +71,7 @@ def as_one(world: World, case: Case, **more: Any) -> Found:
 def as_truth(world: World, case: Case, **more: Any) -> Found:
     """Compare loss, logps and gradients with the fp64 oracle.
 
-    The key "own" has the error of one process.
+    The key "own" has the error in a single process.
     """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)

@@ -124,8 +124,8 @@ def test_an_answer_cannot_connect_to_a_server(rewards):
 
 
 def test_many_answers_that_hang_have_their_own_time():
-    # Seven answers of 0.5 s each take longer than `timeout`, but the limit of the call is `timeout`
-    # times the number of completions.
+    # Seven answers of 0.5 s each take longer than `timeout`, but the time limit for the call is
+    # `timeout` times the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
 

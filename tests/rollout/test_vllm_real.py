@@ -53,7 +53,7 @@ def policy_of(family: str = "llama") -> Any:
 
 
 def spoil(policy: Any) -> None:
-    """Replace the weights by random weights that differ strongly from the initial ones."""
+    """Replace the weights with random weights that differ strongly from the initial ones."""
     with torch.no_grad():
         for parameter in policy.lm.parameters():
             if parameter.dim() > 1:

@@ -189,9 +189,10 @@ def shards(case: str, kind: str, folder: str) -> Any:
 
 
 def load_shards(*folders: str) -> Any:
-    """Load each model sharded and directly, and return the names of tensors that differ.
+    """Load each model twice, once sharded and once directly, and compare the tensors.
 
-    The sharded model receives its weights from rank 0, which alone reads the files.
+    Return the names of tensors that differ. The sharded model receives its weights from rank 0,
+    which alone reads the files.
     """
     apart = []
     for folder in folders:

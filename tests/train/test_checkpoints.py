@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
 
 STEP = "step_000002"
 # Points in a save at which the process is killed. Each entry has the function whose call is
-# interrupted, and a condition on the number of the call and its arguments.
+# interrupted, and a condition on the index of the call and its arguments.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
     "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),

@@ -166,9 +166,9 @@ TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=fal
          "tokens_per_microbatch=400"]  # fmt: skip
 BEFORE, AFTER, NOTHING = "saved in RUN/step_000001", "saved in RUN/step_000002", "no checkpoint"
 NEWEST = "the newest checkpoint is RUN/step_000001"
-# Each entry contains the function that raises an error, the number of the call that raises (or the
-# first and the last number), and the error. Then it contains the expected end of stderr, the
-# expected exit status, and further settings.
+# Each entry contains the function that raises an error, the index (from 1) of the call that raises
+# (or an inclusive range of indices), and the error. Then it contains the expected end of stderr,
+# the expected exit status, and further settings.
 ENDINGS: dict[str, tuple[Any, ...]] = {
     # The error occurs before the first update of step 2.
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
@@ -206,13 +206,13 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
 
 
 def failing(monkeypatch, target, calls, error):
-    """Make one call or several calls of a function raise an error.
+    """Patch a function so that some of its calls raise an error.
 
     Args:
-        monkeypatch: the fixture of pytest.
+        monkeypatch: the pytest fixture.
         target: dotted name of the function.
-        calls: number of the call, or a pair with the first and the last number.
-        error: the error.
+        calls: index (from 1) of the call that fails, or an inclusive (first, last) range.
+        error: the error to raise.
     """
     first, last = calls if isinstance(calls, tuple) else (calls, calls)
     owner, name = resolve(target)

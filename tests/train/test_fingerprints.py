@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def words(tmp_path):
-    """Return the settings of a run with custom data, reward and model files."""
+    """Return command-line arguments for a run with custom data, reward and model files."""
     data = questions(tmp_path / "data", 8, 8)
     (tmp_path / "mine.py").write_text(REWARD)
     model = tiny_folder(tmp_path / "tiny", "llama")

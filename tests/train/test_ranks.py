@@ -55,9 +55,9 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Check that several ranks give the metrics, prompts and weights of one process.
+    """Check that several ranks and one process produce the same metrics, prompts and weights.
 
-    In the case `few`, one rank has no group.
+    With the parameter `case="few"`, one rank receives no group of samples.
     """
     expected = plain(case)
     found = ranks(count, ["train", case, kind, str(tmp_path / "run")])

@@ -1,4 +1,4 @@
-"""Tests of words `key=value`: error messages, short forms and malformed words."""
+"""Tests of `key=value` arguments: error messages, short forms and malformed arguments."""
 
 import re
 
@@ -230,9 +230,10 @@ HOSTILE = [
 
 @pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
 def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
-    """Check that `train` refuses a hostile word with a short message, or stores it unchanged.
+    """Check that a malicious command-line argument gives a short error message, or a valid config.
 
-    All commands read words with the same functions.
+    A valid config must not change when it is saved and loaded. All commands parse `key=value`
+    arguments with the same functions.
     """
     try:
         config = load_recipe("sort", [word])

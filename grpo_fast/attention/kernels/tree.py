@@ -42,7 +42,7 @@ def attend(
     The function supports first-order gradients only.
 
     Args:
-        kernel: the varlen kernel that computes the calls.
+        kernel: the varlen kernel to use for each call (see the module docstring).
     """
     calls = layout.calls
     if params.window is not None and layout.has_tree:

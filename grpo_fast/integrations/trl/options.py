@@ -1,4 +1,4 @@
-"""Translation of TRL's GRPO options into a `LossConfig`.
+"""Translate TRL's GRPO options into a `LossConfig`.
 
 No option is ignored. If our code does not support an option, `fast_path` of the trainer names it,
 and TRL's own code computes that part of the step.

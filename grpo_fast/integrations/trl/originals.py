@@ -34,9 +34,9 @@ KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 
 
 def replaced_part(model: Any, lm: Any) -> str | None:
-    """Return the name of a replaced function or a hook that may change the sampled tokens.
+    """Find a user's patch or hook that may change the sampled tokens, and return its name.
 
-    Return None if no function is replaced and no such hook is registered.
+    Return None if no method is patched and no such hook is registered.
 
     Args:
         model: The model whose `generate` TRL calls, for example a PEFT model.

@@ -1,4 +1,4 @@
-"""Self-check of the packed and the padded forward pass of FastGRPOTrainer.
+"""Check the packed and the padded forward pass of FastGRPOTrainer.
 
 Both are compared with rows that are computed alone and without padding.
 """

@@ -1,4 +1,4 @@
-"""Packing of samples from TRL's asynchronous GRPO into one row.
+"""Pack samples from TRL's asynchronous GRPO into one row.
 
 The samples come from `trl.experimental.async_grpo` of TRL 1.16. A prefix that several samples share
 is computed once.

@@ -84,33 +84,39 @@ def mm_(
     out_scales: Tensor | None = None,  # (M,) fp32
     added: AddedRows | None = None,
 ) -> Tensor:  # (M, N)
-    """Compute the matrix product out = a·b, or out += a·b.
+    """Compute the matrix product `out = a·b`, or `out += a·b` if `add` is set.
 
-    Products are exact and summed in fp32. The result is rounded once to the dtype of `out`. The
-    bits of an element depend only on its row of a and its column of b, not on M, N or the number of
-    threads.
+    The products of elements are exact and summed in fp32. The sum is rounded once, to the dtype of
+    `out`. Its bits depend only on one row of `a` and one column of `b`, not on M, N or the number
+    of threads.
+
+    With a bf16 `b`, the elements of `a` have the following precision:
+
+    - bf16: exact.
+    - fp32: rounded to 16 significant bits. `a` is multiplied in two parts, which takes twice the
+      time.
+    - POSITIVE16: rounded to bf16.
+    - transposed POSITIVE16: rounded to bf16, except for large elements. An element is large if its
+      square is at least 1/16 of the sum of squares of its row.
 
     Args:
-        a: (M, K) fp32, bf16 or POSITIVE16, or the transpose of such a matrix. With a bf16 b, an
-            fp32 a keeps 16 significant bits, because it is multiplied in two parts. This takes
-            twice the time. A POSITIVE16 a is rounded to bf16, but if it is transposed, elements
-            with at least 1/16 of the sum of squares of their row keep their precision.
+        a: (M, K) fp32, bf16 or POSITIVE16, or the transpose of such a matrix.
         b: (K, N) fp32 or bf16, or the transpose of such a matrix.
         out: (M, N) fp32 or bf16, rows contiguous.
         add: add to `out` instead of overwriting it.
-        scales: (K,) fp32 factors of the columns of a, which must be transposed and not bf16.
-        out_scales: (M,) fp32 factors of the rows of a·b, applied before anything is added. A factor
-            of 0 gives exact zeros.
+        scales: (K,) fp32 factors of the columns of `a`. `a` must be transposed and not bf16.
+        out_scales: (M,) fp32 factors of the rows of `a·b`, applied before anything is added. A
+            factor of 0 gives exact zeros.
         added: rows added to the result before it is rounded.
 
     Returns:
         `out`.
     """
-    # The operator accepts `scales` only with a transposed a. `_as_stored` cannot tell a matrix of
+    # The operator accepts `scales` only with a transposed `a`. `_as_stored` cannot tell a matrix of
     # one row or column from its transpose, so pass the transpose explicitly.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
-    # For a transposed POSITIVE16 a, the kernel corrects the rounding of large elements by adding
-    # rows of b. It requires that these rows are contiguous.
+    # For a transposed POSITIVE16 `a`, the kernel corrects the rounding of large elements by adding
+    # rows of `b`. It requires that these rows are contiguous.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4

@@ -1,4 +1,4 @@
-"""Replacement of a model's CPU layers by the fast layers of layers.py.
+"""Replace a model's CPU layers with the fast layers of layers.py.
 
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
 class, weights, names, hooks and submodules do not change.
@@ -75,7 +75,7 @@ def settings_of(module: nn.Module) -> Hashable:
 
 
 def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the fast forward for a module's class, or None if there is no fast layer."""
+    """Return the fast `forward` for a module, or None if its class has no fast layer."""
     kind = type(module)
     # Compare the exact type, because a subclass may override forward.
     if kind is nn.Linear:

@@ -1,4 +1,4 @@
-"""Detection of CUDA graph capture, and the behaviour of the library during capture.
+"""Detect CUDA graph capture, and describe the behaviour of the library during capture.
 
 A graph contains kernel launches but no decisions of the host, so the host must not read tensor
 values during capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`,

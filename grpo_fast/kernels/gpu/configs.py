@@ -134,7 +134,7 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
 
 # Block sizes for the rows of token sets, which have tens to hundreds of logits.
 RAGGED = RowConfig(256, 2)
-# Maximum hidden size of the token-set kernel. A row of hidden and its slope must fit into the
+# Maximum hidden size of the token-set kernel. A row of `hidden` and its slope must fit into the
 # registers of 16 warps.
 SUPPORT_COLUMNS = 8192
 

@@ -7,12 +7,12 @@ The matrix E is written once, before the loss is known:
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
 Here y is the target's column, s is a shift that is chosen for each row, and g is dL/dlogp. The
-factor g·unit scales the rows of dH = E·W and the rows of hidden in dW = Eᵀ·hidden, so E is never
+factor g·unit scales the rows of dH = E·W and the rows of `hidden` in dW = Eᵀ·hidden, so E is never
 modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
 
 The d-logit of the target is the largest of its row, so the target is excluded from E. Its
-contribution is added in fp32: one row of W to each row of dH, and one row of hidden to a row of dW.
-Nothing cancels when p_y is close to 1.
+contribution is added in fp32: one row of W to each row of dH, and one row of `hidden` to a row of
+dW. Nothing cancels when p_y is close to 1.
 
 The shift s can be chosen freely, because bf16 has the same relative precision everywhere. However,
 s must be known before the row is computed, and must be close to lse. The kernel uses s = z[target],

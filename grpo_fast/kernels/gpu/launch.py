@@ -32,7 +32,7 @@ def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
 class HeadInputs(NamedTuple):
     """Validated inputs of an LM head kernel, built by `linear.head_inputs`.
 
-    The rows of hidden are aligned to 16 bytes.
+    The rows of `hidden` are aligned to 16 bytes.
     """
 
     hidden: Tensor  # (T, H)

@@ -3,7 +3,7 @@
     raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature
     lse = log Σ_j e^z_j,  logp = z_target - lse,  entropy = lse - Σ_j p_j·z_j
 
-The kernel reads hidden and W from HBM (W once per 24 MiB of hidden). Per row, it writes
+The kernel reads `hidden` and W from HBM (W once per 24 MiB of `hidden`). Per row, it writes
 16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second kernel reads. On
 request, the same kernel also stores the raw logits, or the exponentials that exponentials.py
 defines. Passes with and without gradient therefore have bitwise equal log-probabilities.
@@ -71,7 +71,7 @@ def slice_kernel(
     """Compute the partial sums of one slice of the vocabulary for BLOCK_T rows."""
     row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
     # 1. Select the rows and the slice of this program. Programs with neighbouring ids share a slice
-    # of W, so all but the first of them read its tiles from L2. Rows of hidden are read once per
+    # of W, so all but the first of them read its tiles from L2. Rows of `hidden` are read once per
     # tile and should also come from L2. Therefore a group of row blocks that fits into L2 processes
     # all slices before the next group starts.
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
@@ -213,7 +213,7 @@ def head_inputs(
     """Validate the inputs of an LM head kernel, and copy hidden if it is unaligned.
 
     The tile size determines the order of sums. It depends on the layout of W, but must not depend
-    on the layout of hidden, because the bits of a row would then depend on the batch.
+    on the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(

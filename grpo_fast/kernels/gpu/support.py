@@ -14,9 +14,9 @@ time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs
 id. Each program owns a part of a row of dW, and also writes the zeros of ids that occur in no set.
 
 HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
-(written and read), nnz·H elements of hidden and V·H elements of dW. The additional memory is O(nnz)
-plus the slopes. Sums are computed in fp32, in a fixed order and without atomics, so every run gives
-the same bits. The results of a row depend on the row, W and the row's scalars only.
+(written and read), nnz·H elements of `hidden` and V·H elements of dW. The additional memory is
+O(nnz) plus the slopes. Sums are computed in fp32, in a fixed order and without atomics, so every
+run gives the same bits. The results of a row depend on the row, W and the row's scalars only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def support_head_kernel(
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits, the statistics and the slope of one row. BLOCK_H is at least H."""
-    # 1. Find the token set of the row and its row of hidden.
+    # 1. Find the token set of the row and its row of `hidden`.
     row = tl.program_id(0).to(tl.int64)
     # The start of the row is int64. Positions inside the row are int32, which needs fewer
     # registers.
@@ -183,7 +183,7 @@ def sums_kernel(
 
 def head_rows(
     hidden: Tensor,  # (N, H) fp32, bf16 or fp16
-    index: Tensor | None,  # (R,) int64: the row of hidden of each row; None: in order
+    index: Tensor | None,  # (R,) int64: the row of `hidden` of each row; None: in order
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
@@ -198,7 +198,7 @@ def head_rows(
     the reference implementation is used.
     """
     count, width = len(rows.places), weight.shape[1]
-    # The kernel keeps a full row of hidden in registers, so a larger H does not fit.
+    # The kernel keeps a full row of `hidden` in registers, so a larger H does not fit.
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,

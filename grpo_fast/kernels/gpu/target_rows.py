@@ -31,7 +31,7 @@ from grpo_fast.kernels.gpu.linear import load_tile
 CANCELS = tl.constexpr(1 / 16)
 # Number of hidden rows that a program adds per step, and number of their columns that it processes.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
-# Tile sizes of the product: columns of E, columns of hidden, and rows of both per step.
+# Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
 
 

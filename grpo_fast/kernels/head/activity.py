@@ -1,4 +1,4 @@
-"""Selection of the rows that the gradient GEMMs need, with at most one asynchronous device read."""
+"""Select the rows that the gradient GEMMs need, with at most one asynchronous device read."""
 
 from __future__ import annotations
 

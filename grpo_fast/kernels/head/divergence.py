@@ -154,8 +154,8 @@ class DivergenceHead(LinearHead):
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # On a GPU, do not wait for the coefficients to find inactive rows. Rows with
-                # coefficient 0 stay in the GEMMs as zeros.
+                # On a GPU, do not search for inactive rows, because this would wait for the
+                # coefficients. Rows with coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
             # 2. Clear `self.at`, so that a later call of raw_logits computes no divergences.

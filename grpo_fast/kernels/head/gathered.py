@@ -90,7 +90,7 @@ class GatheredHead:
         return self._narrowed(d_hidden, d_weight, d_bias)
 
     def _narrowed(self, *sums: Tensor) -> tuple[Tensor, ...]:
-        """Convert dH, dW and db to the dtypes of hidden, weight and bias, unless `keep_fp32`."""
+        """Convert dH, dW and db to the dtypes of the inputs, unless `keep_fp32` is set."""
         likes = (self.hidden if x is None else x for x in self.tensors)
         pairs = zip(sums, likes, strict=True)
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
@@ -107,7 +107,7 @@ class GatheredHead:
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
         """Scatter g·slopes into a new (N, H) tensor, or add them to `total` if given."""
         if total is not None or self.repeats:
-            # Several rows may share a row of hidden, so the gradients must be added.
+            # Several rows may share a row of `hidden`, so the gradients must be added.
             assert self.index is not None
             total = slopes.new_zeros(self.hidden.shape) if total is None else total
             add_rows_(total, self.index, scaled_rows(slopes, g))

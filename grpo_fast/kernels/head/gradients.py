@@ -1,4 +1,4 @@
-"""Accumulation of dH, dW and db from the d-logits of successive chunks."""
+"""Accumulate dH, dW and db from the d-logits of successive chunks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class GradientSums:
     Args:
         tensors: hidden, weight and bias.
         wanted: which gradients to compute.
-        index: (T,) row of hidden that predicts each target; None: row t.
-        repeats: one row of hidden may predict several targets, so its gradients are added.
+        index: (T,) row of `hidden` that predicts each target; None: row t.
+        repeats: one row of `hidden` may predict several targets, so its gradients are added.
         is_single_chunk: all rows arrive in one call of `add`.
-        keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of hidden,
+        keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of `hidden`,
             weight and bias.
         tolerance: share of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
         fused_kernels: the module gpu/gradients.py on a GPU, otherwise None.
@@ -111,7 +111,7 @@ class GradientSums:
 
         Args:
             rows: the chunk's positions among the T active rows.
-            h: (padded C, H) rows of hidden.
+            h: (padded C, H) rows of `hidden`.
             d_logits: the chunk's gradient.
             count: number of rows that are not padding.
             keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
@@ -231,7 +231,7 @@ class GradientSums:
     def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         """Write the dH of some rows into the full dH.
 
-        If rows of hidden predict several targets, the dH is added instead.
+        If rows of `hidden` predict several targets, the dH is added instead.
         """
         # If one chunk contains all rows in order, its dH is the full dH. No scatter is needed.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):

@@ -53,7 +53,7 @@ class LinearHead:
 
     Args:
         tensors: hidden, weight and bias.
-        rows: targets, logit transform, and the rows of hidden that predict the targets.
+        rows: targets, logit transform, and the rows of `hidden` that predict the targets.
         route: the selected kernels.
         tolerance: share of Σ|d-logits| that the gradient GEMMs may skip (grad_filter.py).
         entropy_gradient: whether the coefficients will include dL/dentropy.

@@ -182,7 +182,7 @@ class SupportSweep:
         return self.source.gradients(SupportGradient(d, g, slopes), wanted, others)
 
 
-# A tuple of the rows, their rows of hidden, the range of their ids in (nnz,), the row and column of
+# A tuple of the rows, their hidden states, the range of their ids in (nnz,), the row and column of
 # each id, and a logit buffer.
 DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 

@@ -65,7 +65,7 @@ class Handle:
         return ask(self, "getattr", "__enter__")()
 
     def __exit__(self, *_):
-        # Return None, because an answer must not suppress the error of an assert.
+        # Return None, because an answer must not suppress the AssertionError of a test.
         ask(self, "getattr", "__exit__")(None, None, None)
 
     def __instancecheck__(self, value):

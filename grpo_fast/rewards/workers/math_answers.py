@@ -28,7 +28,7 @@ def math_equal(
     Args:
         completions: N completions.
         answers: N gold answers.
-        seconds: time limit of one comparison. The reward is NaN if it takes longer.
+        seconds: time limit for one comparison. The reward is NaN if it takes longer.
     """
     pairs = zip(completions, answers, strict=True)
     return [_equal(text, gold, BOXED, seconds, {"strict": True}) for text, gold in pairs]
@@ -45,7 +45,7 @@ def math_close(
     Args:
         completions: N completions.
         answers: N gold answers.
-        seconds: time limit of one comparison. The reward is NaN if it takes longer.
+        seconds: time limit for one comparison. The reward is NaN if it takes longer.
         digits: number of decimal digits that are compared.
     """
     loose = {"strict": False, "allow_set_relation_comp": True, "float_rounding": digits}

@@ -67,7 +67,7 @@ def names_of_answer(source):
 
 
 def borrowed(source):
-    """Return the modules and types, by name, that tests use without an import.
+    """Return the modules and types, keyed by name, that tests use without an import.
 
     Names that the tests use from the answer are excluded.
     """

@@ -32,7 +32,7 @@ FROM_TEXT = {
 
 
 class Malformed(Exception):
-    """Error of a message that has an invalid format or ends early."""
+    """Exception for a message that has an invalid format or ends early."""
 
 
 def encode(value, refer, depth=0):
@@ -60,10 +60,12 @@ def encode(value, refer, depth=0):
 
 
 def decode(tree, resolve, depth=0):
-    """Return the value of a JSON tree. `resolve(tag, *parts)` decodes trees with other tags.
+    """Decode a value from JSON, which is a scalar or `[tag, *parts]`.
+
+    `resolve(tag, *parts)` decodes tags that this module does not define.
 
     Raises:
-        Malformed: the tree does not encode a value, for example because a set contains lists.
+        Malformed: the JSON encodes no Python value. For example, a set cannot contain lists.
     """
     if not isinstance(tree, (list, dict)):
         return tree

@@ -21,7 +21,7 @@ from grpo_fast.rollout.sampler import Sampler, Sampling
 log = logging.getLogger(__name__)
 
 # Model -> reason why it needs transformers' `generate`, or None if the decoding loop computes it
-# correctly. Each model is compared only once.
+# correctly. The cache avoids repeated trials of a model.
 _unsuited: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
@@ -140,7 +140,7 @@ def compare(policy: Any) -> str | None:
 
     The trial samples greedily from random prompts and ignores EOS. It covers the first positions
     and the positions around every limit in the configuration (window, maximum position). A second
-    round replaces fp32 weights by random weights, because trained weights may hide a difference.
+    round replaces fp32 weights with random weights, because trained weights may hide a difference.
 
     Returns:
         A sentence that states the difference, or None if the two agree.

@@ -104,15 +104,15 @@ def _as_response(output: Any) -> dict[str, Any]:
 
 
 def build(policy: Any, options: Any) -> VLLMEngine:
-    """Return the engine `vllm`. It has no weights until `update` is called.
+    """Build the engine `vllm`. It has no weights until `update` is called.
 
     Args:
         policy: a `Policy`.
         options: the section `rollout` of a configuration.
 
     Raises:
-        ValueError: vLLM is not installed, refuses the model or `rollout.vllm.options`, or several
-            processes train.
+        ValueError: vLLM is not installed, vLLM refuses the model or `rollout.vllm.options`, or
+            training runs in several processes.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         expected = "expected vllm-server because several processes train"

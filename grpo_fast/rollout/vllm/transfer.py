@@ -73,7 +73,7 @@ class GlooGroup:
         port: port of the group's store on that machine.
         rank: rank of this process.
         world_size: number of processes, including the trainer.
-        seconds: timeout of joining and of each broadcast.
+        seconds: timeout for joining the group and for each broadcast.
         listener: rank 0's listening socket at `address`. None for other ranks.
 
     Raises:

@@ -56,7 +56,7 @@ class CollectorState:
 
 @dataclass
 class Ahead:
-    """Samples of the next step before scoring, and the seconds that sampling took."""
+    """Unscored samples for the next step, and the seconds that sampling took."""
 
     samples: Samples
     seconds: float

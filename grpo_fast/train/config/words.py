@@ -1,4 +1,4 @@
-"""Settings as words `key=value`, and error messages that suggest the nearest key or value."""
+"""Settings as `key=value` arguments, and error messages that suggest the nearest key or value."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def read_words(
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
-    """Split words into the settings of a command and all other words.
+    """Separate a command's own `key=value` arguments from the settings of the run.
 
     Returns:
-        The configuration of class `kind`, and the words whose keys are not fields of `kind`.
+        The configuration of class `kind`, and the arguments whose keys are not fields of `kind`.
     """
     # A dotted key such as model.path never belongs to the command.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
@@ -61,10 +61,10 @@ def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[st
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Split a word `key=text` into key and text.
+    """Split a command-line argument `key=text` into key and text.
 
     Raises:
-        ValueError: the word is not of this form. The message quotes the word.
+        ValueError: the argument is not of this form. The message quotes it.
     """
     key, equals, text = word.partition("=")
     parts = key.split(".")
@@ -74,7 +74,7 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_word(settings: dict[str, Any], word: str) -> None:
-    """Apply a word `key=value` to nested settings.
+    """Apply a `key=value` argument to nested settings.
 
     Three keys have short forms:
 
@@ -103,7 +103,7 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
     *above, last = key.split(".")
     for part in above:
         index = _index(node, part, key)
-        # An optional section such as model.lora can be null. Replace it by an empty section.
+        # An optional section such as model.lora can be null. Replace it with an empty section.
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
         node = node[index]

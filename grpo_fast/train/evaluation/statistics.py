@@ -1,4 +1,4 @@
-"""Comparison of two models on the same questions: paired difference, standard error and p-value.
+"""Compare two models on the same questions: paired difference, standard error and p-value.
 
 The p-value comes from Fisher's sign-flip test. If both models are equally good, the difference on a
 question is as likely to be d as -d. The p-value is the probability that random signs give a mean at

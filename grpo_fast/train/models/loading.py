@@ -1,4 +1,4 @@
-"""Loading of a policy from a folder, the hub or a configuration.
+"""Load a policy from a folder, the hub or a configuration.
 
 transformers initializes missing weights with random numbers and only prints a table. This module
 raises a ValueError instead. It also converts errors from damaged files to one-line ValueErrors.

@@ -133,7 +133,7 @@ class Policy(SampledModel):
         self.is_sharded = True
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that a checkpoint stores, by name.
+        """Return the weights that a checkpoint stores, keyed by name.
 
         Tied weights appear once. If the base model can be loaded again from its path, only the
         weights of the adapter are returned. A sharded model returns the shards of this rank.
@@ -146,7 +146,7 @@ class Policy(SampledModel):
         return dict(unique.values())
 
     def agreed(self) -> AbstractContextManager[None]:
-        """Return a context that raises an error of one rank on all ranks.
+        """Return a context that re-raises an error from any rank on all ranks.
 
         The context only has an effect if the weights are sharded. Inside `apart` it has no effect,
         because ranks there run different numbers of passes.

@@ -92,7 +92,7 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
         The model at `config.path`, or None if no path is set.
 
     Raises:
-        ValueError: vocabulary, head size or length limit of the model does not fit the policy.
+        ValueError: the model's vocabulary, head size or length limit does not fit the policy.
     """
     if config.path is None:
         return None

@@ -1,4 +1,4 @@
-"""Self-check of packed rows and the fused head, which runs when a policy is loaded."""
+"""Check packed rows and the fused head when a policy is loaded."""
 
 from __future__ import annotations
 

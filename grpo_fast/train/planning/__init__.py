@@ -1,1 +1,1 @@
-"""Prediction of the memory that a run needs, before and during the run."""
+"""Predict the memory that a run needs, before and during the run."""

@@ -1,4 +1,4 @@
-"""Prediction of a training step's memory from the shape of the model.
+"""Predict a training step's memory from the shape of the model.
 
 The peak of a step has three parts:
 

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
 REPORT_S = 5.0  # after an error, a rank that does not report within these seconds is dead
-# If one rank raises an error of one of these classes, all ranks raise this class. Errors of other
+# If a rank raises an error of one of these classes, all ranks raise the same class. Errors of other
 # classes become a RankError on the other ranks.
 SHARED: dict[str, Callable[[str], BaseException]] = {
     kind.__name__: kind
@@ -78,7 +78,7 @@ def is_main() -> bool:
 
 @contextmanager
 def naming_dead_ranks() -> Iterator[None]:
-    """Convert the error of a collective to a RankError that names the ranks that do not respond.
+    """Convert an error in a collective to a RankError that names the ranks that do not respond.
 
     Enter this context after installing the signal handlers, because torchrun sends SIGTERM to all
     other ranks when a rank dies.
@@ -197,7 +197,7 @@ def sum_(values: Tensor) -> Tensor:
 
 @contextmanager
 def together(*, in_step: bool = False) -> Iterator[None]:
-    """Raise an error of one rank on all ranks, with a message that names the rank. Collective call.
+    """Re-raise an error from any rank on all ranks. The message names the rank. Collective call.
 
     If several ranks fail, a signal takes precedence. Without a signal, the error of the lowest rank
     is raised. Code inside the context must not call collectives, because the other ranks would wait

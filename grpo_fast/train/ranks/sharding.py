@@ -1,4 +1,4 @@
-"""Sharding of model weights over the ranks with FSDP2.
+"""Shard model weights over the ranks with FSDP2.
 
 FSDP2 gathers the weights of a decoder layer when the layer is computed. Embedding, final norm and
 head belong to the root module, whose weights are gathered inside `model.inside(work)`.
@@ -57,7 +57,7 @@ def shard(model: Any, mesh: Any, device: torch.device) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     _take_dtypes(model)
-    # Read the weights before `fully_shard` replaces the parameters by their shards.
+    # Read the weights before `fully_shard` replaces the parameters with their shards.
     full = model.state_dict() if distributed.is_main() else {}
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for module in (*layers, model):

@@ -28,12 +28,12 @@ Debug = Annotated[
 
 
 def key_values(example: str) -> Any:
-    """Return the typer argument for words `key=value`. Its help text is an example."""
+    """Return the typer declaration of `key=value` arguments, with an example as its help text."""
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
 
 
 class Worded(TyperCommand):
-    """Command with words `key=value`. Its error for an option `--key value` suggests the word."""
+    """Command with `key=value` arguments. The error for an option `--key value` suggests them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

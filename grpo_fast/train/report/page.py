@@ -158,7 +158,7 @@ def _shade(logp: float, advantage: float, largest: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """Escape the control characters of a text. Replace the middle of a long text by a note."""
+    """Escape the control characters of a text. Replace the middle of a long text with a note."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         hidden = len(text) - LONGEST_TEXT

@@ -124,7 +124,7 @@ def write_checkpoint(
     Args:
         run: folder of the run.
         step: number of finished steps.
-        tensors: the tensors by name. For a sharded tensor, this rank's shard.
+        tensors: the tensors, keyed by name. For a sharded tensor, this rank's shard.
         fill: function that writes the other files into a folder. It is called on rank 0 only.
         value: value of the metric by which `prune` selects the best checkpoint.
 
@@ -246,8 +246,8 @@ def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None
     """Fill tensors with the stored tensors of the same names.
 
     Args:
-        stored: file of each stored tensor, by name.
-        into: the tensors to fill, by name. For a sharded tensor, this rank's shard is filled.
+        stored: file of each stored tensor, keyed by the tensor's name.
+        into: the tensors to fill, keyed by name. For a sharded tensor, this rank's shard is filled.
 
     Raises:
         ValueError: a name exists on one side only, or a dtype or a shape differs.

@@ -1,4 +1,4 @@
-"""Saving of a run after steps that are due, and when an error or a signal ends the run."""
+"""Save a run after every step that is due, and when an error or a signal ends the run."""
 
 from __future__ import annotations
 

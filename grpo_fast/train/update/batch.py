@@ -1,4 +1,4 @@
-"""Packing of a step's samples into micro-batches, planned before the first forward pass."""
+"""Pack a step's samples into micro-batches that are planned before the first forward pass."""
 
 from __future__ import annotations
 

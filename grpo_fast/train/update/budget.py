@@ -37,9 +37,9 @@ class TokenBudget:
     """Maximum number of trunk tokens in a micro-batch.
 
     Args:
-        device: device of the training.
-        memory: predicted memory of a step. None means an unknown model, for which there is no
-            limit.
+        device: the training device.
+        memory: predicted memory of a step. None means that the model is unknown, and that the
+            budget is unlimited.
         fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
         in_step: True if the weights are sharded. A single rank then cannot repeat a pass.
     """

@@ -201,7 +201,7 @@ class Critic:
             self.trunk.shard(mesh)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the head and of a separate model, by name, for a checkpoint."""
+        """Return the weights of the head and of a separate model, keyed by name."""
         head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
         trunk = {} if self.is_shared else self.trunk.weights()
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}

@@ -1,4 +1,4 @@
-"""Accumulation of the gradients of one optimizer step over its micro-batches."""
+"""Accumulate the gradients of one optimizer step over its micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computation of columns that all updates of a step share, such as old log-probs and values."""
+"""Compute columns that all updates of a step share, such as old log-probs and values."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights that a checkpoint stores, by name. The tensors are not copied.
+        """Return the weights that a checkpoint stores, keyed by name. The tensors are not copied.
 
         A reference is included only if it cannot be loaded or built again.
         """
@@ -241,7 +241,7 @@ class Trainer:
     def moments(
         self, weights: dict[str, Tensor], stored: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """Return the moments of the optimizers by name. The tensors are not copied.
+        """Return the moments of the optimizers, keyed by name. The tensors are not copied.
 
         Args:
             weights: result of `weights()`.

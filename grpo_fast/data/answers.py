@@ -81,7 +81,9 @@ def final_part(text: str) -> str:
 
 
 def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
-    """Return the content of the last mark in a text, or None if the text has no mark.
+    """Return the answer at the last answer mark in a text, or None if the text has no mark.
+
+    An answer mark is `####`, `<answer>` or a LaTeX box.
 
     Args:
         text: the text.
@@ -114,7 +116,7 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
 
 def extract_lenient(text: str) -> Number | None:
-    """Return the number at the last mark such as `####`, or the last number if there is no mark."""
+    """Return the number at the last answer mark (`####` etc.), or the last number without marks."""
     final = final_part(text)
     content = marked_content(final)
     if content is not None:

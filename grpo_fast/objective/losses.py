@@ -32,12 +32,12 @@ LEVELS = ("token", "sequence", "sequence_sum")
 
 
 def reinforce(logp, log_ratio, advantage):
-    """Compute -A·logp and its slope (REINFORCE, Williams 1992; "naive" in CS336)."""
+    """Compute -A·logp and its slope (REINFORCE, Williams 1992; "naive" in the CS336 assignment)."""
     return -advantage * logp, -advantage
 
 
 def unclipped(logp, log_ratio, advantage):
-    """Compute -r·A with the importance ratio r, and its slope (CS336)."""
+    """Compute -r·A with the importance ratio r, and its slope, as in the CS336 assignment."""
     loss = -tl.exp(log_ratio) * advantage
     return loss, loss
 

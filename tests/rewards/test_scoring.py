@@ -11,14 +11,15 @@ from grpo_fast.rewards.scoring import answer_scorer, is_expression, turns
 HASH, TAG, BOX, NONE = "End with: #### <number>", "Use <answer>", r"Use \boxed{}", "How many?"
 
 TABLE = [  # gold, prompt, completion, strict, lenient
-    # The gold answer is a number. The prompt shows no mark, so the completion must be the number.
+    # The gold answer is a number. Without an answer mark in the prompt, the completion must be the
+    # number.
     ("42", NONE, "42", 1, 1), ("42", NONE, " 42.0\n", 1, 1), ("42", NONE, "$42.", 1, 1),
     ("42", NONE, "it is 42", 0, 1), ("42", NONE, "#### 42", 0, 1), ("42", NONE, "43", 0, 0),
     ("42", NONE, "", 0, 0), ("42", NONE, "42 or 43", 0, 0), ("42", NONE, "forty-two", 0, 0),
     ("1,080", NONE, "1080", 1, 1), ("1080", NONE, "1,080", 1, 1), ("-7", NONE, "\u22127", 1, 1),
     ("12%", NONE, "12", 1, 1), (".5", NONE, "0.50", 1, 1), ("1e3", NONE, "1000", 1, 1),
     ("+5", NONE, "5", 1, 1), ("\u22125", NONE, "-5", 1, 1), ("$12", NONE, "12 dollars", 0, 1),
-    # The gold answer is a number, and the prompt shows a mark.
+    # The gold answer is a number, and the prompt shows an answer mark such as ####.
     ("42", HASH, "so\n#### 42", 1, 1), ("42", HASH, "<answer>42</answer>", 1, 1),
     ("42", HASH, "42", 0, 1), ("42", HASH, r"\boxed{42}", 0, 1), ("42", HASH, "#### 43", 0, 0),
     ("42", HASH, "#### +42", 1, 1), ("42", HASH, "#### €42", 1, 1), ("42", HASH, "####: 42", 1, 1),

@@ -40,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that returns the folder of a case's run in one process."""
+    """Return a function that runs a named configuration in one process and returns its folder."""
     root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
 
     def run(case: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -203,6 +204,9 @@ def test_a_rule_that_follows_positions_is_right(limit, monkeypatch):
 @pytest.mark.parametrize("std", [0.0, 0.002])
 @pytest.mark.parametrize("family", ["codegen", "falcon", "gpt_neo", "mpt", "openai-gpt", "phimoe"])
 def test_small_weights_do_not_hide_a_family_that_is_refused(family, std):
+    newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+    if family == "codegen" and newer:
+        pytest.skip("transformers 5.24 computes packed rows of codegen as separate sequences")
     model = family_model(family)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=std)

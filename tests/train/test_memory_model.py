@@ -326,3 +326,8 @@ def test_a_config_json_that_is_none(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="MODEL: expected a recipe, .*, got .*config.json"):
         plan(str(path), ["gpu=8"])
+
+
+def test_a_plan_without_a_model_shows_an_example():
+    with pytest.raises(ValueError, match="MODEL: expected a model before the settings"):
+        plan("gpu=H100", [])

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.hub import check_fields, check_files, read_fields
+from grpo_fast.errors import require
 from grpo_fast.train.config import DataConfig, ModelConfig, RunConfig, Section
 from grpo_fast.train.config.recipes import load_settings, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
@@ -149,6 +150,8 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     Raises:
         ValueError: `model` is none of these, or a key is unknown.
     """
+    example = "a model before the settings, for example grpo-fast plan qwen2.5-7b gpu=H100"
+    require("=" not in model, "MODEL", example, repr(model))
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
     shape = Shape.of(*_config_and_parameters(run.model, run.data, model))

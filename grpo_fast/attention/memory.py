@@ -15,9 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Do not save the state of the random generator, because tiled MLPs have no dropout.
-RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-
 
 def offload_checkpoints(model: Any) -> None:
     """Store the inputs of checkpointed layers in host memory until the backward pass.
@@ -75,4 +72,6 @@ def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (â€¦, T, h) â†
     if x.shape[-2] <= rows:
         return plain(x)
     tiles = x.split(rows, dim=-2)
-    return torch.cat([checkpoint(plain, tile, **RECOMPUTE) for tile in tiles], dim=-2)
+    # Keep the default preserve_rng_state=True: an MLP of a model in TRL may have dropout, which the
+    # second computation of a tile must repeat.
+    return torch.cat([checkpoint(plain, tile, use_reentrant=False) for tile in tiles], dim=-2)

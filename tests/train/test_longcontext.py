@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import Linear
 
 from benchmarks.trainers import step as bench_step
 from benchmarks.trainers.step_providers import make_problem, prepare
-from grpo_fast import LossConfig
+from grpo_fast import LossConfig, attention
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.train.config import ModelConfig, OptimConfig, ReferenceConfig
@@ -110,6 +111,32 @@ def owner(module):
     """Return the module whose forward is called, for a tiled MLP or a fast layer."""
     forward = module.forward
     return forward.__self__ if hasattr(forward, "__self__") else forward.args[0]
+
+
+def test_a_tile_repeats_its_dropout_in_the_backward_pass():
+    """Check that the second computation of a tile draws the dropout mask of the first one.
+
+    With identity weights, the gradient of the sum is the scaled mask, which is the output for an
+    input of ones.
+    """
+
+    class MLP(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.drop, self.down = Linear(6, 6), torch.nn.Dropout(0.5), Linear(6, 6)
+
+        def forward(self, x):
+            return self.down(self.drop(self.up(x)))
+
+    model = torch.nn.ModuleDict({"mlp": MLP()})
+    for linear in (model["mlp"].up, model["mlp"].down):
+        torch.nn.init.eye_(linear.weight)
+        torch.nn.init.zeros_(linear.bias)
+    attention.tile_mlps(model, 4)
+    x = torch.ones(12, 6, requires_grad=True)
+    out = model["mlp"](x)
+    out.sum().backward()
+    assert set(out.flatten().tolist()) == {0.0, 2.0} and torch.equal(x.grad, out)
 
 
 def test_a_reference_copy_keeps_its_own_tiled_mlps():

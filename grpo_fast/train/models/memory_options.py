@@ -12,9 +12,11 @@ from typing import Any
 from torch import nn
 
 from grpo_fast.attention import memory, offload_checkpoints
-from grpo_fast.attention.memory import RECOMPUTE
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.base import named_in
+
+# Do not save the state of the random generator, because dropout is off everywhere in the trainer.
+RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def apply_options(model: Any, config: ModelConfig) -> None:

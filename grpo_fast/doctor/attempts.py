@@ -122,7 +122,7 @@ class Case:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
+def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     """Run every attempt to explain a difference between engine and trainer.
 
     Attempts that fail for this model, or that change no log-probability, are skipped.
@@ -130,12 +130,12 @@ def attempts(case: Case, kept: Samples) -> Iterator[tuple[str, str, Tensor]]:
     Args:
         case: The difference to explain.
         kept: The samples with the tokens that the sampler kept, if the engine reports them.
+        own: `case.recompute()`, the log-probabilities of the model's own forward pass, shape (R,).
 
     Yields:
         The name of the cause, a description of the engine's mistake, and the log-probabilities
         (R,) that the engine would report with this mistake.
     """
-    own = case.recompute()
     yield causes.ATTENTION, "the model's own forward pass agrees with the engine", own
     for cause, what, changes in [*sampling_attempts(case, kept), *other_attempts(case)]:
         try:
@@ -189,9 +189,7 @@ def other_attempts(case: Case) -> Iterator[Attempt]:
         yield causes.PROMPT, f"the engine {name}", {"change": change}
     policy = case.policy
     if policy.model is not policy.lm:
-        base = copy.deepcopy(policy.model).unload()
-        build = partial(with_model, policy, base)
-        yield causes.ADAPTER, "the engine has no adapter", {"build": build}
+        yield causes.ADAPTER, "the engine has no adapter", {"build": partial(unadapted, policy)}
     for dtype in (torch.bfloat16, torch.float16):
         build = partial(cast, policy, dtype)
         yield causes.DTYPE, f"the engine computes in {dtype}", {"build": build}
@@ -206,6 +204,11 @@ def other_attempts(case: Case) -> Iterator[Attempt]:
         if getattr(config, field, None):
             build = partial(with_config, policy, field, value)
             yield cause, f"the engine ignores {name}", {"build": build}
+
+
+def unadapted(policy: Policy) -> Policy:
+    """Return a policy with a copy of the base model, without the adapter."""
+    return with_model(policy, copy.deepcopy(policy.model).unload())
 
 
 def with_config(policy: Policy, field: str, value: Any) -> Policy:

@@ -55,7 +55,7 @@ def run(words: Sequence[str], *, as_json: bool) -> bool:
         with console.status("self-tests of this machine, about a minute"):
             checks = self_checks()
         report: dict[str, Any] = {
-            "checks": [asdict(check) for check in checks],
+            "checks": [{**asdict(check), "ok": check.ok} for check in checks],
             "title": "",
             "diagnosis": None,
         }

@@ -99,7 +99,8 @@ def diagnose(
     table = samples if uses_kept else dataclasses.replace(samples, support=None)
     case = Case(policy, table, prompts, sampling, temperature)
     trainers = trainer_logps(policy, table, temperature)
-    own = float((case.recompute() - trainers).abs().mean())
+    plain = case.recompute()
+    own = float((plain - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
     # 2. Choose the largest difference that counts as noise. A model with large logits rounds more,
@@ -113,7 +114,7 @@ def diagnose(
     found: list[Cause] = []
     tried: list[Cause] = []
     if mean > noise:
-        found, tried = explain(case, samples, trainers, MARGIN * own)
+        found, tried = explain(case, samples, trainers, plain, MARGIN * own)
         if not found and ignores_update(sample, samples, policy, version, noise):
             found = [Cause(STALE, "the engine's answers do not change with the weights")]
     counted = wrong_versions_and_ends(samples, policy, version, sampling.max_new_tokens)
@@ -129,7 +130,7 @@ def noise_of(policy: Policy) -> float:
 
 
 def explain(
-    case: Case, kept: Samples, trainers: Tensor, rounding: float
+    case: Case, kept: Samples, trainers: Tensor, plain: Tensor, rounding: float
 ) -> tuple[list[Cause], list[Cause]]:
     """Find the cause of a difference between engine and trainer.
 
@@ -137,6 +138,7 @@ def explain(
         case: The difference to explain.
         kept: The samples with the tokens that the sampler kept, if the engine reports them.
         trainers: The trainer's log-probabilities, shape (R,).
+        plain: Log-probabilities of the model's own forward pass, shape (R,).
         rounding: Difference in nats per token that rounding alone explains. A cause may leave this
             difference.
 
@@ -150,7 +152,7 @@ def explain(
     best: dict[str, Cause] = {}
     similarity = SIMILAR
     similar: list[Cause] = []
-    for name, what, logps in attempts(case, kept):
+    for name, what, logps in attempts(case, kept, plain):
         cause = Cause(name, what, mean_difference(engines, logps))
         if name not in best or cause.left < best[name].left:
             best[name] = cause

@@ -118,6 +118,10 @@ def test_a_comma_separates_values_outside_of_brackets_and_quotes(word, values):
 def test_a_refusal_comes_before_the_first_run(tmp_path, ran, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         compare("sort", words, 1, tmp_path)
+    assert not ran
+
+
+def test_no_seeds_are_refused(tmp_path, ran):
     with pytest.raises(ValueError, match="seeds: expected at least 1, got 0"):
         compare("sort", ["steps=1,2"], 0, tmp_path)
     assert not ran

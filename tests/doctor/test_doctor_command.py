@@ -95,6 +95,7 @@ def test_without_a_model_the_self_tests_decide(monkeypatch, error, status):
     assert ("FAILED   two" in done.output) == (status == 1) and "because" in done.output
     report = json.loads(invoke("doctor", "--json").stdout)
     assert report["ok"] == (status == 0) and report["diagnosis"] is None
+    assert [check["ok"] for check in report["checks"]] == [True, status == 0]
 
 
 @pytest.mark.parametrize(

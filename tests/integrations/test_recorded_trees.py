@@ -246,10 +246,14 @@ def test_a_long_chain_is_read_in_one_pass():
     for count in (2000, 16000):
         records_of_chain = chain(count)
         gc.disable()  # a collection of the process's whole heap takes longer than the short chain
-        start = time.process_time()  # measure CPU time, because other processes use the core too
-        (trace,) = read_traces([records_of_chain])
-        seconds.append(time.process_time() - start)
-        gc.enable()
+        try:
+            start = (
+                time.process_time()
+            )  # measure CPU time, because other processes use the core too
+            (trace,) = read_traces([records_of_chain])
+            seconds.append(time.process_time() - start)
+        finally:
+            gc.enable()
         assert [len(b.ids) for b in trace.branches] == [2 * count]
     assert seconds[1] < 32 * seconds[0]  # quadratic time would give a factor of 64
     backwards = read_traces([chain(3000, [*range(1, 3000), None])])[0].branches

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.rewards import build_rewards, check_examples, isolated
+from grpo_fast.rewards.conventions import Parameters
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
 
@@ -128,6 +129,25 @@ def test_many_answers_that_hang_have_their_own_time():
     # `timeout` times the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
+
+
+def test_the_time_limit_grows_with_the_completions_for_bounded_rewards_only(monkeypatch):
+    """Check that `code_tests` gets its timeout per completion, and `format_pattern` per call."""
+    limits = []
+
+    def start(self):
+        self._loaded = {"convention": "grpo_fast", "options": {}}
+        return Parameters(None, [])
+
+    def request(self, message, limit):
+        limits.append(limit)
+        return {"scores": [0.0] * message["count"], "extra": {}, "metrics": {}}
+
+    monkeypatch.setattr(isolated.IsolatedReward, "_start", start)
+    monkeypatch.setattr(isolated.IsolatedReward, "_request", request)
+    ask(build(timeout=7.0), GOOD, GOOD, GOOD)
+    build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
+    assert limits == [21.0, 7.0]
 
 
 @pytest.mark.parametrize(

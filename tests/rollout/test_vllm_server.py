@@ -202,6 +202,16 @@ def test_a_server_killed_while_it_samples_and_restarted(policy, server):
     assert again.weight_version.tolist() == [5] * 12 and difference(policy, again) < 1e-5
 
 
+def test_a_server_that_hangs(policy, server, engine):
+    engine.options.timeout = 0.3
+    server.faults[GENERATE] = ["hang"] * 12
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"of 4 prompts have no completions.*no answer within"):
+        generate(policy, engine)
+    assert time.monotonic() - start < 15
+    server.ended.set()
+
+
 def test_a_server_that_restarted_between_two_steps(policy, server, engine, caplog):
     server.stop()
     server.start()

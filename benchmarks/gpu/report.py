@@ -43,10 +43,11 @@ def rendered(path: Path) -> str:
                 "Call gpu_session.sh with --commit HASH."
             )
     done = json.loads(path.read_text()).get("parts", {}) if paths else {}
+    every_case = cases_of(paths)
     lines = ["# A GPU session: predicted and measured", "", *origin(reports), ""]
     for name, card in CARDS.items():
         own = [x for x in reports if name in str(x.get("hardware", {}).get("gpu", ""))]
-        cases = [c for c in cases_of(paths) if name in str(c["hardware"].get("gpu", ""))]
+        cases = [c for c in every_case if name in str(c["hardware"].get("gpu", ""))]
         found = Results([c for c in cases if c.get("allocator") == "cuda"], own)
         for section in (
             bar_table(name, card, found),

@@ -4,7 +4,7 @@
 #   benchmarks/gpu_session.sh --commit HASH      the next visit that is not done. Visit 1: smoke test,
 #                                                bars, tests, the long step (300 s). Visit 2: smoke
 #                                                test, tests that failed before, peers, profile,
-#                                                attention, the other steps (330 s)
+#                                                attention tests, support, other steps (330 s)
 #   benchmarks/gpu_session.sh --visit 2          runs visit 2
 #   benchmarks/gpu_session.sh --part memcheck    runs one part (may be given several times); --again
 #                                                repeats a finished part
@@ -19,7 +19,8 @@
 # into benchmarks/results/ before the next visit. That visit then skips finished parts, repeats failed
 # tests and compiles only changed kernels. `python -m benchmarks.gpu.report` renders the results. A
 # tree that travels without .git has no commit, so pass --commit.
-# Peers are optional. benchmarks/gpu/wheels.sh fills wheels/. This script unpacks the wheels into a
+# Peers, and the parts that run our trainer, need packages that the machine lacks.
+# benchmarks/gpu/wheels.sh fills wheels/ with them. This script unpacks the wheels into a
 # folder of PYTHONPATH.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.shards [--processes 16] [--seconds 105] [--dry] FILE ...
     python -m benchmarks.gpu.shards --failed
 
-Every result is printed as it comes and written to gpu_tests.json in $OUT, so a run that is killed
+Every result is printed as it comes and added to gpu_tests.json in $OUT, so a run that is killed
 keeps its results. Tests with small sizes run first. `--failed` repeats the tests that
 benchmarks/results/gpu_tests.json lists as failed or unfinished. The exit code is 0 if every test
 passed.
@@ -59,7 +59,10 @@ def unfinished_of(path: Path) -> list[str]:
 
 def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
     """Run the tests with pytest-xdist until all have ended or time runs out."""
-    results = dict.fromkeys(tests, "unfinished")
+    # Several parts of a visit write this file, and the next visit repeats the failed tests of all.
+    known = next((path for path in (out, RESULTS / NAME) if path.is_file()), None)
+    results = json.loads(known.read_text())["results"] if known else {}
+    results |= dict.fromkeys(tests, "unfinished")
     with tempfile.TemporaryDirectory() as folder:
         # 1. Start pytest. The ids are in a file, since they are too long for a command line.
         ids = Path(folder) / "ids"
@@ -87,7 +90,7 @@ def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
         timer.cancel()
     # 3. List the tests without a result.
     write(out, {"benchmark": "gpu tests", "results": results})
-    unfinished = [test for test, result in results.items() if result == "unfinished"]
+    unfinished = [test for test in tests if results[test] == "unfinished"]
     print(f"{len(tests) - len(unfinished)} of {len(tests)} tests ended")
     print(*(f"unfinished: {test}" for test in unfinished), sep="\n")
     return 1 if status or unfinished else 0
@@ -115,7 +118,6 @@ def main(arguments: list[str]) -> int:
         return 0 if tests or options.failed else 1
     if not tests:
         return 2
-    # `--failed` updates the file of the first run; other runs begin a new one.
     out = Path(os.environ.get("OUT") or RESULTS) / NAME
     return run(tests, options.processes, options.seconds - (time.monotonic() - started), out)
 

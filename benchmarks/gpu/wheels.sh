@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Downloads into wheels/ the packages that a GPU machine with Python 3.12 and torch lacks.
 #
-#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for visit 2
+#   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for both
+#                                       visits
 #   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of QuACK and Liger SM90. Its large wheel is
 #                                       split into pieces, each in a separate folder (wheels/0/,
 #                                       wheels/1/), because only 64 MiB travel in one call.

@@ -22,14 +22,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
-import gc
 import itertools
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +35,6 @@ from benchmarks import measure
 from benchmarks.trainers.options import Defaults, add_clock, new_parser, parsed, save, set_clock
 from benchmarks.trainers.rollout import error_of
 from benchmarks.trainers.step import GSM8K, k_shot_texts
-from grpo_fast.kernels.workspace import drop_workspace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -121,12 +117,13 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
     error = error_of(policy, rollouts["grpo_fast"]())
     if error is None or not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
-    rows = options.rows or shape.prompts * shape.group
+    rows_per_pass = options.rows or shape.prompts * shape.group
     steps = {
         "grpo_fast": our_step(policy, subject.texts, shape),
-        **trl_steps(subject, shape, options.device, rows),
+        **trl_steps(subject, shape, options.device, rows_per_pass),
     }
-    memory = {who: peak_mib(step) for who, step in steps.items()}  # these calls also warm up
+    # These calls also warm up the steps.
+    memory = {who: peak_mib(step, options.device) for who, step in steps.items()}
     rounds = options.device, options.budget, options.rounds
     times = {
         "step": measure.interleaved(steps, *rounds),
@@ -144,18 +141,16 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
     return case
 
 
-def peak_mib(step: Callable[[], Any]) -> float:
-    """Return the peak resident memory during a step minus that before the step, in MiB.
+def peak_mib(step: Callable[[], Any], device: str) -> float:
+    """Return the peak memory during a step minus that before the step, in MiB.
 
     The result includes gradients and, in the first step, Adam's moments. It excludes the weights.
     """
-    gc.collect()
-    drop_workspace()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = measure.resident("VmRSS")
-    step()
-    return (measure.resident("VmHWM") - before) / measure.MIB
+
+    def without_result() -> None:
+        step()
+
+    return measure.peak_memory(without_result, device)["workspace_mib"]
 
 
 def random_start(options: argparse.Namespace, shape: Shape) -> Subject:

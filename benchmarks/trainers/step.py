@@ -20,6 +20,7 @@ and `--json` writes all results to a file.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,7 +176,8 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
         data = SimpleNamespace(task="gsm8k", path=options.data, prompt_template="plain")
         plain = load_examples(data, split="train", seed=0)[:1000]
         tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
-    return lambda text: tokenizer(text)["input_ids"]
+    # `k_shot_texts` counts the tokens of a prompt that is then encoded.
+    return functools.cache(lambda text: tokenizer(text)["input_ids"])
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:

@@ -105,6 +105,12 @@ def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return best if best is not None and max(likeness(best)) >= cutoff else None
 
 
+def nearest_hint(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the nearest known name, or ""."""
+    near = nearest_name(word, known)
+    return f"; nearest: {near}" if near else ""
+
+
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
@@ -142,8 +148,7 @@ def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
         word: the unknown keyword.
         known: the keywords that exist.
     """
-    near = nearest_name(word, known)
-    hint = f"; nearest: {near}" if near else ""
+    hint = nearest_hint(word, known)
     return TypeError(f"{owner}() got an unexpected keyword argument {word!r}{hint}")
 
 

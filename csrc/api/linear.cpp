@@ -33,14 +33,14 @@ Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optiona
 
 // Checks the shape and the dtype of the optional output matrix (T, V).
 void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_exponentials) {
-  STD_TORCH_CHECK(!has_exponentials || out, "out: expected a matrix for the weights, got None");
+  STD_TORCH_CHECK(!has_exponentials || out, "out: expected a matrix for the exponentials, got None");
   if (!out) return;
   check_rows(*out, "out");
   const bool is_int16 = out->scalar_type() == ScalarType::Short;
   const bool is_right = is_fp32(*out) || (has_exponentials && is_int16);
   STD_TORCH_CHECK(is_right && out->size(0) == chunk.rows && out->size(1) == chunk.columns,
                   "out: expected float32 (", chunk.rows, ", ", chunk.columns,
-                  "), or int16 for weights");
+                  "), or int16 for exponentials");
 }
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

@@ -14,11 +14,12 @@ from grpo_fast.attention.model import (
 )
 from grpo_fast.attention.packing import PackedGroups, PackedTree, pack_groups, pack_tree
 from grpo_fast.attention.plans import Share, plan_packs, plan_trees, tree_tokens, trunk_tokens
-from grpo_fast.attention.trial import draw_groups, random_weights
+from grpo_fast.attention.trial import RANDOM_FACTOR, draw_groups, random_weights
 from grpo_fast.attention.windows import small_windows, window_as_mask, window_of
 from grpo_fast.kernels.cpu.modules import fast_layers
 
 __all__ = [
+    "RANDOM_FACTOR",
     "NAME", "Head", "PackedGroups", "PackedTree", "Share", "TreeLayout", "check_supported",
     "check_tolerance", "disable_dropout", "draw_groups", "fast_layers", "head_of",
     "offload_checkpoints", "pack_groups", "pack_tree", "packed_attention", "packed_rows_attention",

@@ -22,6 +22,7 @@ from grpo_fast.attention.layout import TreeLayout
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
+# Fields with the size of a position table, which a position must not exceed.
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
 # Trials also test these positions, because a limit may be in the code of a model instead of its
@@ -57,8 +58,8 @@ def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
 
     Args:
         lm: the model.
-        bound: number of positions that the model supports. It is ignored if the model has no
-            position table.
+        bound: number of positions that the model supports. It is ignored if the model uses rotary
+            embeddings and has no table of this size.
     """
     starts = {0, *SPREAD}
     for limit in limits_of(lm.config):
@@ -72,6 +73,10 @@ def room_of(lm: nn.Module, bound: float) -> float:
 
     A trial must not exceed this number, because reading past the end of a position table on a GPU
     would abort the process.
+
+    Args:
+        lm: the model.
+        bound: number of positions that the model supports, according to its configuration.
     """
     if not any("rotary" in type(m).__name__.lower() for m in lm.modules()):
         return min([bound, FARTHEST, *limits_of(lm.config, TABLES)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
-from grpo_fast.loss import checks, values
+from grpo_fast.loss import values
 from grpo_fast.loss.arguments import BatchInputs, Targets
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.config import LossConfig
@@ -99,7 +99,7 @@ def active_target_rows(
         targets: the vocabulary, hidden rows and support of the targets.
     """
     flat = target_ids.reshape(-1)
-    ignored = flat == checks.IGNORED_TARGET
+    ignored = flat == values.IGNORED_TARGET
     records = is_capturing(flat)
     # Keep all rows in a CUDA graph. The size of nonzero() depends on values, so a graph cannot
     # record it.
@@ -110,7 +110,7 @@ def active_target_rows(
         values.check_numbers("auto", temperature=temperatures)
         transform = transform._replace(temperature=temperatures)
     end = targets.vocab_size
-    expected = f"ids in [0, {end}), or {checks.IGNORED_TARGET} for a row without a target"
+    expected = f"ids in [0, {end}), or {values.IGNORED_TARGET} for a row without a target"
     ids = values.checked_ids("target_ids", places.select(flat), end, "auto", expected=expected)
     if records:
         return places.rows(ids.clamp(0, end - 1), transform, targets), ignored

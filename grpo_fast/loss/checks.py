@@ -14,7 +14,6 @@ from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs
 from grpo_fast.loss.ranks import is_sharded
-from grpo_fast.loss.values import IGNORED_TARGET as IGNORED_TARGET
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.corrections import DEFAULT
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS

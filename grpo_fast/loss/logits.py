@@ -13,7 +13,7 @@ from grpo_fast.kernels.head.loop import concat_chunks
 from grpo_fast.kernels.head.support import GivenLogits, SupportSweep
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import ActiveRows, RowLoss, RowStats, Wanted, pick
-from grpo_fast.loss import checks
+from grpo_fast.loss import values
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
@@ -65,7 +65,7 @@ class LogitsSweep:
         self.out = out
         self.rows = rows
         self.kernels = route.kernels
-        self.targets = rows.to_rows(rows.target_ids, fill=checks.IGNORED_TARGET)
+        self.targets = rows.to_rows(rows.target_ids, fill=values.IGNORED_TARGET)
         self.transform = rows.transform
         if isinstance(self.transform.temperature, Tensor):
             self.transform = self.transform._replace(

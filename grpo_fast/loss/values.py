@@ -27,7 +27,8 @@ NO_FINITE_LOSS = "target_ids: expected targets of finite probability, got one wh
 NO_FINITE_LOGP = "logps: expected finite numbers at the active tokens, got -inf"
 IGNORED_TARGET = -100
 IGNORED_HINT = (
-    "; -100 marks ignored labels in transformers: pass completion_mask=(target_ids != -100)"
+    f"; {IGNORED_TARGET} marks ignored labels in transformers: "
+    f"pass completion_mask=(target_ids != {IGNORED_TARGET})"
 )
 Check = tuple[Tensor, str]  # 0-d bool that is set on an error, and the message
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.errors import argument_error, choice, kind_of, nearest_name, number, require
+from grpo_fast.errors import argument_error, choice, kind_of, nearest_hint, number, require
 
 # The function of a mode expects (N, G) fp64 rewards, where NaN marks a completion without a reward.
 # Such completions are excluded from means, deviations and counts. A mode may return any advantage
@@ -324,10 +324,8 @@ def check_options(mode: str, options: Mapping[str, Any]) -> None:
     known |= {"lengths"} if mode == "opo" else set()
     for name, value in options.items():
         if name not in known:
-            near = nearest_name(name, known)
-            hint = f"; nearest: {near}" if near else ""
             expected = f"one of {sorted(known)} of mode {mode!r}"
-            raise argument_error(name, expected, repr(name) + hint)
+            raise argument_error(name, expected, repr(name) + nearest_hint(name, known))
         if name in NUMBERS and not (value is None and name.startswith("clip_")):
             number(name, value, *NUMBERS[name])
         elif name == "each":

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 from grpo_fast.data import reason
 from grpo_fast.errors import conflict, require
-from grpo_fast.kernels.support import Support
 from grpo_fast.rollout.engine import EOS, Completion, Engine, Seed
 from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.own.model import SampledModel
+from grpo_fast.rollout.ranges import join_supports
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.samples import COMPLETION, PROMPT, Samples
 
@@ -124,13 +124,8 @@ def table_of(
     segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
     # 2. Join the supports and their probability masses. Unreported masses are NaN.
     counts = [len(one.ids) for one in completions]
-    sets = [one.support and (one.support.ids, one.support.offsets.diff()) for one in completions]
-    support = Support.join(sets, counts, "cpu")
-    mass = None
-    if support is not None:
-        unknown = [torch.full((count,), torch.nan) for count in counts]
-        known = zip(completions, unknown, strict=True)
-        mass = torch.cat([nan if one.mass is None else one.mass for one, nan in known])
+    supports = [one.support for one in completions]
+    support, mass = join_supports(supports, [one.mass for one in completions], counts)
     # 3. Compute the columns per sample.
     numbers = torch.tensor([*range(len(prompts))] if groups is None else [*groups])
     truncated = [one.finish_reason != EOS for one in completions]

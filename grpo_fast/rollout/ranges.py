@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -40,3 +42,26 @@ def select_support(support: Support | None, rows: Tensor) -> Support | None:
         return None
     ids = support.ids[ranges(support.offsets, rows)]
     return Support(ids, pad(support.offsets.diff()[rows].cumsum(0), (1, 0))) if len(ids) else None
+
+
+def join_supports(
+    supports: Sequence[Support | None], masses: Sequence[Tensor | None], counts: Sequence[int]
+) -> tuple[Support | None, Tensor | None]:
+    """Concatenate the supports of consecutive pieces of a table, with their probability masses.
+
+    Args:
+        supports: the support of each piece, or None for the full vocabulary.
+        masses: (count,) fp32 masses of each piece, or None if they were not reported.
+        counts: number of completion tokens in each piece.
+
+    Returns:
+        The joined support and the masses (R,), where unreported masses are NaN. Both are None if no
+        piece has a support.
+    """
+    sets = [support and (support.ids, support.offsets.diff()) for support in supports]
+    support = Support.join(sets, counts, "cpu")
+    if support is None:
+        return None, None
+    unknown = [torch.full((count,), torch.nan) for count in counts]
+    known = zip(masses, unknown, strict=True)
+    return support, torch.cat([nan if mass is None else mass for mass, nan in known])

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from grpo_fast.errors import require
 from grpo_fast.kernels.support import Support
-from grpo_fast.rollout.ranges import ranges, select_support
+from grpo_fast.rollout.ranges import join_supports, ranges, select_support
 
 # Values of the column `segment`.
 PROMPT = 0
@@ -180,13 +180,11 @@ class Samples:
             return tables[0]
         columns = {name: [getattr(part, name) for part in tables] for name in COLUMNS[1:]}
         joined = {n: torch.cat(x) for n, x in columns.items() if all(y is not None for y in x)}
-        sets = [part.support and (part.support.ids, part.support.offsets.diff()) for part in tables]
         counts = [len(part.logps) for part in tables]
-        support = Support.join(sets, counts, "cpu")
-        if support is not None and "mass" not in joined:
-            unknown = [torch.full((count,), torch.nan) for count in counts]
-            known = zip(columns["mass"], unknown, strict=True)
-            joined["mass"] = torch.cat([nan if mass is None else mass for mass, nan in known])
+        supports = [part.support for part in tables]
+        support, mass = join_supports(supports, columns["mass"], counts)
+        if mass is not None:
+            joined["mass"] = mass
         lengths = torch.cat([part.cu_seqlens.diff() for part in tables])
         return cls(
             **joined,

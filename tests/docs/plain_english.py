@@ -12,7 +12,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Old constructions as patterns for lower-case text, each with the words to use instead.
@@ -36,13 +36,10 @@ OLD = {
     r"\bhalf of what\b|\bas it is\b": "unchanged",
 }
 OPENINGS = ("what", "whether", "where", "of", "how", "which", "as", "those", "that")
-
-
-def words(node: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the string constants of an expression."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            yield part
+# Functions whose string arguments are messages. Classes of errors are recognised by their names.
+MESSAGES = "require", "conflict", "argument_error", "choice", "number", "warn", "warning", "info"
+FOLDERS = "grpo_fast", "csrc", "benchmarks", "tests"
+KINDS = {".py", ".h", ".cpp", ".yaml", ".sh"}
 
 
 def texts(path: Path) -> Iterator[tuple[int, str, str]]:
@@ -64,22 +61,11 @@ def texts(path: Path) -> Iterator[tuple[int, str, str]]:
             if text:
                 yield getattr(node, "lineno", 1), "docstring", text
         elif isinstance(node, ast.Call):
-            called = (
-                node.func.attr
-                if isinstance(node.func, ast.Attribute)
-                else getattr(node.func, "id", "")
-            )
-            if called in (
-                "require",
-                "conflict",
-                "wrong",
-                "warn",
-                "number",
-                "warning",
-                "info",
-            ) or called.endswith("Error"):
-                for text in words(node):
-                    yield text.lineno, "message", text.value
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in MESSAGES or called.endswith("Error"):
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.lineno, "message", part.value
 
 
 def found(path: Path) -> Iterator[str]:
@@ -95,23 +81,15 @@ def found(path: Path) -> Iterator[str]:
             yield f"{path}:{line}: docstring begins with {text.split()[0]!r}: {small[:80]}"
 
 
+def found_in(roots: Iterable[Path]) -> list[str]:
+    """Return a line for each old construction in files, and in the files of folders."""
+    paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
+    return [line for path in sorted(paths) if path.suffix in KINDS for line in found(path)]
+
+
 def main() -> int:
-    roots = [Path(x) for x in sys.argv[1:]] or [
-        Path("grpo_fast"),
-        Path("csrc"),
-        Path("benchmarks"),
-        Path("tests"),
-    ]
-    kinds = {".py", ".h", ".cpp", ".yaml", ".sh"}
-    files = [
-        f
-        for root in roots
-        for f in ([root] if root.is_file() else sorted(root.rglob("*")))
-        if f.suffix in kinds
-    ]
-    lines = [line for path in files for line in found(path)]
+    lines = found_in(map(Path, sys.argv[1:] or FOLDERS))
     print(*lines, sep="\n")
-    print(f"{len(lines)} in {len(files)} files")
     return bool(lines)
 
 

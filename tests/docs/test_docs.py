@@ -296,8 +296,5 @@ def test_every_recipe_is_listed():
 
 def test_texts_have_none_of_the_old_constructions():
     """Check docstrings, comments and messages against the list in plain_english.py."""
-    folders = ("grpo_fast", "csrc", "benchmarks", "tests")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    kinds = {".py", ".h", ".cpp", ".yaml", ".sh"}
-    lines = [line for path in paths if path.suffix in kinds for line in plain_english.found(path)]
+    lines = plain_english.found_in(ROOT / folder for folder in plain_english.FOLDERS)
     assert not lines, "\n".join(lines)

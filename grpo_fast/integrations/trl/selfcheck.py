@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_fast.attention import check_tolerance, draw_groups, random_weights, small_windows
+from grpo_fast.attention import (
+    RANDOM_FACTOR,
+    check_tolerance,
+    draw_groups,
+    random_weights,
+    small_windows,
+)
 from grpo_fast.integrations.fast_head import reshard
 
 log = logging.getLogger(__name__)
 SCORED = 5  # number of tokens at the end of each row that are its completion
-RANDOM_FACTOR = 10  # with random weights, differences may be 10 times larger because of rounding
 
 # Function that maps (model, input_ids (B, L), attention_mask (B, L)) to logps (B, SCORED).
 Scores = Callable[[Any, Tensor, Tensor], Tensor]

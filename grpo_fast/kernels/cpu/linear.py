@@ -36,7 +36,7 @@ def _rows(
     target_ids: Tensor,
     transform: LogitTransform,
     out: Tensor | None,
-    has_weights: bool,
+    has_exponentials: bool,
     known: RowStats | None,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ def _rows(
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)
     results: tuple[Tensor, ...] = loader.operator("linear", "linear_rows")(
-        hidden, weight, vector(bias), target_ids.contiguous(), out, has_weights, lse, logps,
+        hidden, weight, vector(bias), target_ids.contiguous(), out, has_exponentials, lse, logps,
         *transform_arguments(transform), return_entropy, uses_tiles(weight),
     )  # fmt: skip
     return results

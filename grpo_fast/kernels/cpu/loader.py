@@ -69,9 +69,9 @@ class CsrcUnavailable(RuntimeError):
 def unavailable(library: str = "rows") -> str | None:
     """Return why a C++ library cannot be used, or None if it can.
 
-    If it can, its operators are in `torch.ops.grpo_fast_<library>`. The library is built and loaded
-    once per process. The first missing library is logged at WARNING level, because the replacement
-    in torch is slower.
+    If it can, its operators are in `torch.ops.<NAMESPACE>_<library>`. The library is built and
+    loaded once per process. The first missing library is logged at WARNING level, because the
+    replacement in torch is slower.
     """
     # Hold a lock, because two threads must not load a library at the same time. Torch raises an
     # error if operators are registered twice.
@@ -203,7 +203,7 @@ def cpu_flags() -> tuple[str, ...]:
     if not text:
         return (platform.machine(), platform.processor())
     for line in text.splitlines():
-        if line.startswith(("flags", "Features")):
+        if line.startswith("flags"):
             return tuple(sorted(line.partition(":")[2].split()))
     return (platform.machine(),)
 

@@ -24,7 +24,7 @@ class Answer(wire.Peer):
         self.names = names
 
     def operation(self, name):
-        own = {"call": call, "plain": plain, "lookup": self.lookup}
+        own = {"call": operator.call, "plain": plain, "lookup": self.lookup}
         return own.get(name) or getattr(builtins, name, None) or getattr(operator, name)
 
     def lookup(self, name):
@@ -58,10 +58,6 @@ class Answer(wire.Peer):
             return self.decode(parts[0])
         error, args, _ = map(self.decode, parts)
         raise error(*args)
-
-
-def call(function, *args, **kwargs):
-    return function(*args, **kwargs)
 
 
 def plain(value):

@@ -20,7 +20,7 @@ import sys
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
-        "pread64": (17, 67), "readv": (19, 65), "writev": (20, 66), "sched_yield": (24, 124),
+    "pread64": (17, 67), "readv": (19, 65), "writev": (20, 66), "sched_yield": (24, 124),
     "mremap": (25, 216), "madvise": (28, 233), "nanosleep": (35, 101), "getpid": (39, 172),
     "exit": (60, 93), "uname": (63, 160), "getcwd": (79, 17), "gettimeofday": (96, 169),
     "getrusage": (98, 165), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),

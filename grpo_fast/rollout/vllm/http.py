@@ -144,20 +144,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def at_once(threads: int, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
     """Return `list(map(function, *arguments))`, computed by parallel threads."""
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(max(threads, 1))  # a pool needs a thread even for no calls
     try:
         return list(pool.map(function, *arguments))
     finally:  # After an error, do not wait for running calls: their deadlines end them.
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def remaining(deadline: float) -> float:
-    """Return the number of seconds until a deadline on the monotonic clock.
-
-    Raises:
-        TimeoutError: the deadline has passed.
-    """
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("the time is over")
-    return seconds

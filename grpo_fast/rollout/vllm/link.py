@@ -19,7 +19,7 @@ from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
 from grpo_fast.rollout.vllm import answers, transfer
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
-from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, at_once, remaining
+from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup, started
 
@@ -205,5 +205,17 @@ def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
             return False
         return True
 
-    results = at_once(len(links) or 1, succeeds, links)
+    results = at_once(len(links), succeeds, links)
     return [link for link, success in zip(links, results, strict=True) if success]
+
+
+def remaining(deadline: float) -> float:
+    """Return the number of seconds until a deadline on the monotonic clock.
+
+    Raises:
+        TimeoutError: the deadline has passed.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("the time is over")
+    return seconds

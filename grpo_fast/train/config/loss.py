@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.errors import nearest_name
+from grpo_fast.errors import nearest_hint
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
@@ -69,8 +69,9 @@ class LossSettings(Section):
     def _know_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         unknown = sorted(options.keys() - cls.more_keys)
         if unknown:
-            near = nearest_name(unknown[0], sorted(cls.more_keys)) or ", ".join(cls.more_keys)
-            raise ValueError(f"LossConfig has no argument {unknown[0]!r}; nearest: {near}")
+            known = sorted(cls.more_keys)
+            hint = nearest_hint(unknown[0], known) or f"; known: {', '.join(known)}"
+            raise ValueError(f"LossConfig has no argument {unknown[0]!r}{hint}")
         return options
 
     def arguments(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rules of `RunConfig` that reject incompatible settings.
 
-Each function yields pairs of a condition and a message. `RunConfig` raises a ValueError with the
-first message whose condition is true.
+Each function yields pairs of a condition and an error. `RunConfig` raises the first error whose
+condition is true.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from grpo_fast.errors import argument_error, conflict
 from grpo_fast.objective.advantages import check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
@@ -16,7 +17,7 @@ from grpo_fast.objective.kl import EXACT
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import named_in
 
-Rules = Iterator[tuple[object, str]]
+Rules = Iterator[tuple[object, Exception]]
 GAE = "gae"  # the mode in which a critic provides advantages per token
 MOST_COMPLETIONS = 1 << 20  # largest number of completions in one step
 
@@ -29,43 +30,36 @@ def distill_rules(config: Any) -> Rules:
     expected = ("none", None) if distill.server else ("frozen", distill.teacher)
     yield (
         distill.teacher is not None and chosen != expected,
-        f"reference={{kind: {chosen[0]}, path: {chosen[1]}}} conflicts with "
-        f"distill.teacher={distill.teacher}: the teacher replaces it; leave reference out",
+        conflict(
+            f"reference={{kind: {chosen[0]}, path: {chosen[1]}}}",
+            f"distill.teacher={distill.teacher}",
+            "the teacher replaces it; leave reference out",
+        ),
     )
     yield (
         reference.kind == "none" and not distill.server,
-        "distill.teacher: expected a teacher, or reference.kind: frozen or synced, got none",
+        argument_error("distill.teacher", "a teacher, or reference.kind: frozen or synced", "none"),
     )
     if distill.server:
-        server = "conflicts with a teacher's server: the server"
         temperature = float(config.loss_config().temperature)
-        yield (
-            temperature != 1,
-            f"rollout.temperature={temperature:g} {server} computes at temperature 1",
-        )
-        yield (
-            config.rollout.needs_support,
-            f"rollout.replay_support=auto {server} computes over all tokens; use off",
-        )
-        yield (
-            config.data.task == "traces",
-            f"data.task=traces {server} completes prompts, which traces do not have",
-        )
-    yield (
-        loss.beta,
-        f"loss.beta={loss.beta:g} conflicts with distill: "
-        "distill.coef is the weight of the divergence; set loss.beta=0",
-    )
-    yield (
-        loss.kl_estimator in EXACT,
-        f"loss.kl_estimator={loss.kl_estimator} conflicts with "
-        "distill: it computes an exact divergence already; choose an estimator",
-    )
-    yield (
-        config.advantages == GAE,
-        f"advantages={GAE} conflicts with distill: "
-        "it adds to the advantages of a group; choose one of those",
-    )
+        for excluded, setting, why in (
+            (temperature != 1, f"rollout.temperature={temperature:g}",
+             "the server computes at temperature 1"),
+            (config.rollout.needs_support, "rollout.replay_support=auto",
+             "the server computes over all tokens; use off"),
+            (config.data.task == "traces", "data.task=traces",
+             "the server completes prompts, which traces do not have"),
+        ):  # fmt: skip
+            yield excluded, conflict(setting, "a teacher's server", why)
+    for excluded, setting, why in (
+        (loss.beta, f"loss.beta={loss.beta:g}",
+         "distill.coef is the weight of the divergence; set loss.beta=0"),
+        (loss.kl_estimator in EXACT, f"loss.kl_estimator={loss.kl_estimator}",
+         "it computes an exact divergence already; choose an estimator"),
+        (config.advantages == GAE, f"advantages={GAE}",
+         "it adds to the advantages of a group; choose one of those"),
+    ):  # fmt: skip
+        yield excluded, conflict(setting, "distill", why)
 
 
 def advantage_rules(config: Any) -> Rules:
@@ -73,23 +67,28 @@ def advantage_rules(config: Any) -> Rules:
     if mode == GAE:
         yield (
             options,
-            f"advantage_options={options} conflicts with advantages={GAE}: "
-            "the options of gae are in the section critic",
+            conflict(
+                f"advantage_options={options}",
+                f"advantages={GAE}",
+                "the options of gae are in the section critic",
+            ),
         )
         yield (
             config.critic is None,
-            f"advantages={GAE} conflicts with critic=none: "
-            "gae needs a critic; add the section critic={}",
+            conflict(
+                f"advantages={GAE}", "critic=none", "gae needs a critic; add the section critic={}"
+            ),
         )
         yield (
             config.log.grad_variance,
-            "log.grad_variance=true conflicts with critic: "
-            "a critic's advantages belong to no group",
+            conflict(
+                "log.grad_variance=true", "critic", "a critic's advantages belong to no group"
+            ),
         )
         return
     yield (
         config.critic is not None,
-        f"advantages={mode} conflicts with critic: only advantages={GAE} reads a critic",
+        conflict(f"advantages={mode}", "critic", f"only advantages={GAE} reads a critic"),
     )
     with named_in("advantage_options"):
         check_options(mode, split_options(mode, options)[0])
@@ -101,8 +100,11 @@ def correction_rules(config: Any) -> Rules:
     corrections = config.loss_config().corrections
     yield (
         config.rollout.ahead and not corrects,
-        "rollout.correct_sampling=false conflicts with rollout.ahead=1: older weights sampled "
-        "the completions; set rollout.correct_sampling=true",
+        conflict(
+            "rollout.correct_sampling=false",
+            "rollout.ahead=1",
+            "older weights sampled the completions; set rollout.correct_sampling=true",
+        ),
     )
     # A saved configuration contains every default, including corrections that the user did not
     # choose. Do not treat the default corrections as a choice.
@@ -112,13 +114,19 @@ def correction_rules(config: Any) -> Rules:
     of_sampler = any(each.ratio != "current/behaviour" for each in corrections)
     yield (
         of_sampler and not is_read,
-        "loss.corrections conflicts with rollout.correct_sampling=false: they read the "
-        "sampler's log-probabilities; set rollout.correct_sampling=true",
+        conflict(
+            "loss.corrections",
+            "rollout.correct_sampling=false",
+            "they read the sampler's log-probabilities; set rollout.correct_sampling=true",
+        ),
     )
     yield (
         corrects and not corrections,
-        "rollout.correct_sampling=true conflicts with loss.corrections=[]: "
-        "without corrections the sampler's log-probabilities have no use",
+        conflict(
+            "rollout.correct_sampling=true",
+            "loss.corrections=[]",
+            "without corrections the sampler's log-probabilities have no use",
+        ),
     )
 
 
@@ -129,7 +137,7 @@ def reward_rules(config: Any) -> Rules:
         none = "0 for all" if config.rewards else "no reward"
         yield (
             not any(reward.weight for reward in config.rewards),
-            f"rewards: expected a weight that is not 0, got {none}",
+            argument_error("rewards", "a weight that is not 0", none),
         )
         return
     number = "the branches of a task differ in number"
@@ -145,7 +153,7 @@ def reward_rules(config: Any) -> Rules:
         (minibatches != 1, f"minibatches={minibatches}", number),
         (shuffle != "off", f"shuffle={shuffle}", "a step has one minibatch"),
     ):
-        yield excluded, f"{setting} conflicts with data.task=traces: {why}"
+        yield excluded, conflict(setting, "data.task=traces", why)
 
 
 def sampling_rules(config: Any) -> Rules:
@@ -154,17 +162,23 @@ def sampling_rules(config: Any) -> Rules:
         labels = [reward.label or reward.name.rpartition(":")[2] for reward in config.rewards]
         yield (
             dynamic.judged_by not in (None, *labels),
-            "rollout.dynamic.judged_by: expected one "
-            f"of the rewards {', '.join(labels)}, got {dynamic.judged_by!r}",
+            argument_error(
+                "rollout.dynamic.judged_by",
+                f"one of the rewards {', '.join(labels)}",
+                repr(dynamic.judged_by),
+            ),
         )
         yield (
             size < 2,
-            f"rollout.group_size={size} conflicts with rollout.dynamic: "
-            "a group of one has no spread of rewards; use at least 2",
+            conflict(
+                f"rollout.group_size={size}",
+                "rollout.dynamic",
+                "a group of one has no spread of rewards; use at least 2",
+            ),
         )
     yield (
         max(config.eval.k, default=1) > samples,
-        f"eval.k: expected values up to eval.samples = {samples}, got {config.eval.k}",
+        argument_error("eval.k", f"values up to eval.samples = {samples}", config.eval.k),
     )
 
 
@@ -175,13 +189,19 @@ def kl_rules(config: Any) -> Rules:
     if in_reward:
         yield (
             config.advantages != GAE,
-            f"kl.into=reward conflicts with advantages="
-            f"{config.advantages}: only {GAE} spreads a token's reward; use kl.into=loss",
+            conflict(
+                "kl.into=reward",
+                f"advantages={config.advantages}",
+                f"only {GAE} spreads a token's reward; use kl.into=loss",
+            ),
         )
         yield (
             loss.kl_estimator in EXACT,
-            f"loss.kl_estimator={loss.kl_estimator} conflicts with "
-            "kl.into=reward: the reward belongs to the sampled token; choose an estimator",
+            conflict(
+                f"loss.kl_estimator={loss.kl_estimator}",
+                "kl.into=reward",
+                "the reward belongs to the sampled token; choose an estimator",
+            ),
         )
         for excluded, setting in (
             (loss.options.get("kl_times_ratio"), "loss.kl_times_ratio=true"),
@@ -189,18 +209,22 @@ def kl_rules(config: Any) -> Rules:
         ):
             yield (
                 excluded,
-                f"kl.into=reward conflicts with {setting}: it has a different KL; use kl.into=loss",
+                conflict("kl.into=reward", setting, "it has a different KL; use kl.into=loss"),
             )
     setting = "kl.into=reward" if in_reward or target is None else f"kl.target={target:g}"
     yield (
         (in_reward or target is not None) and not (uses and loss.beta > 0),
-        f"loss.beta={loss.beta:g} conflicts with {setting}: "
-        "the KL needs a weight; set loss.beta above 0",
+        conflict(
+            f"loss.beta={loss.beta:g}", setting, "the KL needs a weight; set loss.beta above 0"
+        ),
     )
     yield (
         uses and config.reference.kind == "none",
-        f"reference.kind=none conflicts with loss.beta={loss.beta:g}: "
-        "a KL needs a reference; set reference.kind to frozen or synced",
+        conflict(
+            "reference.kind=none",
+            f"loss.beta={loss.beta:g}",
+            "a KL needs a reference; set reference.kind to frozen or synced",
+        ),
     )
 
 
@@ -209,16 +233,19 @@ def sharding_rules(config: Any) -> Rules:
     distributed = f"distributed={config.distributed}"
     yield (
         (config.distributed == "hsdp") != (replicas is not None),
-        f"distributed_replicas={replicas} conflicts with {distributed}: "
-        "hsdp needs this number, and nothing else reads it",
+        conflict(
+            f"distributed_replicas={replicas}",
+            f"{distributed}",
+            "hsdp needs this number, and nothing else reads it",
+        ),
     )
     yield (
         config.is_sharded and config.log.grad_variance,
-        f"log.grad_variance=true conflicts with {distributed}: a rank has a part of each sum",
+        conflict("log.grad_variance=true", f"{distributed}", "a rank has a part of each sum"),
     )
     yield (
         config.is_sharded and states != "full",
-        f"optim.states={states} conflicts with {distributed}: they need unsharded weights",
+        conflict(f"optim.states={states}", f"{distributed}", "they need unsharded weights"),
     )
 
 
@@ -227,23 +254,35 @@ def step_rules(config: Any) -> Rules:
     minibatches, states = config.minibatches, config.optim.states
     yield (
         config.checkpoint.every and states != "full",
-        f"optim.states={states} conflicts with "
-        "checkpoint.every: a checkpoint cannot hold these states; use full",
+        conflict(
+            f"optim.states={states}",
+            "checkpoint.every",
+            "a checkpoint cannot hold these states; use full",
+        ),
     )
     yield (
         config.reference.kind == "synced" and config.model.lora is not None,
-        "reference.kind=synced conflicts with model.lora: "
-        "the reference is the model without its adapter; use frozen",
+        conflict(
+            "reference.kind=synced",
+            "model.lora",
+            "the reference is the model without its adapter; use frozen",
+        ),
     )
     yield (
         completions % minibatches,
-        "minibatches: expected a number that divides "
-        f"the {completions} completions of a step, got {minibatches}",
+        argument_error(
+            "minibatches",
+            f"a number that divides the {completions} completions of a step",
+            f"{minibatches}",
+        ),
     )
     yield (
         completions > MOST_COMPLETIONS,
-        f"rollout.group_size: expected at most "
-        f"{MOST_COMPLETIONS} completions in a step, prompts times group size, got {completions}",
+        argument_error(
+            "rollout.group_size",
+            f"at most {MOST_COMPLETIONS} completions in a step, prompts times group size",
+            f"{completions}",
+        ),
     )
 
 

@@ -154,9 +154,9 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         self._fit_answers()
         for rules in RULES:
-            for is_broken, message in rules(self):
+            for is_broken, error in rules(self):
                 if is_broken:
-                    raise ValueError(message)
+                    raise error
         return self
 
     def _fit_answers(self) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from grpo_fast.data import is_local
-from grpo_fast.errors import nearest_name
+from grpo_fast.errors import nearest_hint, nearest_name
 from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file
 from grpo_fast.train.config.run import reward_sections
@@ -184,9 +184,7 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
     if choices:
         message = f"expected one of {', '.join(choices)}"
     shown = str(value).lower() if isinstance(value, bool) else quoted(value)
-    close = nearest_name(str(value), choices)
-    hint = f"; nearest: {close}" if close else ""
-    return f"{where}: {message}, got {shown}{hint}"
+    return f"{where}: {message}, got {shown}{nearest_hint(str(value), choices)}"
 
 
 def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:

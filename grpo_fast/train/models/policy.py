@@ -213,7 +213,7 @@ class Policy(SampledModel):
 def in_silence() -> Iterator[None]:
     """Disable the progress bars and warnings of transformers.
 
-    The bars would interrupt the run's progress bar. The warnings are not needed, because missing
+    The bars would interrupt the run's progress lines. The warnings are not needed, because missing
     weights raise an error.
     """
     from transformers.utils import logging

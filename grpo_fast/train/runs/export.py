@@ -51,9 +51,8 @@ def export(source: str | Path, out: str | Path) -> Path:
             settings = read_state(checkpoint).settings
             settings.pop(FILES)
             config = RunConfig.model_validate(settings).model
-            # The checkpoint may come from an untrusted source. Loading must not run its code or
-            # download kernels from the hub.
-            plain = {"device": "cpu", "attn": "auto", "trust_remote_code": False}
+            # The checkpoint may come from an untrusted source. Loading must not run its code.
+            plain = {"device": "cpu", "trust_remote_code": False}
             tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / files.TOKENIZER)))
             policy = load_policy(config.model_copy(update=plain), tokenizer)
             weights = {f"policy.{name}": tensor for name, tensor in policy.weights().items()}

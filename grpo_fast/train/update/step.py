@@ -67,5 +67,6 @@ class Step:
             limit: the limit. None never ends a step early.
             per_pass: number of updates per pass.
         """
-        latest = merge_losses(self.updates[-per_pass:], per_pass)
-        return limit is not None and latest.mean("approx_kl") > limit
+        if limit is None:
+            return False
+        return merge_losses(self.updates[-per_pass:], per_pass).mean("approx_kl") > limit

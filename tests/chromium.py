@@ -18,9 +18,9 @@ COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """A page in a Chromium process.
+    """One page in a Chromium process.
 
-    Scripts in the page are disabled, but `evaluate` can run JavaScript.
+    Scripts of the loaded page are disabled, but `evaluate` can run JavaScript in the page.
     """
 
     def __init__(self, send: int, receive: int) -> None:
@@ -55,7 +55,13 @@ class Browser:
         return answer["result"]
 
     def open(self, page: Path, width: int, scheme: str) -> None:
-        """Load a file at a width in CSS pixels, with the color scheme `light` or `dark`."""
+        """Load an HTML file into the page, and wait until it is loaded.
+
+        Args:
+            page: The HTML file.
+            width: Width of the window in CSS pixels.
+            scheme: The color scheme, `light` or `dark`.
+        """
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
                   deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
         media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -76,7 +82,10 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
-    """Start Chromium with a profile in `folder`, and end it when the block ends."""
+    """Start Chromium, yield its page, and end the process when the `with` block ends.
+
+    Chromium stores its profile in `folder`.
+    """
     (theirs, send), (receive, ours) = os.pipe(), os.pipe()
 
     def wire() -> None:  # in the child process: Chromium reads from fd 3 and writes to fd 4

@@ -1,6 +1,6 @@
-"""Helpers for command-line tests.
+"""Helpers for tests of the command line.
 
-They write a tiny recipe, and run commands either in this process or in a subprocess.
+The helpers write a tiny recipe, and run commands either in this process or in a subprocess.
 """
 
 import os
@@ -28,7 +28,7 @@ rollout: {group_size: 2, prompts_per_step: 2, max_new_tokens: 4}
 
 
 def write_recipe(folder: Path, text: str = RECIPE) -> str:
-    """Write a recipe whose output_dir is `folder`/run, and return the recipe's path."""
+    """Write a recipe whose `output_dir` is `folder`/run. Return the path of the recipe."""
     path = folder / "tiny.yaml"
     path.write_text(text.replace("OUT", str(folder / "run")), encoding="utf-8")
     return str(path)
@@ -39,7 +39,10 @@ def invoke(*words: str, typed: str | None = None) -> Any:
 
 
 def refused(result: Any, *parts: str, code: int = 2) -> bool:
-    """Check that a command failed with one message that contains `parts`, without a traceback."""
+    """Check that a command failed with one error message that contains all of `parts`.
+
+    The output must not contain a traceback. Return True, so that callers can write `assert`.
+    """
     assert result.exit_code == code, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("grpo-fast: ")]
     assert len(lines) == 1 and "Traceback" not in result.output, result.stderr
@@ -50,7 +53,7 @@ def refused(result: Any, *parts: str, code: int = 2) -> bool:
 def in_a_process(
     *words: str, timeout: float = 300, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m grpo_fast` with the given words in a subprocess, as a user would."""
+    """Run `python -m grpo_fast` with the given words in a subprocess. Return its result."""
     return subprocess.run(
         [sys.executable, "-m", "grpo_fast", *words], capture_output=True, timeout=timeout,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},

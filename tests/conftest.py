@@ -25,10 +25,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # test results must not depend on the networ
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill every new `torch.empty` tensor with NaN or the largest integer, also in C++.
+    """Make torch fill every new `torch.empty` tensor with NaN or with the largest integer.
 
-    An element that a kernel forgets to write is then NaN, and the test fails. torch fills the
-    memory only if deterministic algorithms are on.
+    This includes tensors that C++ code allocates. If a kernel forgets to write an element, the
+    element stays NaN and the test fails. torch fills the memory only if deterministic algorithms
+    are on.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -38,16 +39,16 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not draw the curves of a run, because drawing takes longer than a tiny run."""
+    """Disable the plots of a training run, because drawing takes longer than a tiny run."""
     monkeypatch.setattr("grpo_fast.train.report.report.plot_runs", lambda *_: None)
 
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNamespace]]:
-    """Return a function `spied(owner, name)` that replaces owner's function `name` with a recorder.
+    """Return a function `spied(owner, name)` that records all calls of the function `owner.name`.
 
-    The recorder calls the original function. `spied` returns the list of recorded calls. Each call
-    has the attributes args, options and result.
+    The calls still reach the original function. `spied` returns the list of recorded calls. Each
+    recorded call has the attributes `args`, `options` and `result`.
     """
 
     def spy(owner: Any, name: str) -> list[SimpleNamespace]:
@@ -68,9 +69,10 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[SimpleNa
 def fused_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Enable our matrix products and fused kernels on every CPU for tests with a `Fused` backend.
+    """Enable the fused CPU kernels on every CPU, for tests whose `backend` is a `Fused` object.
 
-    Otherwise, these kernels are used only on some CPUs and for large heads.
+    By default, the package uses these kernels and its own matrix products only on some CPUs and
+    for large LM heads.
     """
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or not isinstance(callspec.params.get("backend"), Fused):
@@ -83,8 +85,8 @@ def fused_kernels(
     route.gemm_choice.cache_clear()
 
 
-# Test files that take minutes in one process. They start first. If they started last, they would
-# run alone while the other workers are idle.
+# These test files take minutes in one process, so they start first. If they started last, the
+# other workers would be idle while these files run.
 SLOW_FILES = ("test_triton_compile.py", "test_triton_interpreter.py", "test_trl_parity.py")
 
 
@@ -94,8 +96,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Keep the order of the tests. By default, xdist would start with the files that have the most
-    # tests instead of SLOW_FILES.
+    # Make pytest-xdist keep our order of the tests. By default, it starts the files with the most
+    # tests first, and SLOW_FILES later.
     config.option.loadscopereorder = False
 
 
@@ -115,8 +117,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.option.random_order
-    # Order the tests by a hash of the seed and their name, so that adding or removing a test does
-    # not change the order of the others.
+    # Sort the tests by a hash of the seed and the test's name. Adding or removing a test then does
+    # not change the order of the other tests.
     if seed is not None:
         items.sort(key=lambda item: (_rank(seed, item.path.name), _rank(seed, item.nodeid)))
     items.sort(key=lambda item: item.path.name not in SLOW_FILES)

@@ -1,7 +1,7 @@
-"""Reference implementation of GRPO in plain torch, as in a tutorial.
+"""Simple reference implementation of GRPO in plain torch.
 
-It computes all logits of a transformers model. Tests compare the package's results with its
-results.
+The reference computes all logits of a transformers model. Tests compare the results of the package
+with the results of this reference.
 """
 
 from typing import Any
@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 def token_logps(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute logps, entropy and mask of a batch's labels, each of shape (B, L-1)."""
+    """Compute the log-probabilities, the entropies and the mask of the labels of a batch.
+
+    Returns:
+        (logps, entropy, mask), each of shape (B, L-1). The mask is False at labels of -100.
+    """
     targets = batch["labels"][:, 1:]
     logits = (
         model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"))
@@ -35,8 +39,8 @@ def grpo(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """Compute the clipped GRPO objective, and return (loss, logps, metrics).
 
-    The loss is the mean over completions of the mean over each completion's tokens. With
-    `by_token`, it is the mean over all tokens.
+    By default, the per-token loss is averaged over the tokens of each completion and then over the
+    completions. If `by_token` is True, it is averaged over all tokens of the batch.
     """
     logps, entropy, mask = token_logps(model, batch)
     ratio = torch.exp(logps - (logps.detach() if old is None else old))
@@ -61,7 +65,10 @@ def grpo(
 def rows(
     count: int = 8, length: int = 14, vocabulary: int = 61, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return a right-padded batch with rewards. Prompts and completions differ in length."""
+    """Return a random right-padded batch with rewards.
+
+    The rows have prompts and completions of different lengths.
+    """
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, vocabulary, (count, length), generator=random)
     real = torch.arange(length) < torch.randint(

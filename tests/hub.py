@@ -1,8 +1,8 @@
-"""Builder of the Kernels Hub folder: `python -m tests.hub FOLDER`, or `make hub`.
+"""Script that copies the loss functions and their kernels into a folder for the Kernels Hub.
 
-The package `kernels` imports a kernel under a different module name. The copy therefore uses
-relative imports. It contains the loss functions and their kernels, without the trainer, attention
-and integrations.
+Run it as `python -m tests.hub FOLDER` or `make hub`. The Hub's package `kernels` imports the copy
+under a different module name than `grpo_fast`. The copy therefore uses relative imports. The
+trainer, the attention kernels and the integrations are not copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ IMPORT = re.compile(r"^(\s*from )grpo_fast(?:\.([\w.]+))?(?= import )", re.MULTI
 
 
 def build(folder: Path) -> None:
-    """Write one variant per backend to FOLDER/build. An existing build is replaced."""
+    """Write a copy of the loss functions for each backend to `folder`/build.
+
+    An existing build folder is deleted first.
+    """
     shutil.rmtree(folder / "build", ignore_errors=True)
     for backend in BACKENDS:
         variant = folder / "build" / f"torch-{backend}"
@@ -37,12 +40,14 @@ def build(folder: Path) -> None:
             else:
                 shutil.copy(source, variant / part)
 
-        # 2. Make the imports relative. One dot is the file's own folder.
+        # 2. Make the imports relative. A file in the top folder needs one dot, and each subfolder
+        # adds one dot.
         for path in variant.rglob("*.py"):
             dots = "." * len(path.relative_to(variant).parts)
             path.write_text(IMPORT.sub(rf"\g<1>{dots}\g<2>", path.read_text()))
 
-        # 3. Describe the variant. `id` becomes the module's name in sys.modules.
+        # 3. Write the metadata of this backend's copy. The package `kernels` uses `id` as the
+        # module's name in `sys.modules`.
         metadata = {
             "id": f"_grpo_fast_{backend}_{grpo_fast.__version__.replace('.', '_')}",
             "name": "grpo-fast",

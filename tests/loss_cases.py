@@ -1,9 +1,9 @@
-"""Small test batches for the loss functions, and one function that calls all loss functions.
+"""Small test batches for the loss functions, and a function that calls any of these functions.
 
-A batch contains all difficult inputs: completions of different lengths, an empty completion, a
-completion with a hole in its mask (a tool call), and advantages of both signs and 0. The log ratios
-are on both sides of every clip bound. They are so far from the bounds that fp32 rounding cannot
-change whether a token is clipped.
+Each batch contains the difficult inputs. Its completions have different lengths, one completion is
+empty, and one has masked tokens between active tokens, like the output of a tool. The advantages
+are positive, negative and 0. The log ratios are on both sides of every clip bound, and so far from
+the bounds that fp32 rounding cannot change whether a token is clipped.
 
 Masked tokens have ordinary values here. `poisoned` in test_contract_poison.py replaces these values
 with NaN, inf and invalid ids.
@@ -38,9 +38,10 @@ LOSS_LEVELS = (
     *((x, "sequence") for x in SEQUENCE_LOSSES),
     *((x, "sequence_sum") for x in SEQUENCE_LOSSES if x != "gspo"),
 )
-# Several loss types use the same per-token function and differ only in their aggregation, which no
-# kernel computes. To save time, kernel tests use one loss type for each function. For importance
-# sampling levels with one ratio per completion, they use grpo and gspo.
+# To save time, kernel tests use only one loss type for each per-token loss function. Loss types
+# with the same per-token function differ only in their aggregation, and no kernel computes the
+# aggregation. For importance sampling levels with one ratio per completion, kernel tests use
+# `grpo` and `gspo`.
 OF_A_LEAF = {OBJECTIVES[x].function: x for x, level in reversed(LOSS_LEVELS) if level == "token"}
 LEAVES_AND_LEVELS = tuple(
     (x, level)
@@ -77,11 +78,11 @@ def row_backends() -> list:
 
 
 BACKENDS = row_backends()
-# Backends for tests of functions that do not start from hidden states.
+# Backends for tests of functions whose input is not hidden states.
 ENGINES = [p for p in BACKENDS if p.id != "cpu-fused"]
 
-# Log ratios of both signs, inside and outside the clip range. They keep a distance from 0 and from
-# the bounds log(0.8), log(1.28), log(1.5) and log(3).
+# These log ratios have both signs and are inside and outside the clip range. None is close to 0 or
+# to a clip bound (log 0.8, log 1.28, log 1.5 and log 3), so rounding cannot change a result.
 LOG_RATIOS = (-1.1, -0.45, -0.12, 0.07, 0.16, 0.55, 0.85, 1.35)
 REF_DIFFERENCES = (-0.7, -0.3, 0.05, 0.25, 0.6)
 SAMPLING_DIFFERENCES = (-0.5, -0.1, 0.2, 0.4, 1.4)  # the default bound is log 3 = 1.0986
@@ -101,8 +102,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_items: float | None = None
     num_completions: float | None = None
-    # True at the ids that the sampler kept, shape (B, L, V), bool. For a row with V kept ids, the
-    # `Support` has an empty set, which means that all ids are kept.
+    # True at the ids that the sampler kept, shape (B, L, V), bool. If all V ids of a token are
+    # kept, the `Support` stores an empty set for this token, because an empty set means all ids.
     kept: Tensor | None = None
 
     def but(self, **changes: Any) -> Case:
@@ -119,20 +120,23 @@ class Case:
 
     @property
     def logits(self) -> Tensor:
-        """Return the logits in the dtype of `hidden`, shape (B, L, V), for the logits functions."""
+        """Return the logits in the dtype of `hidden`, shape (B, L, V).
+
+        They are the input of the loss functions that start from logits.
+        """
         return self.exact_logits.to(self.hidden.dtype)
 
 
 def options_for(
     loss_type: str, level: str = "token", aggregation: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return options under which a batch of `make_case` reaches every branch of the loss."""
+    """Return loss options with which a batch of `make_case` reaches every branch of the loss."""
     options: dict[str, Any] = {"loss_type": loss_type, "epsilon_low": 0.2, "epsilon_high": 0.28}
     if loss_type == "cispo":
         options["epsilon_high"] = 1.5
     if loss_type in ("dppo_tv", "dppo_kl"):
-        # The probabilities are about 1/V, so the distances between old and new ones are small too.
-        # Use bounds of the same size, so that some tokens exceed them.
+        # Use small bounds, so that some tokens exceed them. The probabilities are about 1/V, so
+        # the differences between the old and the current policy are small too.
         small = 0.008 if loss_type == "dppo_tv" else 0.004
         options.update(epsilon_low=small, epsilon_high=small * 1.25)
     if loss_type in ("kimi", "dro"):
@@ -148,7 +152,11 @@ def options_for(
 
 
 def pick(generator: torch.Generator, choices: tuple[float, ...], shape: tuple[int, ...]) -> Tensor:
-    """Return a random element of `choices` plus at most 0.02, for each element of `shape`."""
+    """Return random elements of `choices`, each with random noise from 0 to 0.02 added.
+
+    Returns:
+        A tensor of the given shape, fp64.
+    """
     index = torch.randint(len(choices), shape, generator=generator)
     moved = 0.02 * torch.rand(shape, generator=generator)
     return torch.tensor(choices, dtype=torch.float64)[index] + moved
@@ -167,9 +175,10 @@ def make_case(
     bias: bool = True, per_token_advantages: bool = False, sampling: bool = False,
     scale: float = 1.0, support: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
-    """Build a padded batch.
+    """Build a random padded batch as a `Case`.
 
-    Its old, ref and sampling logps are near the current logps, which are computed in fp64.
+    The old, reference and sampling logps differ from the current logps by small log ratios. The
+    current logps are computed in fp64.
     """
     g = torch.Generator().manual_seed(seed)
     mask = default_mask() if mask is None else mask
@@ -196,9 +205,9 @@ def make_case(
 
 
 def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
-    """Return random sets of kept ids, shape (B, L, V), bool.
+    """Return a random set of kept token ids for each token, shape (B, L, V), bool.
 
-    Each set contains the target id. About every fifth set contains all V ids.
+    Each set contains the target id. About one fifth of the sets contain all V ids.
     """
     g = torch.Generator().manual_seed(seed)
     share = torch.rand((*ids.shape, 1), generator=g)
@@ -208,9 +217,13 @@ def kept_ids(seed: int, ids: Tensor, V: int) -> Tensor:
 
 
 def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
-    """Convert masks of kept ids (N, V) to a `Support` with the ids of each row in random order.
+    """Convert masks of kept ids to a `Support` that stores the ids of each row in random order.
 
-    Rows outside of the mask (N,) get invalid ids, because no function may read them.
+    Masked rows get invalid ids, because no function may read the ids of a masked row.
+
+    Args:
+        kept: True at the kept ids, shape (N, V), bool.
+        mask: True at the active rows, shape (N,), bool.
     """
     rows = []
     for t, row in enumerate(kept):
@@ -225,9 +238,10 @@ def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
 # ----------------------------------------------------------
 # layouts
 def spans(mask: Tensor) -> list[int]:
-    """Return the number of packed rows of each completion.
+    """Return the number of rows that each completion has in the packed layout.
 
-    The rows of a completion end at its last active token and include the holes of its mask.
+    The packed layout stores a completion up to its last active token. Masked tokens before the last
+    active token are stored too.
     """
     positions = torch.arange(1, mask.shape[1] + 1)
     return [int((positions * m).max()) if m.numel() else 0 for m in mask]
@@ -263,13 +277,14 @@ class Result:
     metrics: dict[str, Tensor]
     logps: Tensor  # (B, L), 0 where the packed layout has no row
     entropy: Tensor | None
-    # Gradients of "logps", of "logits", or of "hidden", "weight" and "bias", in the padded layout.
+    # Maps the input's name ("logps", "entropy", "logits", "hidden", "weight" or "bias") to its
+    # gradient in the padded layout.
     grads: dict[str, Tensor]
     raw: Any  # the LossOutput itself
 
 
-# Names of the arguments that receive gradients, by function. For simplicity, `Result.grads` calls
-# lm_head_weight "weight".
+# Maps each function to the names of the arguments that receive gradients. `Result.grads` uses the
+# shorter name "weight" for `lm_head_weight`.
 LEAVES = {
     "linear": ("hidden", "lm_head_weight", "bias"), "logits": ("logits",),
     "logps": ("logps", "entropy"),
@@ -278,9 +293,9 @@ LOSSES_OF = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps"
 
 
 def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, Any]:
-    """Return all arguments of a public loss function for a case, as a dictionary.
+    """Return the keyword arguments with which a public loss function is called on a case.
 
-    The tensors have the given layout, padded or packed.
+    The tensors have the given layout, "padded" or "packed".
     """
     lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
@@ -307,10 +322,9 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
 
 
 def call(function: str, case: Case, layout: str = "padded", **changes: Any):
-    """Call a public loss function on a case. `changes` replace some of the arguments.
+    """Call a public loss function on a case, and return its `LossOutput`.
 
-    Returns:
-        The LossOutput.
+    `changes` replace some of the arguments that `arguments` returns.
     """
     given = {**arguments(function, case, layout), **changes}
     if function == "logps":
@@ -328,7 +342,11 @@ def leaves_of(function: str, case: Case, layout: str = "padded") -> dict[str, Te
 def run(
     function: str, case: Case, *, layout: str = "padded", upstream: float = 1.0, **changes: Any
 ) -> Result:
-    """Call a public loss function and its backward pass. Return results in the padded layout."""
+    """Call a public loss function and its backward pass on a case.
+
+    Returns:
+        The outputs and the gradients, converted to the padded layout.
+    """
     lengths, L = spans(case.mask), case.mask.shape[1]
     back = (lambda x: x) if layout == "padded" else (lambda x: unpack(x, lengths, L))
     leaves = {n: x.requires_grad_() for n, x in leaves_of(function, case, layout).items()}
@@ -344,7 +362,7 @@ def run(
 
 
 def exact_logps(case: Case) -> tuple[Tensor, Tensor]:
-    """Compute logps and entropies of the case in fp64 with the oracle, each of shape (B, L)."""
+    """Compute the logps and entropies of a case with the fp64 oracle, each of shape (B, L)."""
     raw = case.exact_logits.flatten(0, 1)
     o = oracles.resolve(case.options)
     t = o.temperature.flatten() if isinstance(o.temperature, Tensor) else o.temperature
@@ -361,10 +379,11 @@ def reference_logps(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def truth(function: str, case: Case):
-    """Compute the expected result of a loss function with the oracle.
+    """Compute the expected result of a loss function with the fp64 oracle.
 
     Returns:
-        A namespace with `loss`, `losses` and a gradient `<name>_grad` for each input, in fp64.
+        A namespace with `loss`, `losses` (the loss per token) and a gradient `<name>_grad` for each
+        input, all in fp64.
     """
     given = dict(
         mask=case.mask, old=case.old, ref=case.ref, sampling=case.sampling,
@@ -399,9 +418,9 @@ def relative_l2(value: Tensor, true: Tensor) -> float:
 def check(
     function: str, case: Case, *, loss_tol: float = 2e-6, grad_tol: float = 1e-5, **how: Any
 ) -> Result:
-    """Call `run`, and compare loss and gradients with the oracle.
+    """Call `run`, check its loss and gradients against the fp64 oracle, and return its result.
 
-    Check also that the gradients of masked rows are 0.
+    Also check that the gradients of masked rows are 0.
     """
     result, expected = run(function, case, **how), truth(function, case)
     total = sum(x.abs().sum().item() for x in expected.losses)

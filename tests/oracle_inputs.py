@@ -1,7 +1,7 @@
-"""Functions that call the oracle with inputs in the format of the package.
+"""Functions that compute the oracle's loss and gradients from the package's input tensors.
 
-They convert padded logps, logits or hidden states to the list of completions that `oracles`
-expects.
+The functions convert padded logps, logits or hidden states to the list of completions that the
+oracle in `oracles.py` expects.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tests.oracles import Completion, batch_loss, resolve
 
 
 def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0) -> Tensor:
-    """Apply scale, softcap and temperature to raw logits of shape (n, V).
+    """Return the raw logits (n, V) after logit scale, softcap and temperature.
 
-    The temperature is a number or has shape (n,).
+    The temperature is one number or a tensor of shape (n,).
     """
     z = logit_scale * raw
     if softcap is not None:
@@ -30,9 +30,10 @@ def scaled_logits(raw: Tensor, *, temperature=1.0, softcap=None, logit_scale=1.0
 def logps_and_entropy(
     raw: Tensor, ids: Tensor, *, kept: Tensor | None = None, **rule
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities (n,) and entropies (n,) of raw logits (n, V) in fp64.
+    """Compute the log-probabilities of `ids` and the entropies in fp64, each of shape (n,).
 
-    Logits of −inf, and columns that are False in `kept` (n, V), have probability 0.
+    A token id has probability 0 if its logit is −inf or its element of `kept` is False. `raw` and
+    `kept` have shape (n, V). `rule` has the keywords of `scaled_logits`.
     """
     z = scaled_logits(raw, **rule)
     log_p = torch.log_softmax(z if kept is None else z.masked_fill(~kept, -torch.inf), dim=-1)
@@ -54,7 +55,7 @@ def completions_of(
     logp: Tensor, advantages: Tensor, mask: Tensor, *, old=None, ref=None, sampling=None,
     entropy=None,
 ) -> list[Completion]:  # fmt: skip
-    """Convert padded tensors to a list of completions.
+    """Convert padded tensors to a list of completions with the active tokens only.
 
     All tensors have shape (B, L). The advantages may also have shape (B,).
     """
@@ -68,9 +69,11 @@ def completions_of(
 def oracle_from_logps(
     logps, advantages, options, *, mask, entropy=None, num_items=None, num_completions=None, **given
 ) -> SimpleNamespace:
-    """Compute the loss from logps of shape (B, L).
+    """Compute the oracle's loss and gradients from logps of shape (B, L).
 
-    The result also has `logps_grad`, and `entropy_grad` if an entropy is given.
+    Returns:
+        The result of `batch_loss` with the additional attributes `logps_grad` and `entropy_grad`.
+        `entropy_grad` is None if no entropy is given.
     """
     lp = as_double(logps).requires_grad_()
     H = None if entropy is None else as_double(entropy).requires_grad_()
@@ -82,9 +85,11 @@ def oracle_from_logps(
 
 
 def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> SimpleNamespace:
-    """Compute the loss from raw logits of shape (B, L, V).
+    """Compute the oracle's loss and gradients from raw logits of shape (B, L, V).
 
-    The result also has `logits_grad`, `logps` and `entropy`.
+    Returns:
+        The result of `batch_loss` with the additional attributes `logits_grad`, `logps` and
+        `entropy`.
     """
     raw = as_double(logits).requires_grad_()
     out = _from_rows(raw[mask], ids, advantages, options, mask, **given)
@@ -95,9 +100,16 @@ def oracle_from_logits(logits, ids, advantages, options, *, mask, **given) -> Si
 def oracle_from_hidden(
     hidden, weight, ids, advantages, options, *, mask, bias=None, **given
 ) -> SimpleNamespace:
-    """Compute the loss from hidden (B, L, H), weight (V, H) and bias (V,).
+    """Compute the oracle's loss and gradients from hidden states and an LM head.
 
-    The result also has `hidden_grad`, `weight_grad` and `bias_grad`.
+    Args:
+        hidden: Hidden states (B, L, H).
+        weight: Weight of the LM head (V, H).
+        bias: Bias of the LM head (V,), or None.
+
+    Returns:
+        The result of `batch_loss` with the additional attributes `logps`, `entropy`, `hidden_grad`,
+        `weight_grad` and `bias_grad`.
     """
     h, W = as_double(hidden).requires_grad_(), as_double(weight).requires_grad_()
     b = None if bias is None else as_double(bias).requires_grad_()

@@ -1,10 +1,10 @@
-"""Oracle: a reference implementation of every loss in fp64, in the notation of the papers.
+"""Reference implementation ("oracle") of every loss in fp64, in the notation of the papers.
 
-The oracle imports nothing from grpo_fast and is not optimized. An objective is a function of ONE
-completion. Each of its arguments is a 1-D tensor with the active tokens only. The oracle has no
-padding, packing, masking, broadcasting or chunking, because these are places where the package may
-have bugs. Gradients come from autograd, with `.detach()` where a paper writes a stop-gradient.
-`oracle_inputs` converts padded tensors to completions.
+The oracle imports nothing from grpo_fast and is not optimized. Each objective is a function of ONE
+completion, whose 1-D tensors contain only active tokens. The oracle does not use padding, packing,
+masking, broadcasting or chunking, because the package may have bugs there. Autograd computes the
+gradients, and `.detach()` is used where a paper writes a stop-gradient. `oracle_inputs.py` converts
+padded tensors to completions.
 
 The formulas come from these papers: DeepSeekMath 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476,
 INTELLECT-2, PPO dual clip 1912.09729, MiniMax-M1 2506.13585, SAPO 2511.20347, GMPO 2507.20673, GSPO
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# A ratio is exp(min(log ratio, 20)). Its derivative is computed as if there were no minimum.
-# Otherwise a token with a log ratio above 20 would get no gradient, and its ratio could not become
-# smaller again.
+# The importance ratio is exp(min(log ratio, 20)), to avoid overflow. Its derivative ignores the
+# minimum. Otherwise a token with a log ratio above 20 would get no gradient, and training could not
+# reduce the ratio again.
 LOG_RATIO_MAX = 20.0
 
 DEFAULTS: dict[str, Any] = {
@@ -78,7 +78,7 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
 # ----------------------------------------------------------
 # log ratios
 def guarded(log_ratio: Tensor) -> Tensor:
-    """Compute min(log ratio, 20) with a derivative of 1 everywhere."""
+    """Return min(log ratio, 20) with a derivative of 1, also where the log ratio exceeds 20."""
     return torch.where(
         log_ratio > LOG_RATIO_MAX, LOG_RATIO_MAX + (log_ratio - log_ratio.detach()), log_ratio
     )
@@ -88,10 +88,10 @@ def log_ratio(c: Completion, o: SimpleNamespace) -> Tensor:
     """Compute the log ratio at the requested importance sampling level, repeated to shape (n,)."""
     lr = c.logp - c.old
     if o.importance_sampling_level == "sequence":
-        # Use the mean over the tokens, and let the gradient flow through the mean.
+        # The mean is not detached, because the gradient must flow through it to every token.
         lr = (lr.sum() / max(len(lr), 1)).expand(len(lr))
     elif o.importance_sampling_level == "sequence_sum":
-        # Use the log of π(completion) / π_old(completion).
+        # The sum is the log of π(completion) / π_old(completion).
         lr = lr.sum().expand(len(lr))
     return lr
 
@@ -145,7 +145,7 @@ def sapo(c, o):
 
 
 def vespo_phi(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Compute the weight φ of VESPO like `get_gamma_weights` of TRL 1.16.
+    """Compute the weight φ of the VESPO loss exactly like `get_gamma_weights` in TRL 1.16.
 
     As in TRL, λ is at least 1e-4, and the clamps are applied in the same order.
     """
@@ -200,9 +200,9 @@ def dppo_kl(c, o):
 
 
 def binary_kl(q: Tensor, p: Tensor) -> Tensor:
-    """Compute KL(Bernoulli(q) ‖ Bernoulli(p)).
+    """Compute the KL divergence KL(Bernoulli(q) ‖ Bernoulli(p)).
 
-    The two outcomes are "this token" and "any other token".
+    The two outcomes of the distributions are "this token" and "any other token".
     """
     return q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
 
@@ -223,9 +223,10 @@ ORACLES = {
 # ----------------------------------------------------------
 # KL
 def k3_value(d: Tensor) -> Tensor:
-    """Compute the KL estimator k3, e^d − d − 1.
+    """Compute the k3 estimator of the KL divergence, e^d − d − 1.
 
-    Above d = 20, compute its tangent at 20. For small d, use a series to avoid cancellation.
+    For d > 20, return the tangent at d = 20 instead, to avoid overflow. For small |d|, use a power
+    series, to avoid cancellation.
     """
     top = torch.clamp(d, max=20.0)
     series = d**2 / 2 + d**3 / 6 + d**4 / 24 + d**5 / 120 + d**6 / 720
@@ -238,9 +239,10 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 def kl_of(d: Tensor, o: SimpleNamespace) -> Tensor:
-    """Compute the KL estimator of the log ratio `d`, with clamps on its input and its value.
+    """Compute the selected KL estimator of the log ratio `d`, with the configured clamps.
 
-    The straight-through estimators clamp only the value. Their gradient ignores the clamps.
+    `kl_input_clamp` bounds `d`, and `kl_clamp` bounds the estimator's value. The gradients of the
+    straight-through estimators (`k1+` and `k3+`) ignore both clamps.
     """
     most, reach = (math.inf if x is None else x for x in (o.kl_clamp, o.kl_input_clamp))
 
@@ -262,8 +264,8 @@ KL_ORACLES = {
 }
 
 
-# Maps TRL's names of sampler corrections to equal corrections of the package, for the case that
-# TRL's threshold is 3.
+# Maps the names of TRL's importance sampling corrections to the package's `corrections` option that
+# has the same effect. The threshold is 3 in both.
 WORDS: dict[str | None, list[dict[str, Any]]] = {
     None: [],
     "token_truncate": [{"kind": "truncate", "high": 3.0}],
@@ -274,9 +276,10 @@ WORDS: dict[str | None, list[dict[str, Any]]] = {
 
 
 def off_policy(threshold: float) -> dict[str, Any]:
-    """Return the correction for DeepSeek-V3.2's mask, TRL's off_policy_mask_threshold.
+    """Return the correction that equals TRL's `off_policy_mask_threshold` (from DeepSeek-V3.2).
 
-    The mask keeps a completion if its advantage is ≥ 0 or mean(behaviour − lp) is ≤ threshold.
+    The correction keeps a completion if its advantage is at least 0, or if the mean over its tokens
+    of (behaviour logp − current logp) is at most `threshold`.
     """
     return {
         "kind": "reject", "low": math.exp(-threshold), "level": "geometric",
@@ -285,10 +288,11 @@ def off_policy(threshold: float) -> dict[str, Any]:
 
 
 def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
-    """Return the ratio that a correction compares with its bounds.
+    """Return the importance ratio that the correction `x` compares with its bounds.
 
-    Return None if the completion has no sampling logps. The shape is (n,) for one ratio per token
-    and (1,) for one ratio per completion.
+    Returns:
+        The ratio of each token (n,) or of the completion (1,). None if the ratio needs sampling
+        logps and the completion has none.
     """
     read = x.get("ratio", "old/sampling")
     if c.sampling is None and read != "current/behaviour":
@@ -303,7 +307,11 @@ def correction_ratio(c: Completion, x: dict[str, Any]) -> Tensor | None:
 
 
 def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
-    """Return the truncated or masked importance weight per token (n,) or completion (1,)."""
+    """Return the importance weight of the first correction that truncates or masks.
+
+    Returns:
+        The weight of each token (n,) or of the completion (1,). None if no correction has a weight.
+    """
     for x in o.corrections:
         r = correction_ratio(c, x)
         if r is None or x.get("kind", "truncate") == "reject":
@@ -316,7 +324,7 @@ def correction_weight(c: Completion, o: SimpleNamespace) -> Tensor | None:
 
 
 def correction_keep(c: Completion, o: SimpleNamespace) -> Tensor:
-    """Return True at the tokens that no correction rejects, shape (n,), bool."""
+    """Return a mask (n,) that is True at the tokens that no correction rejects."""
     keep = torch.ones(len(c.logp), dtype=torch.bool)
     for x in o.corrections:
         r = correction_ratio(c, x)
@@ -336,10 +344,11 @@ def completion_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the loss of each token of one completion.
 
-    Corrections, filters and KL are applied in the documented order.
+    Corrections, entropy filter and KL term are applied in the documented order. The entropy filter
+    sets the loss of tokens with an entropy below `entropy_floor` to 0.
 
     Returns:
-        The loss (n,), and the KL (n,) for the metric or None.
+        The loss (n,), and the KL divergence (n,) or None if the loss has no KL term.
     """
     loss = ORACLES[o.loss_type](c, o)
     loss = torch.where(correction_keep(c, o), loss, 0.0)
@@ -360,10 +369,7 @@ def completion_loss(
 def token_weights(
     lengths: list[int], o: SimpleNamespace, num_items, num_completions
 ) -> list[float]:
-    """Return the weight of one token in the loss, for each completion.
-
-    All tokens of a completion have the same weight.
-    """
+    """Return one weight per completion. The loss of each of its tokens is multiplied by it."""
     B = max(len(lengths), 1) if num_completions is None else float(num_completions)
     tokens = float(sum(lengths))
     if o.aggregation == "sequence_mean":
@@ -386,9 +392,12 @@ def token_weights(
 def batch_loss(
     completions: list[Completion], options: dict[str, Any], *, num_items=None, num_completions=None
 ) -> SimpleNamespace:
-    """Compute the loss of a batch and its parts.
+    """Compute the loss of a batch.
 
-    The `loss` in the result is differentiable.
+    Returns:
+        A namespace with the differentiable `loss`, the `policy_loss` without KL and entropy terms,
+        the lists `losses` and `kls` with one tensor (n,) per non-empty completion, the
+        `entropy_floor` and the resolved `options`.
     """
     o = resolve(options)
     zero = torch.zeros((), dtype=torch.float64)

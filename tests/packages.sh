@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The package as a user installs it: an sdist and a wheel are built and checked, and the folder, the wheel and the
-# sdist are installed into fresh environments of every Python that is named. The bare package computes a loss; with
-# the extra `train` it trains three steps. It happens outside the checkout: what is imported is what was installed.
+# Test the package as a user installs it. The script builds and checks an sdist and a wheel. It installs the source
+# folder, the wheel and the sdist into fresh environments of every Python that is given as an argument. The package
+# without extras must compute a loss, and the package with the extra `train` must train three steps. All commands run
+# outside the checkout, so that Python imports the installed package.
 #
-# A second wheel contains compiled C++ kernels for three instruction sets of x86-64. It is installed next to every
-# version of torch in TORCHES and computes a loss without a compiler. WHEELS=<folder> keeps the wheels.
+# A second wheel contains compiled C++ kernels for three instruction sets of x86-64. This wheel is installed together
+# with every torch version in TORCHES, and must compute a loss without a compiler. WHEELS=<folder> keeps the wheels.
 #
-#   tests/packages.sh python3.11 python3.12      # two minutes each, without the downloads
+#   tests/packages.sh python3.11 python3.12      # takes two minutes for each Python, without the downloads
 #
-# TORCH_INDEX=<an index of CPU builds of torch> where the default index has CUDA builds alone.
+# If the default package index has only CUDA builds of torch, set TORCH_INDEX to an index with CPU builds.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 work="$(mktemp -d)"

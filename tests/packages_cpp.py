@@ -1,6 +1,7 @@
-"""Check the C++ kernels of an installed wheel, in an environment without a compiler.
+"""Script that checks the C++ kernels of an installed wheel on a machine without a compiler.
 
-It runs outside the checkout (tests/packages.sh), so it imports only what was installed.
+`tests/packages.sh` runs this script outside the checkout, so that Python imports the installed
+package and not the sources.
 """
 
 import os

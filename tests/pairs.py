@@ -1,9 +1,9 @@
 """Decorator for pairwise testing: `@pairs(dtype=DTYPES, backend=BACKENDS, ...)`.
 
-An axis is a parameter with its list of values. Stacked `parametrize` decorators test every
-combination of all axes. `pairs` tests only enough combinations to contain every pair of values of
-any two axes. They find all faults that depend on two axes, and their number is about the product of
-the lengths of the two longest axes.
+An axis is a test parameter with its list of values. Stacked `parametrize` decorators test every
+combination of all axes. `pairs` selects fewer combinations: for any two axes, each pair of their
+values occurs in at least one combination. These tests find every fault that depends on at most two
+axes. Their number is about the product of the lengths of the two longest axes.
 """
 
 import itertools
@@ -15,10 +15,10 @@ import torch
 
 
 def pairs(**axes: Iterable) -> pytest.MarkDecorator:
-    """Return one `parametrize` decorator for all axes.
+    """Return one `parametrize` decorator that covers all pairs of values of the axes.
 
-    The name `a__b` is an axis of tuples (a, b). If an axis is `items()` of a dictionary, its keys
-    become the test ids of the values.
+    An axis with the name `a__b` contains tuples with the values of the parameters `a` and `b`. If
+    an axis is the `items()` of a dictionary, the keys become the test ids of the values.
     """
     values = [_params(names, axis) for names, axis in axes.items()]
     rows = []
@@ -49,11 +49,12 @@ def _word(value: Any, otherwise: str) -> str:
 
 
 def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return rows of indices that contain every pair of values of any two axes.
+    """Return combinations that contain every pair of values of any two axes.
 
-    The rows start as all pairs of values of the two longest axes. Then the other axes are added one
-    at a time: each row gets the value that adds most new pairs. Pairs that are still missing are
-    added in additional rows. The result is deterministic.
+    `sizes` has the number of values of each axis, and a combination (a row) has one index per axis.
+    The algorithm starts with all pairs of the two longest axes. It then adds the other axes one at
+    a time, and gives each row the index that adds the most new pairs. Missing pairs get additional
+    rows. The result is deterministic.
     """
     order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
     rows = [list(row) for row in itertools.product(*(range(sizes[axis]) for axis in order[:2]))]
@@ -73,10 +74,10 @@ def covering(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _rows_of(missing: set[tuple[int, int, int]], k: int) -> list[list[int]]:
-    """Return a small number of rows that contain all missing pairs.
+    """Return a small number of additional rows that contain all missing pairs.
 
-    A pair (a, i, j) means index i on axis a and index j on axis k. Entries of a row that no pair
-    needs are 0.
+    A missing pair (a, i, j) has index i on axis a and index j on axis k. A row has one index for
+    each of the axes 0 to k. Its index is 0 on the axes that no missing pair needs.
     """
     rows: list[dict[int, int]] = []
     for a, i, j in sorted(missing):

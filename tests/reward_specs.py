@@ -1,6 +1,6 @@
-"""Configurations of reward functions for tests.
+"""Helpers that build configurations of reward functions for tests.
 
-They skip the checks that a recipe performs.
+The configurations do not pass through the checks that a recipe's configuration passes.
 """
 
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from grpo_fast.rewards import RewardSet, WeightedReward
 
 
 def own(function: Any, weight: float = 1.0, **keywords: Any) -> RewardSet:
-    """Return a reward set with one function, whose name is "f"."""
+    """Return a `RewardSet` with `function` as its only reward function, named "f"."""
     return RewardSet([WeightedReward("f", weight, function)], **keywords)
 
 
@@ -25,7 +25,10 @@ def spec(
     convention: str | None = None,
     **options: Any,
 ) -> SimpleNamespace:
-    """Return a configuration for `build_rewards`. `options` are passed to the reward function."""
+    """Return the configuration of one reward function for `build_rewards`.
+
+    `build_rewards` passes `options` to the reward function.
+    """
     return SimpleNamespace(
         name=name, weight=weight, label=label, path=path, timeout=timeout, in_process=in_process,
         options=options, convention=convention,

@@ -1,15 +1,15 @@
-"""Hashes of the results of the public functions on a fixed set of cases.
+"""Script that hashes the results of the public functions on a fixed set of cases.
 
-Run it before and after a change that must not change any number. The hashes depend on the kind of
-CPU and the torch version (`fingerprint`), so the repository contains no file with hashes.
+Run the script before and after a change of the code that must not change any result. The hashes
+depend on the kind of CPU and the torch version, so the repository contains no file with hashes.
 
     python -m tests.same_bits --store FILE     in a checkout of the commit before the change
     python -m tests.same_bits --against FILE   after the change; lists differences, status 1
     --engine host|triton|runs   torch and C++; Triton (needs TRITON_INTERPRET=1); whole runs
 
-Each case is a call of a public function and its backward pass. The hash covers loss, logps,
-entropy, metrics and gradients. The cases of `runs` are short training runs of the recipes. Their
-hash covers the final weights and every logged metric except timings.
+Each case calls a public function and its backward pass. Its hash covers the loss, the logps, the
+entropy, the metrics and the gradients. With `--engine runs`, each case is a short training run of a
+recipe. Its hash covers the final weights and every logged metric except timings.
 """
 
 import argparse
@@ -57,7 +57,7 @@ Cases = Iterator[tuple[str, Callable[[], dict[str, Tensor | None]]]]
 
 
 def fingerprint() -> str:
-    """Return the torch version and the CPU features on which the bits of results depend."""
+    """Return a description of the CPU and the torch version, on which the hashes depend."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     facts = dict(line.replace("\t", "").split(": ", 1) for line in reversed(lines) if ": " in line)
     flags = " ".join(word for word in CPU_WORDS if word in facts.get("flags", "").split())
@@ -90,7 +90,8 @@ def with_kl(loss_type: str) -> dict[str, float]:
 def small_cases(backend: str) -> Cases:
     """Yield cases with every loss type and importance sampling level.
 
-    Each is computed in both layouts and with all three functions.
+    Each combination is computed in the padded and the packed layout, and with every loss function
+    that `backend` supports.
     """
     for loss_type, level in LOSS_LEVELS:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
@@ -102,7 +103,10 @@ def small_cases(backend: str) -> Cases:
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
-    """Return a case with about 250 active rows and a vocabulary large enough for fused kernels."""
+    """Return a case with about 250 active rows.
+
+    Its vocabulary is so large that the package uses its fused kernels.
+    """
     return make_case(
         5, H=24, V=2500, mask=default_mask().repeat(13, 1), dtype=dtype, sampling=True, **options
     )
@@ -119,7 +123,7 @@ def large_cases(
 
 
 def option_cases(backend: str) -> Cases:
-    """Yield cases with options that select code paths that `small_cases` does not reach."""
+    """Yield cases whose options select code paths that `small_cases` does not reach."""
     variants: dict[str, dict[str, Any]] = {
         "entropy bonus": {"entropy_coef": 0.05},
         "softcap": {"softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8},
@@ -158,7 +162,11 @@ def option_cases(backend: str) -> Cases:
 
 
 def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Compute the loss of eleven targets of five hidden states, so that some targets share one."""
+    """Compute the loss of eleven targets that share five hidden states (`hidden_rows`).
+
+    Returns:
+        The loss, the logps and the gradients of the hidden states and the weight.
+    """
     hidden = case.hidden[0, :5].clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     rows = torch.tensor([0, 0, 1, 4, 2, 2, 2, 3, 0, 4, 1])
@@ -171,7 +179,11 @@ def repeated_rows(case: Case, backend: str) -> dict[str, Tensor | None]:
 
 
 def logps(case: Case, backend: str) -> dict[str, Tensor | None]:
-    """Call `linear_logps` with and without gradients, and return both results and the gradients."""
+    """Call `linear_logps` with gradients, and `linear_logps` and `logits_logps` without gradients.
+
+    Returns:
+        The results of the three calls and the gradients of the first call.
+    """
     hidden, weight = (x.clone().requires_grad_() for x in (case.hidden, case.weight))
     ids = torch.where(case.mask, case.ids, -100)
     lp, h = grpo_fast.linear_logps(
@@ -213,7 +225,10 @@ def run_cases() -> Cases:
 
 
 def trained(words: list[str]) -> dict[str, Tensor | None]:
-    """Train in a subprocess. Return the metrics of each step and the final weights."""
+    """Train in a subprocess, and return the metrics of each step and the final weights.
+
+    `words` are the recipe and the overrides of the command `grpo-fast train`.
+    """
     from safetensors.torch import load_file
 
     from tests.train.tiny_runs import is_timing

@@ -1,12 +1,12 @@
-"""Soak test (`make soak`) that kills a tiny run many times and resumes it.
+"""Soak test (`make soak`) that kills a tiny training run many times and resumes it.
 
-The final weights and metrics must be bitwise equal to those of an uninterrupted run.
+The final weights and metrics must be bitwise equal to the results of an uninterrupted run.
 
     python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0 --ranks 1
 
-Each kill is a SIGKILL to a child process. It arrives while a random file of a checkpoint is saved,
-at a random token of a rollout, or at a random time. With several ranks, one rank is killed, and the
-other ranks must then end too.
+Each kill is a SIGKILL signal to a child process. The signal arrives while a random file of a
+checkpoint is saved, at a random token of a rollout, or at a random time. With several ranks, one
+rank is killed, and the other ranks must then end too.
 """
 
 import argparse
@@ -48,7 +48,10 @@ def die(*_: Any) -> None:
 
 
 def arm_save(rng: random.Random, steps: float, _: float) -> None:
-    """Make this process kill itself at a random file of a checkpoint in the next `steps` steps."""
+    """Make this process kill itself while it saves a checkpoint in the next `steps` steps.
+
+    The kill occurs before a random file of a checkpoint is flushed to disk.
+    """
     left, sync = rng.randint(1, FILES * max(1, round(steps / EVERY))), checkpoint.sync
 
     def counting(path: Path) -> None:
@@ -60,7 +63,10 @@ def arm_save(rng: random.Random, steps: float, _: float) -> None:
 
 
 def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
-    """Make this process kill itself at a random rollout pass in the next `steps` steps."""
+    """Make this process kill itself at a random forward pass of a rollout.
+
+    The rollout belongs to one of the next `steps` steps.
+    """
     left = rng.randint(1, round(PASSES * steps))
 
     def counting(self: Stopping, *_: Any) -> None:
@@ -76,7 +82,7 @@ def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
 def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
     """Make this process kill itself at a random time during the next `steps` steps.
 
-    A step takes about `seconds`.
+    One training step takes about `seconds` seconds.
     """
     timer = threading.Timer(rng.uniform(0.3, 0.3 + seconds * steps), die)
     timer.daemon = True
@@ -86,9 +92,17 @@ def arm_moment(rng: random.Random, steps: float, seconds: float) -> None:
 def attempt(
     folder: Path, options: list[str], arm: Callable[[], None], ranks: int = 1, victim: int = 0
 ) -> bool:
-    """Resume the run in child processes until it ends or is killed.
+    """Start or resume the training run in `ranks` child processes, and wait for their end.
 
-    Return True if the child process with rank `victim` was killed.
+    Args:
+        folder: The output folder of the run.
+        options: Overrides of the configuration.
+        arm: Function that the child process of rank `victim` calls first. It schedules the kill.
+        ranks: Number of child processes.
+        victim: Rank of the child process that may be killed.
+
+    Returns:
+        True if the child process of rank `victim` was killed.
     """
     port, children = free_port(), []
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers for tests. They are built locally, without downloads."""
+"""Tiny models and tokenizers for tests, built locally without downloads."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-# Configuration changes for each model family. The comments name the property for which tests use
-# the family.
+# Maps each model family to its changes of the default configuration. A comment names the property
+# for which tests use the family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},  # no special property except grouped-query attention
     "qwen2": {"tie_word_embeddings": True},  # biased projections, tied head
@@ -49,8 +49,8 @@ def tiny_model(
     fields = {**special, **SIZES, **FAMILIES.get(family, {}), "vocab_size": vocab_size, **changes}
     config = transformers.AutoConfig.for_model(family, **fields)
     model = getattr(transformers, kind).from_config(config)
-    # Scale the weights up. With the small default initialisation, wrong attention would hardly
-    # change the output, and tests would not detect it.
+    # Initialize with larger weights. With the small default weights, an error in the attention
+    # would hardly change the output, and tests would not detect the error.
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -58,7 +58,7 @@ def tiny_model(
 
 
 def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **changes: Any) -> Any:
-    """Return a `Policy` whose vocabulary is SYMBOLS.
+    """Return a `Policy` with a tiny random model and a tokenizer of digits and "=" (`SYMBOLS`).
 
     "3 1 2 =" is a possible prompt.
     """
@@ -72,7 +72,10 @@ def tiny_policy(family: str = "llama", *, vocab_size: int | None = None, **chang
 def tiny_folder(
     path: str | Path, family: str = "qwen2", *, vocab_size: int = 300, **changes: Any
 ) -> str:
-    """Save a tiny model and a BPE tokenizer in transformers format. Return the folder's path."""
+    """Save a tiny model and a BPE tokenizer in transformers format. Return the folder's path.
+
+    The model has random weights.
+    """
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     tokenizer = build_bpe_tokenizer(TEXTS, vocab_size)

@@ -10,7 +10,10 @@ from tests.command_line import invoke, write_recipe
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a tiny run and return its folder. All tests share it, so they must only read it."""
+    """Train a tiny run, and return its folder. All tests share the folder and must not change it.
+
+    The test fixture `run` returns a copy that may be changed.
+    """
     folder = tmp_path_factory.mktemp("trained")
     assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0
     return folder / "run"
@@ -18,11 +21,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    """Write a tiny recipe and return its path. Its output folder is `tmp_path`/run."""
+    """Write a tiny recipe, and return its path. A run of the recipe writes to `tmp_path`/run."""
     return write_recipe(tmp_path)
 
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """Return a copy of the finished run, which a test may change."""
+    """Return the folder of a finished tiny run. The folder is a copy that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "run"))

@@ -1,8 +1,8 @@
-"""Test jobs that run on several ranks with gloo.
+"""Test jobs that run on several ranks (processes of torch.distributed) with the gloo backend.
 
-The ranks are forked from one process that has already imported everything. A job is a list of a
-function and its arguments. The function is named by its name in this module, or by module:name. All
-ranks run every job.
+A server process imports all modules once and then forks the ranks, because the imports are slow. A
+test sends jobs to the server. A job is the list [function, argument, …], where the function is a
+name in this module or "module:name". All ranks run every job.
 """
 
 import copy
@@ -73,12 +73,19 @@ CASES: dict[str, list[str]] = {
 
 
 def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
-    """Return a reward for every token, computed from the token's id and its position."""
+    """Compute a reward for every token from the token's id and its position.
+
+    Returns:
+        One list of rewards per completion.
+    """
     return [[float(i % 3) / (place + 1) for place, i in enumerate(ids)] for ids in completion_ids]
 
 
 class Apart(TransformersEngine):
-    """Engine that samples in a thread from a copy of the weights, without calling collectives."""
+    """Engine that samples in a thread, from a copy of the weights.
+
+    The copy is unsharded, so that sampling needs no collective calls.
+    """
 
     is_apart = True
 
@@ -89,7 +96,18 @@ class Apart(TransformersEngine):
 
 # ------------------------------------------------------------------------------------- Jobs
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
-    """Train with the settings CASES[case], and return the exit code, the error or the counts."""
+    """Train with the settings `CASES[case]`, and return how the training ended.
+
+    Args:
+        case: Key of `CASES`.
+        kind: The setting `distributed` ("ddp", "fsdp2" or "hsdp"). None trains without ranks.
+        folder: The output folder.
+        *words: Further settings.
+
+    Returns:
+        A dictionary with the exit `code` after a signal, or with `error` and its `text`, or with
+        the numbers of `skipped` steps and of `tokens` per micro-batch.
+    """
     given = [] if kind is None else [f"distributed={kind}"]
     if kind == "hsdp":
         given.append("distributed_replicas=2")
@@ -106,14 +124,27 @@ def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, An
 
 
 def train_until(case: str, kind: str, folder: str, rank: int, passes: int, *words: str) -> Any:
-    """Train a case, but send `rank` a signal before its forward pass number `passes`."""
+    """Train a case, but send a signal to one rank before its forward pass number `passes`.
+
+    Returns:
+        The result of `train`, and the number of forward passes as `seen`.
+    """
     with MonkeyPatch.context() as patched:
         leave = Leave(patched, passes if distributed.rank() == rank else None)
         return {**train(case, kind, folder, *words), "seen": leave.passes}
 
 
 def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str) -> Any:
-    """Train a case with a full disk, or with a fault in the last rank's second update."""
+    """Train a case with a simulated fault, and return the result of `train`.
+
+    Args:
+        fault: "disk" makes every write of a checkpoint fail. "memory" and "nan" make the fourth
+            call of the loss on the last rank raise a MemoryError or return NaN.
+        case: Key of `CASES`.
+        kind: The setting `distributed`.
+        folder: The output folder.
+        *words: Further settings.
+    """
     calls, own = 0, gradients.packed_loss
     is_here = distributed.rank() == distributed.size() - 1
 
@@ -136,10 +167,13 @@ def train_with(fault: str, case: str, kind: str | None, folder: str, *words: str
 
 
 def raise_together(*kinds: str | None) -> Any:
-    """Raise the given error on each rank, and return the error that all ranks raise together.
+    """Raise the given error on each rank, and return the error that all ranks then raise together.
 
     Args:
-        kinds: name of the error's class for each rank, or None for no error.
+        kinds: For each rank the class name of its error, or None for no error.
+
+    Returns:
+        The class name and the message of the error.
     """
     said = kinds[distributed.rank()]
     error: BaseException | None = None
@@ -155,10 +189,10 @@ def raise_together(*kinds: str | None) -> Any:
 
 
 def track() -> Any:
-    """Start and finish a tracker on rank 0, and return the rows that it received.
+    """Start and finish a metrics tracker on rank 0, and return the rows that the tracker received.
 
-    The rows are gathered from all ranks, which fails if the tracker has destroyed the process
-    group.
+    All ranks gather the rows afterwards. The gather fails if finishing the tracker has destroyed
+    the process group.
     """
     from tests.train.test_trackers import Fake
 
@@ -171,7 +205,11 @@ def track() -> Any:
 
 
 def shards(case: str, kind: str, folder: str) -> Any:
-    """Train one step, and return the fractions of weights, gradients and moments on this rank."""
+    """Train one step, and return which fraction of the tensors this rank stores.
+
+    Returns:
+        The result of `train` and the fractions of `weights`, `grads` and Adam `moments`.
+    """
     found: dict[str, Any] = {}
 
     def looking(self: Any) -> float:
@@ -189,10 +227,9 @@ def shards(case: str, kind: str, folder: str) -> Any:
 
 
 def load_shards(*folders: str) -> Any:
-    """Load each model twice, once sharded and once directly, and compare the tensors.
+    """Load each model once sharded and once unsharded, and return the names of tensors that differ.
 
-    Return the names of tensors that differ. The sharded model receives its weights from rank 0,
-    which alone reads the files.
+    Only rank 0 reads the files of the sharded model and sends the weights to the other ranks.
     """
     apart = []
     for folder in folders:
@@ -223,7 +260,11 @@ def load_shards(*folders: str) -> Any:
 
 
 def load_large(megabytes: int) -> Any:
-    """Return the growth of this rank's memory, in MiB, while a model is loaded and sharded."""
+    """Return how much the memory of this rank grows while a model is loaded and sharded.
+
+    Returns:
+        A dictionary with the growth (`grown`) and the size of the model (`size`), in MiB.
+    """
     import resource
 
     fields = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
@@ -242,11 +283,11 @@ def load_large(megabytes: int) -> Any:
 
 
 def pass_unevenly() -> Any:
-    """Run a sharded model after a rollout in which each rank makes different forward passes.
+    """Train a sharded model after a rollout in which the ranks make different forward passes.
 
     Returns:
-        Two bools. The first is True if the layers are sharded again after the forward pass, the
-        second if all parameters have gradients.
+        Two bools. The first is True if the layers are sharded again after the forward pass of the
+        training. The second is True if all parameters have gradients.
     """
     fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
               "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
@@ -263,7 +304,10 @@ def pass_unevenly() -> Any:
 
 
 def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
-    """Train with different settings on every rank, and return the error or the result."""
+    """Train with different settings on every rank, and return the result of `train`.
+
+    The word `cd=FOLDER` changes the working folder of a rank.
+    """
     words = list(words_of_ranks[distributed.rank()])
     for word in [word for word in words if word.startswith("cd=")]:
         words.remove(word)
@@ -272,7 +316,11 @@ def train_apart(kind: str, folder: str, *words_of_ranks: list[str]) -> Any:
 
 
 def ended(folder: str, rank: int) -> Any:
-    """Kill `rank` during a training, and return the result and the seconds of every other rank."""
+    """Train on all ranks, but kill the process of `rank` in its first loss computation.
+
+    Returns:
+        On the other ranks, the result of `train` and the `seconds` until the training ended.
+    """
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.environ["ANOTHER_PORT"]}
     torch.distributed.destroy_process_group()
     if int(os.environ["RANK"]) == rank:
@@ -310,7 +358,10 @@ def child(rank: int, ranks: int, ports: tuple[str, str], jobs: list[Any], file: 
 
 
 def serve(folder: Path) -> None:
-    """Answer requests of the form [ranks, [job, …]] until the input ends."""
+    """Run the jobs that arrive on stdin, and write their results to the pipe `ANSWERS`.
+
+    A request is a JSON line [number of ranks, [job, …]]. The loop ends when stdin is closed.
+    """
     report.plot_runs = lambda *_: None  # type: ignore[assignment]
     import_all(folder)
     for number, line in enumerate(sys.stdin):
@@ -331,7 +382,10 @@ def serve(folder: Path) -> None:
 
 
 def import_all(folder: Path) -> None:
-    """Import everything that a run needs before forking, because imports are slower than a run."""
+    """Import all modules that a run needs, by training two tiny runs.
+
+    The forked processes then need not import them. The imports take longer than a tiny run.
+    """
     import peft  # noqa: F401
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
@@ -342,7 +396,7 @@ def import_all(folder: Path) -> None:
 
 
 class Ranks:
-    """Client of the process from which ranks are forked."""
+    """Client of the server process that forks the ranks. Calling the client runs jobs."""
 
     def __init__(self, folder: Path) -> None:
         self.log = (folder / "log").open("w", encoding="utf-8")
@@ -353,7 +407,11 @@ class Ranks:
         )  # fmt: skip
 
     def __call__(self, ranks: int, *jobs: list[Any], timeout: float = 240) -> list[list[Any]]:
-        """Return the results of the jobs for every rank, and an empty list for a rank that died."""
+        """Run jobs on the given number of ranks, and return their results.
+
+        Returns:
+            One list per rank with the results of its jobs. The list of a rank that died is empty.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         late = threading.Timer(timeout, self.kill)
         late.start()
@@ -378,7 +436,11 @@ class Ranks:
 
 # ------------------------------------------------------------------------ Comparison of runs
 def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each number in a run's folder, and the bytes of prompts.jsonl."""
+    """Yield (name, value) for all results of a run that must not depend on the number of ranks.
+
+    The results are the logged metrics except timings, the saved tensors, and the bytes of
+    prompts.jsonl.
+    """
     rows = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for number, row in enumerate(rows):
         for name, value in json.loads(row).items():
@@ -392,9 +454,10 @@ def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[str]:
-    """Return the values of two runs that differ by more than a tolerance.
+    """Return a description of each value that differs between the folders of two runs.
 
-    The tolerance is relative for values above 1. A tolerance of 0 requires the same bits.
+    The tolerance is relative for values above 1 and absolute for smaller values. A tolerance of 0
+    requires the same bits.
     """
     ours, theirs = dict(numbers(folder)), dict(numbers(expected))
     apart = [f"{name} is missing" for name in ours.keys() ^ theirs.keys()]
@@ -408,7 +471,8 @@ def differences(folder: Path, expected: Path, tolerance: float = 1e-5) -> list[s
 
 
 if __name__ == "__main__":
-    # Redirect the output of the runs to the log, so that the pipe contains only answers.
+    # Redirect stdout of the runs to the log file, so that the pipe to the client contains only
+    # the results of the jobs.
     ANSWERS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(Path(sys.argv[1]))

@@ -27,7 +27,7 @@ RAISE_IF_ASKED = Stopping.raise_if_asked
 
 
 def opened(folder: Path, config: Any, **options: Any) -> RunReport:
-    """Return the report of a new run in a folder."""
+    """Create the folder of a new run, and return the `RunReport` that writes the run's logs."""
     config = config.model_copy(update={"output_dir": str(folder)})
     report = RunReport(folder, config.log, config.steps, **options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,13 +41,17 @@ def config_of(folder: Path, *overrides: str, recipe: str = "sort") -> Any:
 
 
 def run(folder: Path, *overrides: str, recipe: str = "sort") -> dict[str, Any]:
-    """Start or resume a run, and return its result."""
+    """Start or resume a training run in `folder`, and return its results (see `result`)."""
     loop.train(config_of(folder, *overrides, recipe=recipe))
     return result(folder)
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """Return all results of a run that must not depend on an interruption."""
+    """Read all results of a run that must be the same if the run is interrupted and resumed.
+
+    The results are the metrics except timings, the prompts, the completions, parts of the summary,
+    and the bytes of every saved tensor.
+    """
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [{k: v for k, v in json.loads(x).items() if not is_timing(k)} for x in lines]
     found: dict[str, Any] = {
@@ -68,11 +72,11 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 class Leave:
-    """Sends a run a signal at the `at`-th call of `raise_if_asked`, and counts the calls.
+    """Patch that sends SIGTERM to a run at the `at`-th call of `Stopping.raise_if_asked`.
 
-    `raise_if_asked` is called at each forward pass and at the end of each step. Calls of the
-    self-check and a warm start are not counted, because nothing can be saved yet. With `before`,
-    only these early calls are counted.
+    A run calls `raise_if_asked` at each forward pass and at the end of each step. The attribute
+    `passes` counts the calls. Calls of the self-check and of a warm start do not count, because
+    the run cannot save a checkpoint yet. If `before` is True, only these early calls count.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Leave:
         self.passes = 0
 
         def ask(stopping: Stopping, *_: Any) -> None:
-            # Once the Saver exists, it sets `may_stop`. This marks the end of the early calls.
+            # The early calls end when a `Saver` exists. It replaces the function `may_stop`.
             has_saver = stopping.may_stop.__module__ == Saver.__module__
             if has_saver != before:
                 self.passes += 1

@@ -27,7 +27,10 @@ FRESH = "model.lora={r: 2, alpha: 4}"
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """Save an adapter with nonzero weights, its base model, and the merged model."""
+    """Save a base model, a LoRA adapter with nonzero weights, and the merged model.
+
+    Return the folder that contains all three.
+    """
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -96,8 +99,8 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     assert parts[1] == whole[1]  # the run of one step ends with an evaluation
     saved = merged_weights(tmp_path / "whole" / "model")
     assert_same(merged_weights(tmp_path / "parts" / "model"), saved, 0)
-    # Export the checkpoint, which merges the adapter into the base model. The result must equal the
-    # model that the run saved.
+    # The export merges the adapter into the base model. The merged weights must equal the model
+    # that the run saved at its end.
     export(tmp_path / "parts", tmp_path / "exported")
     assert_same(merged_weights(tmp_path / "exported"), saved, 0)
     config = ModelConfig(

@@ -25,12 +25,15 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def holds(checkpoint):
-    """Return True if a checkpoint contains completions that were sampled ahead."""
+    """Return True if a checkpoint contains completions that were sampled for the next step."""
     return any(name.startswith("ahead.") for name in stored_in(checkpoint / "weights"))
 
 
 class Apart(ranks.Apart):
-    """Engine that samples in a thread and waits for an update of the policy before it samples."""
+    """Engine that samples in a thread, and only after the trainer has updated the policy.
+
+    `overlapped` counts the calls that sampled in the thread during the training of the policy.
+    """
 
     def __init__(self, policy, options):
         super().__init__(policy, options)
@@ -54,7 +57,10 @@ class Apart(ranks.Apart):
 
 @pytest.fixture
 def apart(monkeypatch):
-    """Make runs build engines of class `Apart`, which are notified of every update."""
+    """Make runs build engines of class `Apart`, and return the list of these engines.
+
+    Each optimizer update sets the event `moved` of the newest engine.
+    """
     built, apply = [], Optimizer.apply
 
     def applied(self):
@@ -70,7 +76,7 @@ def apart(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the result of an uninterrupted run."""
+    """Return the result of an uninterrupted run with `rollout.ahead`."""
     return run(tmp_path_factory.mktemp("ahead") / "whole", *AHEAD)
 
 
@@ -87,8 +93,8 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
                      for x in (whole, plain))  # fmt: skip
     assert asked == others and len(asked) == 6
-    # Compare with a run without `rollout.ahead`. Step 1 must be equal. Step 2 uses the same random
-    # numbers but older weights.
+    # In a run without `rollout.ahead`, step 1 must be the same. Step 2 must differ, because
+    # `rollout.ahead` samples it with older weights.
     others = training_rows(plain)
     assert rows[0]["reward"] == others[0]["reward"] and "sampling/staleness/max" not in others[0]
     assert rows[1] != others[1]
@@ -128,7 +134,10 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
 
 
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
-    """Check that sampling during training gives the same result as sampling before training."""
+    """Check that a run that samples in a thread during training has the same results.
+
+    The run is compared with a run that samples before the training of each step.
+    """
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
     found = run(tmp_path / "apart", *options)
     assert [engine.overlapped for engine in apart] == [2]
@@ -139,9 +148,9 @@ def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, a
 
 
 def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
-    """Check that a run resumed from any checkpoint ends with the same bits.
+    """Check that a run that resumes from any of its checkpoints has bitwise the same results.
 
-    The later checkpoints are deleted first, as if the run had been killed before writing them.
+    The test deletes the later checkpoints, as if the run had been killed before writing them.
     """
     options = [*AHEAD, "steps=4", "checkpoint.every=1", "checkpoint.keep=9", "minibatches=2"]
     whole = run(tmp_path / "whole", *options)
@@ -156,7 +165,10 @@ def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
 
 
 def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
-    """Check that the checkpoint has the current rollout, and that the next one is sampled again."""
+    """Check a signal that arrives while the engine samples ahead for step 3.
+
+    The checkpoint must contain the samples of step 2, and the resumed run must sample step 3 again.
+    """
     begin = Collector.begin_ahead
 
     def begun(self, step, clock):

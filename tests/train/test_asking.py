@@ -26,7 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Create a model without a chat template, and one with a chat template."""
+    """Save a model without a chat template and a model with one, and return both folders."""
     folder = tmp_path_factory.mktemp("models")
     plain, chat = (tiny_folder(folder / name, seed=0) for name in ("plain", "chat"))
     tokenizer = AutoTokenizer.from_pretrained(chat)
@@ -122,7 +122,11 @@ def test_a_folder_that_does_not_exist_is_named(questions):
 
 
 def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
-    """Check that a bare number is strictly right only if the data request no answer format."""
+    """Check that strict scoring accepts a bare number only if the prompt requests no answer format.
+
+    If the prompt or the solution shows a format, such as `#### 4`, the answer must have this
+    format.
+    """
     from grpo_fast.data import Example
     from grpo_fast.rewards import scorer_for
 
@@ -144,7 +148,11 @@ def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
 
 
 def test_the_file_of_plain_numbers_end_to_end(models, tmp_path, monkeypatch):
-    """Check that only completions that are exactly the number count as strictly right."""
+    """Check the accuracies that `grpo-fast eval` writes for data whose answers are plain numbers.
+
+    A completion that is exactly the number is strictly right. A completion that contains the number
+    in a sentence is only leniently right.
+    """
     lines = [{"question": f"{i}?", "answer": i} for i in range(4)]
     file = write_lines(tmp_path / "q.jsonl", *lines)
     monkeypatch.setattr(rollout, "generate", lambda *_, **__: _said("0", "1", "it is 2", "9"))

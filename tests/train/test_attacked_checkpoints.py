@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """Return a copy of a run that has a checkpoint of each of its two steps."""
+    """Return a copy of the folder of a run that has a checkpoint for each of its two steps."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -57,7 +57,7 @@ def is_refused(folder: Path, said: str, *words: str) -> None:
 
 
 def sign(checkpoint: Path) -> None:
-    """Rewrite the manifest with the hashes of the current files, as an attacker would."""
+    """Rewrite the manifest so that its hashes match the changed files, as an attacker would."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = (path for path in checkpoint.rglob("*") if path.is_file())
     manifest["files"] = {
@@ -69,7 +69,10 @@ def sign(checkpoint: Path) -> None:
 
 
 def change(checkpoint: Path, path: str, value: Any) -> None:
-    """Set the value at a dotted path of state.json, or delete the path if the value is DELETE."""
+    """Set the value at a dotted path of state.json, and rewrite the manifest.
+
+    The value DELETE removes the key at the path.
+    """
     state = json.loads((checkpoint / "state.json").read_text())
     *above, last = (int(x) if x.isdigit() else x for x in path.split("."))
     place = state
@@ -135,7 +138,7 @@ def test_tensors_that_do_not_fit_are_refused(folder, newest, kind):
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run whose checkpoint contains the samples of the next step."""
+    """Return the folder of a run whose checkpoint contains samples for the next step."""
     folder = tmp_path_factory.mktemp("ahead") / "run"
     run(folder, *WORDS, *AHEAD, "steps=3", "checkpoint.keep=2")
     shutil.rmtree(checkpoints_in(folder)[0])
@@ -199,7 +202,11 @@ def test_no_file_is_unpickled_or_executed(folder, newest, tmp_path, monkeypatch)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
-    """Check that a checkpoint with a pipe counts as damaged, and that a log must not be a pipe."""
+    """Check that reading a named pipe in a run's folder gives an error and does not block.
+
+    A pipe in a checkpoint makes the checkpoint damaged. A pipe in place of metrics.jsonl makes the
+    resume fail.
+    """
     for name in ("manifest.json", "state.json", FILE):
         (newest / name).rename(newest.parent / "aside")
         os.mkfifo(newest / name)
@@ -212,7 +219,11 @@ def test_a_pipe_in_place_of_a_file_does_not_block(folder, newest):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_json_without_an_end(folder, newest, tmp_path, name):
-    """Check that deep JSON, a number of a million digits and text that is not JSON are refused."""
+    """Check that malformed and hostile JSON in a checkpoint is refused with an error message.
+
+    The texts include a million nested lists, a number of a million digits, and text that is not
+    JSON.
+    """
     for text in ("[" * 10**6, '{"a":' * 10**6, "1" * 10**6, "", '{"format": 1e999}', "null"):
         (newest / name).write_text(text)
         if name == "manifest.json":
@@ -259,7 +270,7 @@ def test_a_run_is_exported_from_its_newest_complete_checkpoint(folder, newest, t
 
 
 def test_an_exported_config_is_data(newest, tmp_path):
-    """Check that a checkpoint's config builds no endless layers and loads no hub kernel."""
+    """Check that an export refuses a model config with too many layers or with a hub kernel."""
     words = "export", str(newest), str(tmp_path / "out")
     change(newest, "settings.model.config.num_hidden_layers", 10**7)
     assert refused(invoke(*words), "num_hidden_layers: expected 0 to")
@@ -277,7 +288,10 @@ def contents(place: Path) -> dict[Path, bytes]:
 
 
 def test_another_format_is_not_damage(folder, newest, tmp_path):
-    """Check that a run with another format is refused but not treated as damaged."""
+    """Check that a checkpoint of a different format version is refused but not treated as damaged.
+
+    A damaged checkpoint would be renamed, and the run would resume from an older checkpoint.
+    """
     before = contents(folder / "checkpoints")
     for was in (5, 7):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
@@ -307,7 +321,10 @@ def test_the_folder_is_locked_before_anyone_looks_and_free_at_the_end(folder, mo
 
 @pytest.mark.parametrize("owner, name", [(build, "load_policy"), (resume, "read_tensors")])
 def test_a_start_that_fails_changes_nothing(folder, monkeypatch, owner, name):
-    """Check that a failed start leaves the logs unchanged, so that the run can be resumed."""
+    """Check that a resume that fails while loading changes no file of the run.
+
+    The run can then be resumed again.
+    """
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "half')
     files = contents(folder)

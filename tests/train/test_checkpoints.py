@@ -64,13 +64,17 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Return the folder of a run with checkpoints of its three steps, and the result of the run."""
+    """Train three steps with a checkpoint after each. Return the folder and the run's results."""
     folder = tmp_path_factory.mktemp("kept") / "run"
     return folder, run(folder, *EVERY)
 
 
 def left_at(folder, monkeypatch, at, *overrides, **options):
-    """Start a run that a signal ends at its `at`-th forward pass or end of a step."""
+    """Start a run, end it with a signal, and check its exit code.
+
+    The signal arrives at the `at`-th call of `raise_if_asked`. A run calls this function at each
+    forward pass and at the end of each step.
+    """
     leave = Leave(monkeypatch, at)
     with pytest.raises(Stopped) as stopped:
         run(folder, *overrides, **options)
@@ -85,7 +89,10 @@ def same(found, expected):
 
 
 def check_everywhere(tmp_path, monkeypatch, places, *overrides, **options):
-    """Interrupt a run at each of the given fractions of its forward passes, and resume it."""
+    """Check that an interrupted and resumed run has the same results as an uninterrupted run.
+
+    `places` are the fractions of the run's forward passes at which the run is interrupted.
+    """
     counted = Leave(monkeypatch, None)
     whole = run(tmp_path / "whole", *overrides, **options)
     assert {"model/model.safetensors:lm_head.weight", "metrics", "prompts", "page"} <= whole.keys()
@@ -102,9 +109,9 @@ def test_a_run_that_was_left_goes_on_bit_for_bit(tmp_path, monkeypatch, kind):
 
 
 def test_torchs_own_random_numbers_go_on_bit_for_bit(tmp_path, monkeypatch):
-    """Check that a resumed step repeats its draws from torch's generator.
+    """Check that a resumed run draws the same numbers from torch's global random generator.
 
-    Dropout and engines can draw from this generator.
+    Dropout and rollout engines can use this generator.
     """
     loss, decode = gradients.packed_loss, hf.decode
 
@@ -184,13 +191,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, kept, caplog, damage):
     name = file.relative_to(newest)
     assert f"{newest} is damaged and passed over: {name}" in caplog.text
     assert len(list(newest.parent.glob(f"{newest.name}.damaged-*"))) == 1
-    # The run wrote the damaged checkpoint again.
+    # The resumed run has repeated the step and written a new checkpoint in the same place.
     assert problem_of(newest) is None and problem_of(before) is None
 
 
 STEP = "step_000002"
-# Points in a save at which the process is killed. Each entry has the function whose call is
-# interrupted, and a condition on the index of the call and its arguments.
+# Points at which the process is killed while it saves a checkpoint. Each entry has the owner and
+# the name of a function, and a condition on the number of the call (from 1) and its arguments. The
+# call for which the condition is true is interrupted.
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "first file": (PreTrainedTokenizerBase, "save_pretrained", lambda n, *_: n == 2),
     "weights": (checkpoint, "write_tensors", lambda n, *_: n == 2),
@@ -202,9 +210,9 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_end_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, kept, monkeypatch, place):
-    """Check that a run killed during a save resumes from the previous checkpoint.
+    """Check that a run that is killed while it saves a checkpoint resumes from the previous one.
 
-    The unfinished files stay in the folder, as after kill -9.
+    The killed process leaves an unfinished checkpoint, and the resumed run deletes it.
     """
 
     class Killed(BaseException):
@@ -296,7 +304,10 @@ def test_a_signal_is_remembered_until_the_next_pass(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, steps, kills", [(1, 60, (2, 1, 1)), (2, 16, (1, 1, 0))])
 def test_a_run_that_is_killed_goes_on_bit_for_bit(ranks, steps, kills):
-    """Check that a run resumes with the same bits after SIGKILL in saves and at other moments."""
+    """Check that a run that is killed and resumed several times has bitwise the same results.
+
+    SIGKILL arrives while a checkpoint is saved, in a rollout, or at a random time.
+    """
     words = ["--ranks", str(ranks), "--steps", str(steps)]
     for name, count in zip(("saves", "rollouts", "moments"), kills, strict=True):
         words += [f"--{name}", str(count)]

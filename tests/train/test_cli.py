@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder
 
 
 def test_help_and_version_load_nothing_heavy():
-    """Check that help and version import neither torch nor pydantic."""
+    """Check that `--help` and `--version` do not import torch or other slow packages."""
     code = (
         "import sys, types\n"
         "package = sys.modules['grpo_fast'] = types.ModuleType('grpo_fast')\n"
@@ -113,7 +113,10 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
 
 
 def test_a_folder_that_this_locale_cannot_name(tmp_path):
-    """Check that the error appears before any work is done."""
+    """Check that an output folder with a name that ASCII cannot express is refused at the start.
+
+    The locale of the process is ASCII.
+    """
     (tmp_path / "r.yaml").write_text(RECIPE.replace("OUT", f"{tmp_path}/läufe"), encoding="utf-8")
     result = in_a_process("train", str(tmp_path / "r.yaml"), **ASCII)
     assert result.returncode == 2, result.stderr

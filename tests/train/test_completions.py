@@ -30,7 +30,7 @@ HOSTILE = (
 
 
 def row(**changes):
-    """Return a row of two tokens in the format of `rows_of`."""
+    """Return one completion of two tokens in the format that `rows_of` returns."""
     fields = {
         "group": 0, "prompt": "1 2 =", "completion": "1 2", "answer": "1 2", "extracted": "1 2",
         "extracted_lenient": "1 2", "correct": True, "reward": 1.0, "rewards/f": 1.0,
@@ -41,7 +41,7 @@ def row(**changes):
 
 
 class Walk(HTMLParser):
-    """Parser that collects the elements of a page and the text that a reader sees."""
+    """HTML parser that collects the elements, the attributes and the visible text of a page."""
 
     def __init__(self, html):
         super().__init__()
@@ -67,9 +67,9 @@ class Walk(HTMLParser):
 
 
 def collected(advantages):
-    """Return a tokenizer, examples, and a batch of two groups with two samples each.
+    """Return a tokenizer, examples, and a batch with two groups of two samples.
 
-    Only the third sample is sorted wrongly.
+    The task is to sort digits. Only the third sample is wrong.
     """
     tokenizer = build_symbol_tokenizer(["1", "2", "3", "="])
     texts = ["1", "1 2", "2 1", "1 2"]
@@ -105,7 +105,7 @@ def test_rows_hold_what_a_completion_was_given():
     assert math.isnan(third["reward"]) and math.isnan(third["rewards/f"])
     assert rows[3]["correct"] is True and rows[3]["rewards/f"] == 0.5 and rows[3]["truncated"]
     assert rows[1]["advantage"] == -0.5 and rows[1]["advantages"] == [-0.5, -0.5]
-    # Check the rows again with one advantage per token. The advantage of a completion is the mean.
+    # With one advantage per token, the advantage of a completion is the mean over its tokens.
     by_token = [[1.0], [2.0, 4.0], [0.0, 3.0, 0.0], [5.0, 6.0]]
     rows = rows_with(given, by_token=by_token)
     assert [r["advantages"] for r in rows] == by_token
@@ -181,8 +181,8 @@ def test_hostile_text_stays_text_and_the_policy_allows_the_style_sheet_alone(tmp
     links = [value for _, name, value in seen.attributes if name == "href"]
     assert links == ["#s1"]
     shown = HOSTILE.replace("\x1b", r"\x1b").replace("\u202e", r"\u202e")
-    # The hostile text appears in title, heading, prompt, answer, the answers of two completions, a
-    # reward's name, and two tokens.
+    # The page shows the hostile text nine times: in the title, the heading, the prompt, the correct
+    # answer, the answers of two completions, the name of a reward, and two tokens.
     assert seen.text.count(shown) == 9
     assert "\x1b" not in html and "\u202e" not in html
     html = hostile_page(tmp_path)

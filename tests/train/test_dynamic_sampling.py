@@ -32,7 +32,10 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `generate` and return the list of its calls. Completion i of prompt p is `p i`."""
+    """Replace `generate`, and return the list of its calls (prompts and seed).
+
+    The text of completion i of prompt "p" is "p i".
+    """
     calls = []
 
     def generate(policy, prompts, options, *, group_size, seed, engine):
@@ -65,9 +68,10 @@ def collected(queue, rewards, config, step=1):
 
 
 def by_table(table, watched=None):
-    """Return a reward set that reads the two rewards of each prompt from a table.
+    """Return a reward set that looks up the rewards of a prompt's two completions in `table`.
 
-    Prompts that are not in the table have the rewards 0 and 0.
+    Both rewards are 0 for a prompt that is not in the table. `watched` is an additional reward
+    function with weight 0.
     """
 
     def total(*, completions):
@@ -116,8 +120,8 @@ def test_dropped_groups_are_refilled_from_the_following_prompts(asked):
     table = {"p1": (0, 1), "p4": (1, 0), "p5": (0, 3)}
     queue = queue_of(9)
     found = collected(queue, by_table(table), configured("rollout.dynamic.rounds=4"), step=7)
-    # In the first round two of the groups p0, p1 and p2 are dropped, in the second round one of p3
-    # and p4. The group of p5 is kept.
+    # In round 1, p0 and p2 are dropped and p3 and p4 replace them. In round 2, p3 is dropped and p5
+    # replaces it. The group of p5 is kept.
     prompts, seeds = zip(*asked, strict=True)
     assert prompts == (["p0", "p1", "p2"], ["p3", "p4"], ["p5"])
     assert seeds == ((0, 7), (0, 7, 3), (0, 7, 5)) and queue.consumed == 6
@@ -186,8 +190,8 @@ def run(folder, *words):
 
 
 def test_a_run_with_refills_repeats_itself_and_says_what_it_asked(tmp_path):
-    # The weighted sum of rewards differs within every group. Only exact_match, which is equal in
-    # nearly every group, can cause dropped groups.
+    # `judged_by` must select exact_match, which has equal rewards in nearly every group. The
+    # weighted sum of the rewards differs within every group, so it would drop no group.
     words = ["rollout.dynamic={rounds: 2, judged_by: exact_match}", "data.digits=2",
              "data.symbols=3", "data.n_test=2", "rollout.max_new_tokens=2", "minibatches=2",
              "advantages=opo",

@@ -35,14 +35,20 @@ LONG = ["steps=100000", "eval.n=2", "log.completions_every=0"]
 
 
 def answer_signals():
-    """Reset signal handlers in a child process, because nohup and a shell's & ignore some."""
+    """Restore the default signal handlers in a child process.
+
+    If the tests run under nohup or in the background of a shell, some signals would be ignored.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def start():
-    """Return a function that starts `grpo-fast train`. Processes are killed after the test."""
+    """Return a function that starts `grpo-fast train` in a subprocess.
+
+    Processes that still run after the test are killed.
+    """
     processes = []
 
     def started(*words, under=()):
@@ -60,7 +66,7 @@ def start():
 
 
 def wait_for(folder, count, process, limit=120):
-    """Wait until the run has logged `count` lines."""
+    """Wait until the file metrics.jsonl in the folder of a run has `count` lines."""
     file, until = folder / "metrics.jsonl", time.monotonic() + limit
     while not file.is_file() or file.read_bytes().count(b"\n") < count:
         assert process.poll() is None, process.communicate()
@@ -72,7 +78,10 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def test_a_signal_saves_the_run_and_has_a_status_of_its_own(start, tmp_path):
-    """Check that SIGINT saves the run and ends it with the signal's exit status."""
+    """Check that SIGINT makes a run save a checkpoint and exit with status 75.
+
+    The worker processes of a reward function must end, too.
+    """
     rewards = tmp_path / "mine.py"
     rewards.write_text("def one(completions):\n    return [float(len(c)) for c in completions]\n")
     recipe = write_recipe(tmp_path)
@@ -107,7 +116,10 @@ def test_a_signal_before_there_is_anything_to_save(tmp_path, monkeypatch):
 
 
 def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(start, tmp_path):
-    """Check that SIGTERM to torchrun, which forwards it to every process, saves the run."""
+    """Check that SIGTERM to torchrun makes the run save one checkpoint.
+
+    torchrun forwards the signal to all of its processes.
+    """
     torchrun, folder = ["torch.distributed.run", "--nproc-per-node", "2", "-m"], tmp_path / "run"
     process = start(write_recipe(tmp_path), "distributed=ddp", *LONG, under=torchrun)
     wait_for(folder, 3, process)
@@ -119,7 +131,10 @@ def test_a_signal_to_torchrun_saves_the_run_of_all_its_processes(start, tmp_path
 
 
 def test_losing_stdout_ends_no_run(start, tmp_path):
-    """Check that a run continues if stdout is a closed pipe (`| head -1`) or a full device."""
+    """Check that a run continues if it cannot write to stdout.
+
+    The test uses a closed pipe, as after `| head -1`, and a full device.
+    """
     process = start(write_recipe(tmp_path), "log.save_model=false")
     process.stdout.close()
     process.stdout = None
@@ -134,9 +149,9 @@ def test_losing_stdout_ends_no_run(start, tmp_path):
 
 
 def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
-    """Check that a line whose write fails in the middle is removed from the log.
+    """Check that the log has no partial line after a failed write.
 
-    A limit on the file size simulates a disk that accepts only the beginning of a line.
+    A limit on the file size simulates a full disk that accepts only the beginning of a line.
     """
     file = JsonLines(tmp_path / "lines.jsonl")
     file.append([{"a": 1}])
@@ -166,9 +181,10 @@ TABLE = ["steps=3", "eval.every=1", "log.completions_every=1", "log.progress=fal
          "tokens_per_microbatch=400"]  # fmt: skip
 BEFORE, AFTER, NOTHING = "saved in RUN/step_000001", "saved in RUN/step_000002", "no checkpoint"
 NEWEST = "the newest checkpoint is RUN/step_000001"
-# Each entry contains the function that raises an error, the index (from 1) of the call that raises
-# (or an inclusive range of indices), and the error. Then it contains the expected end of stderr,
-# the expected exit status, and further settings.
+# Maps a description of an error to a tuple. The tuple contains the function that raises the error,
+# the number (from 1) of the call that raises it or an inclusive range of numbers, and the error.
+# Then it contains the expected text in the last line of stderr, the expected exit status, and
+# further settings of the run.
 ENDINGS: dict[str, tuple[Any, ...]] = {
     # The error occurs before the first update of step 2.
     "a reward's interrupt": (f"{COLLECTOR}.score", 2, KEY, BEFORE, 130),
@@ -209,10 +225,10 @@ def failing(monkeypatch, target, calls, error):
     """Patch a function so that some of its calls raise an error.
 
     Args:
-        monkeypatch: the pytest fixture.
-        target: dotted name of the function.
-        calls: index (from 1) of the call that fails, or an inclusive (first, last) range.
-        error: the error to raise.
+        monkeypatch: The pytest fixture.
+        target: Dotted name of the function.
+        calls: Number (from 1) of the call that fails, or an inclusive range (first, last).
+        error: The error to raise.
     """
     first, last = calls if isinstance(calls, tuple) else (calls, calls)
     owner, name = resolve(target)
@@ -238,7 +254,10 @@ def resolve(target):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return a function that returns the result of an uninterrupted run with given settings."""
+    """Return a function that trains an uninterrupted run and returns its results.
+
+    The argument of the function is a tuple of settings. Equal settings are trained only once.
+    """
     known = {}
 
     def whole(words):
@@ -253,7 +272,11 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_an_ending_leaves_a_checkpoint_and_names_it(tmp_path, monkeypatch, undisturbed, name):
-    """Check that the resumed run ends with the same bits as an uninterrupted run."""
+    """Check the checkpoint and the message that a run leaves when it ends with an error.
+
+    The checkpoint must not be damaged. The resumed run must have bitwise the same results as an
+    uninterrupted run.
+    """
     target, calls, error, said, code, *words = ENDINGS[name]
     recipe, root = write_recipe(tmp_path), tmp_path / "run" / "checkpoints"
     with monkeypatch.context() as patched:
@@ -272,10 +295,10 @@ def test_an_ending_leaves_a_checkpoint_and_names_it(tmp_path, monkeypatch, undis
 
 
 def test_an_update_that_is_cut_off_is_not_saved(tmp_path, monkeypatch):
-    """Check that no checkpoint is saved after an update that failed halfway.
+    """Check that no checkpoint is saved if AdamW raises an error in the middle of an update.
 
-    Fused AdamW does not increment the versions of the weights. Its step counters show that the
-    update has begun.
+    The run must detect from AdamW's step counters that the update has begun. The version counters
+    of the weights do not show this, because fused AdamW does not increment them.
     """
     step = torch.optim.AdamW.step
 
@@ -290,7 +313,10 @@ def test_an_update_that_is_cut_off_is_not_saved(tmp_path, monkeypatch):
 
 
 def test_a_signal_between_updates_waits_for_the_end_of_the_step(tmp_path, monkeypatch, undisturbed):
-    """Check that SIGTERM in the second update of step 2 lets the run finish and save the step."""
+    """Check that a run that gets SIGTERM between two updates of a step finishes the step first.
+
+    It then saves a checkpoint of the finished step and exits.
+    """
     own, calls = gradients.packed_loss, itertools.count(1)
 
     def loss(*arguments):
@@ -326,7 +352,10 @@ def test_the_third_bad_gradient_leaves_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_broken_weights_replace_no_checkpoint(tmp_path, monkeypatch):
-    """Check that NaN logits in step 3 write no checkpoint, and the message names the newest one."""
+    """Check that a run that ends because its logits are NaN does not save the broken weights.
+
+    The error message must name the newest checkpoint, which was saved before.
+    """
     failing(monkeypatch, f"{COLLECTOR}.generate", 3, NonFiniteLogits("the logits are NaN"))
     ended = invoke("train", write_recipe(tmp_path), *TABLE, "checkpoint.every=2")
     [saved] = checkpoints_in(tmp_path / "run")
@@ -345,7 +374,10 @@ def test_moments_that_fit_into_no_file_are_named(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_due_by_time(tmp_path, monkeypatch):
-    """Check that by default a checkpoint is written every 15 minutes, and two checkpoints stay."""
+    """Check that `checkpoint.every_minutes` writes checkpoints, of which the newest two remain.
+
+    The default is a checkpoint every 15 minutes. The value 0 disables these checkpoints.
+    """
     plan = config_of(tmp_path / "run").checkpoint
     assert (plan.every, plan.every_minutes, plan.keep) == (0, 15, 2)
     run(tmp_path / "run", "steps=4", "checkpoint.every_minutes=1e-9")

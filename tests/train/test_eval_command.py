@@ -31,7 +31,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Write a recipe with three test questions, and return its path."""
+    """Write a recipe whose data set has three test questions. Return the path of the recipe."""
     for name, count in (("train", 2), ("test", 3)):
         lines = [{"question": f"{name} {i}+2?", "answer": f"#### {i + 2}"} for i in range(count)]
         write_lines(tmp_path / f"{name}.jsonl", *lines)
@@ -42,7 +42,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def asked(spied):
-    """Return the list of calls of `rollout.generate`."""
+    """Record all calls of `rollout.generate`, and return the list of calls."""
     return spied(rollout, "generate")
 
 

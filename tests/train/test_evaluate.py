@@ -20,7 +20,10 @@ NUMBERS = functools.partial(scorer_for, "gsm8k")
 
 
 def asked(replies):
-    """Return a function that answers with replies[prompt][sample], and the list of its calls."""
+    """Return a replacement for the `generate` function, and the list of its calls.
+
+    The completion of a prompt's i-th sample is `replies[prompt][i]`.
+    """
     calls = []
 
     def generate(prompts, *, samples, temperature, seed):
@@ -101,7 +104,10 @@ def test_majority():
 
 
 def test_a_vote_is_of_whole_blocks_of_k():
-    """Check that samples after the last complete block of k are not used."""
+    """Check that maj@k splits the samples of a question into blocks of k and averages the blocks.
+
+    Samples after the last complete block are not used.
+    """
     said = {"q0": [1, 1, 1, 9, 9], "q1": [9, 1, 1, 9, 1]}
     generate, _ = asked({q: [f"#### {x}" for x in answers] for q, answers in said.items()})
     options = {"samples": 5, "temperature": 1.0, "k": (2, 3, 4, 5)}
@@ -132,11 +138,9 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error():
 
 # ------------------------------------------------------ Two models: the sign-flip test
 def by_counting(differences):
-    """Compute the p-value of the sign-flip test exactly.
+    """Compute the exact p-value of the sign-flip test by trying all choices of signs.
 
-    It is the fraction of all sign choices whose sum is at least as far from 0 as the observed sum.
-
-    The sums are exact fractions.
+    The p-value is the fraction of choices whose sum is at least as far from 0 as the observed sum.
     """
     exact = [Fraction(d).limit_denominator(10**6) for d in differences]
     found, far = abs(sum(exact)), 0

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def words(tmp_path):
-    """Return command-line arguments for a run with custom data, reward and model files."""
+    """Write data, reward and model files. Return the command-line arguments of a run with them."""
     data = questions(tmp_path / "data", 8, 8)
     (tmp_path / "mine.py").write_text(REWARD)
     model = tiny_folder(tmp_path / "tiny", "llama")
@@ -35,7 +35,10 @@ def words(tmp_path):
 
 
 def lines(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], Any]:
-    """Return a function that rewrites the lines of a data split with `change`."""
+    """Return a function that applies `change` to the lines of a data file.
+
+    `name` is the split, "train" or "test".
+    """
 
     def rewrite(folder: Path) -> None:
         file = folder / "data" / f"{name}.jsonl"
@@ -63,7 +66,10 @@ CHANGES = {
 
 
 def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
-    """Check that a resume refuses and names each changed file, and accepts it if it is allowed."""
+    """Check that a resume is refused if a data, reward or model file has changed.
+
+    The message must name the change. If `resume_allow` contains the kind of file, the run resumes.
+    """
     folder = tmp_path / "run"
     run(folder, *words, recipe="gsm8k-smollm2-1.7b")
     logs = (folder / "metrics.jsonl").read_bytes()
@@ -83,7 +89,8 @@ def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
     allowed = ["resume_allow=[rewards]", "log.progress=true"]
     rows = run(folder, *again, *allowed, recipe="gsm8k-smollm2-1.7b")["metrics"]
     assert rows[-1]["step"] == 3
-    # The resumed run has stored the new fingerprint, so it can resume again without `resume_allow`.
+    # The resumed run has stored the fingerprint of the changed file, so the next resume needs no
+    # `resume_allow`.
     run(folder, *words, "resume=auto", "steps=4", recipe="gsm8k-smollm2-1.7b")
 
 

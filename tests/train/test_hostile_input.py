@@ -29,8 +29,8 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
     assert refused(result, "grpo-fast: unexpected KeyError: '\\x1b[31mboo'", code=1)
     shown = invoke("eval", str(run), "--debug")
     assert shown.exit_code == 1 and "Traceback" in shown.stderr and ESCAPE not in shown.stderr
-    # The error for a missing package must be raised unchanged, because `__main__` converts it to a
-    # message that names the extra to install.
+    # ModuleNotFoundError must not be converted to a message here. `__main__` catches this error and
+    # prints which extra of the package the user should install.
     error = ModuleNotFoundError("No module named 'peft'", name="peft")
     monkeypatch.setattr(EVAL, Mock(side_effect=error))
     with pytest.raises(ModuleNotFoundError):
@@ -151,9 +151,10 @@ def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, sai
 
 
 def test_the_last_position_is_used(tmp_path):
-    """Check that 16 positions allow thirteen new tokens after a prompt of four tokens.
+    """Check that a model with 16 positions may sample 13 new tokens after a prompt of 4 tokens.
 
-    The last token needs no position, because it is not fed back to the model.
+    These are 17 tokens, but the last sampled token needs no position, because the model does not
+    read it.
     """
     words = (CONFIG, "rollout.max_new_tokens=13", "steps=1", "log.progress=false")
     assert invoke("train", write_recipe(tmp_path), *words).exit_code == 0

@@ -51,7 +51,7 @@ OPTIONS = [CHECKPOINTING, OFFLOAD, {"tiled_mlp": 7}, {**OFFLOAD, "tiled_mlp": 5}
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)))
 def test_options_change_no_gradient(family, options):
-    """Check that loss and gradients agree with those of a model without options, in fp64."""
+    """Check that memory options of the model change neither the loss nor the gradients, in fp64."""
     loss, gradients = loss_and_gradients(fp64_policy(family))
     other, theirs = loss_and_gradients(fp64_policy(family, **options))
     assert other == pytest.approx(loss, rel=1e-6)
@@ -59,7 +59,7 @@ def test_options_change_no_gradient(family, options):
 
 
 def compare(found, expected, tolerance):
-    """Check that gradients agree, relative to the largest entry of each gradient."""
+    """Check that gradients agree to a tolerance, relative to the largest entry of each gradient."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = tolerance * float(gradient.abs().max())
@@ -67,7 +67,10 @@ def compare(found, expected, tolerance):
 
 
 def test_options_are_in_force(spied):
-    """Check that the options are active. The other tests also pass if an option does nothing."""
+    """Check that the memory options reduce or move the tensors that autograd saves.
+
+    The other tests would also pass if an option had no effect.
+    """
     kept, moved = [], spied(torch.autograd.graph, "save_on_cpu")
 
     def saved(policy):
@@ -85,9 +88,9 @@ def test_options_are_in_force(spied):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_attention_may_be_chosen_inside_a_checkpointed_layer(offload):
-    """Check that the attention kernel's self-test can run inside a checkpointed layer.
+    """Check that the attention kernel can be selected inside a checkpointed layer.
 
-    The self-test runs at the first input of each kind.
+    The selection runs a self-test of the kernel at the first input of each kind.
     """
     dispatch.choose.cache_clear()
     policy = fp64_policy(gradient_checkpointing=True, checkpoint_offload=offload)
@@ -100,24 +103,25 @@ def test_tiles_see_no_more_rows_than_asked_for():
         rows = lambda _, args: seen.append(args[0].shape[-2])  # noqa: E731
         layer.mlp.down_proj.register_forward_pre_hook(rows)
     loss_and_gradients(policy)
-    # There are T = 11 + 5 + Σ(C − 1) = 36 rows. In each of the 3 layers a tile runs once in the
-    # forward pass, and once more for its backward pass.
+    # The packed batch has 11 + 5 prompt rows and C − 1 rows for each completion of C tokens, in
+    # total 36 rows. Each of the 3 layers computes its MLP twice, in the forward pass and again in
+    # the backward pass.
     assert max(seen) == 7 and sum(seen) == 2 * 3 * 36
     with pytest.raises(ValueError, match="model.tiled_mlp: Linear has no dense MLP"):
         tile_mlps(torch.nn.Linear(2, 2), 4)
 
 
 def owner(module):
-    """Return the module whose forward is called, for a tiled MLP or a fast layer."""
+    """Return the module whose data the replaced `forward` of a tiled MLP or fast layer uses."""
     forward = module.forward
     return forward.__self__ if hasattr(forward, "__self__") else forward.args[0]
 
 
 def test_a_tile_repeats_its_dropout_in_the_backward_pass():
-    """Check that the second computation of a tile draws the dropout mask of the first one.
+    """Check that a tiled MLP uses the same dropout mask in the forward and the backward pass.
 
-    With identity weights, the gradient of the sum is the scaled mask, which is the output for an
-    input of ones.
+    The backward pass computes each tile again. With identity weights and an input of ones, the
+    output is the scaled mask, and so is the gradient of its sum.
     """
 
     class MLP(torch.nn.Module):
@@ -199,9 +203,9 @@ def test_states_that_need_a_package_name_it(monkeypatch):
 
 
 def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
-    """Check an optimizer whose learning rate is a tensor that must be filled in place.
+    """Check that a learning rate that an optimizer stores as a tensor is changed in place.
 
-    torchao's optimizers store the rate in this way.
+    The optimizers of torchao store the learning rate in this way.
     """
 
     class TensorRate(torch.optim.SGD):
@@ -245,7 +249,11 @@ def problem():
 
 @pytest.mark.parametrize(("family", "budget"), [("llama", 1 << 40), ("qwen3", 700)])
 def test_shared_packed_and_padded_are_one_step(problem, family, budget):
-    """Check that loss, gradients and metrics agree with the padded step to 1e-5, in fp32."""
+    """Check that a training step has the same results with three ways of batching, in fp32.
+
+    The batch is padded, packed, or packed with shared prompts. Loss, gradients and metrics must
+    agree to 1e-5.
+    """
     model = tiny_model(family, vocab_size=VOCAB, max_position_embeddings=4096)
     chosen = options(tokens_per_microbatch=budget)
     providers = {name: prepare(name, model, problem, chosen) for name in NAMES}

@@ -33,9 +33,10 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """Return a function that makes call k of the trunk run out of memory if `fails(k, tokens)`.
+    """Return a function that makes some forward passes of the policy run out of memory.
 
-    The self-check before the run never fails.
+    Its argument `fails(k, tokens)` returns True if the k-th forward pass, with the given number of
+    tokens, must fail. The self-check before the run never fails.
     """
     original, calls = Policy.hidden, []
     check = loading.self_check
@@ -79,9 +80,12 @@ REUSED = ["inner_iterations=2", "minibatches=2"]
 def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
     tmp_path, no_room, caplog, error, room, overrides, where
 ):
-    """Check that the run equals a run with the lower budget from the start."""
-    # Memory runs out in every large forward pass, or only in the update. After the latter, the old
-    # log-probs must be computed again with the lower budget.
+    """Check that a run that runs out of memory lowers `tokens_per_microbatch` and continues.
+
+    Its results must equal the results of a run with the lower budget from the start.
+    """
+    # Memory runs out in every large forward pass, or only in forward passes with gradients. In the
+    # second case, the old log-probs must be computed again with the lower budget.
     every = where == "anywhere"
     no_room(lambda call, tokens: tokens > room and (every or torch.is_grad_enabled()), error)
     with caplog.at_level(logging.WARNING, "grpo_fast"):
@@ -94,7 +98,11 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 
 
 def test_out_of_memory_between_micro_batches_forgets_the_gradients_so_far(tmp_path, no_room):
-    """Check that gradients of the first micro-batch are cleared if the second one fails."""
+    """Check that the gradients are cleared if memory runs out in the second micro-batch.
+
+    The step starts again with a lower budget, so gradients of the first micro-batch must not count
+    twice.
+    """
     options = ["reference.kind=none", "loss.beta=0"]
     calls = no_room(lambda call, tokens: call == 2)
     lowered = sort_run(tmp_path / "lowered", *options, "tokens_per_microbatch=50")
@@ -127,8 +135,8 @@ def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatc
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
-    # The default budget depends on the machine's memory. With 8 GiB of host memory the batch needs
-    # no split.
+    # The default of `tokens_per_microbatch` depends on the memory of the machine. With 8 GiB the
+    # whole batch fits into one micro-batch, which the assertions below expect.
     monkeypatch.setattr("grpo_fast.train.update.budget.host_memory", lambda: 8 << 30)
     questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
@@ -140,7 +148,8 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     ])  # fmt: skip
     summary = loop.train(config)
     row = logged(tmp_path / "run")[-1]
-    # There are two groups of 16 samples. Each group stores the long prompt once.
+    # The batch has two groups of 16 samples. A group must contain its prompt of about 220 tokens
+    # only once.
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
     line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
@@ -166,7 +175,11 @@ def questions_in(prompt):
 
 @pytest.fixture
 def twins(tmp_path):
-    """Write five training questions. The third repeats the second, the test split the fourth."""
+    """Write a data set with repeated questions, and return its folder.
+
+    The third training question repeats the second one. The only test question repeats the fourth
+    training question.
+    """
     texts = ["One and one?", "Two and  two?", "two and two?", "Three and three?", "Five and five?"]
     lines = [{"question": text, "answer": f"It is {i}\n#### {i}"} for i, text in enumerate(texts)]
     write_lines(tmp_path / "train.jsonl", *lines)
@@ -178,9 +191,10 @@ def twins(tmp_path):
 @pytest.mark.parametrize("budget", [1500, 8192])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_real_shots(budget, split):
-    """Check that few-shot examples nearly fill the budget, and are different training questions.
+    """Check the worked examples that `shots_tokens` puts before each question of GSM8K.
 
-    The asked question must not be one of them.
+    They must nearly fill the token budget. They must be different training questions, and must not
+    contain the asked question.
     """
     pool = {question_key(e.prompt.removeprefix("Question: ").removesuffix("\nAnswer:"))
             for e in load(GSM8K)}  # fmt: skip

@@ -28,7 +28,11 @@ TOKENS = 1024
 
 
 def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
-    """Return a policy, its shape, its predicted memory, and a packed row of TOKENS tokens."""
+    """Build a tiny policy for measurements of memory.
+
+    Returns:
+        The policy, its `Shape`, its predicted memory, and a packed batch of `TOKENS` tokens.
+    """
     fields = {**SIZES, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
@@ -45,7 +49,10 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, trees=False, **options):
 
 
 def kept_bytes(policy, packed):
-    """Return the number of bytes, except weights, that autograd stores in a forward pass."""
+    """Run a forward pass, and return how many bytes autograd saves for the backward pass.
+
+    The weights do not count.
+    """
     weights, kept = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}, {}
 
     def pack(x):
@@ -61,7 +68,7 @@ def kept_bytes(policy, packed):
 
 
 def peak_bytes(step):
-    """Return the allocator's peak above the memory before the call, in bytes."""
+    """Call `step`, and return its peak memory in bytes, above the memory before the call."""
     gc.collect()  # garbage of other tests, if freed later, would lower the peak
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
@@ -81,7 +88,7 @@ def peak_bytes(step):
     ids=["plain", "checkpointing", "checkpointing-tiled", "tiled"],
 )
 def test_the_prediction_against_the_allocators_peak(dtype, options):
-    """Check that the peak of forward and backward is within 12% of the prediction."""
+    """Check that the peak memory of a forward and backward pass is within 12% of the prediction."""
     policy, _, memory, packed = a_trunk("llama", dtype, **options)
 
     def step():
@@ -93,7 +100,10 @@ def test_the_prediction_against_the_allocators_peak(dtype, options):
 
 
 def a_comb(turns, tokens):
-    """Return a packed conversation that branches at every turn."""
+    """Return a packed tree of conversations that share a trunk and branch off after every turn.
+
+    The trunk has `turns` turns with `tokens` tokens each.
+    """
     trunk = [n % 11 for n in range(turns * tokens)]
     samples = [
         (trunk[: n * tokens] + [11 + n % 2] * (tokens + 1), [0] * ((n + 1) * tokens) + [1])
@@ -103,10 +113,10 @@ def a_comb(turns, tokens):
 
 
 def test_the_prediction_for_deep_trees_against_the_allocators_peak():
-    """Check that the prediction is within 12% where attention's backward pass is the peak.
+    """Check that the peak memory for a deep tree of conversations is within 12% of the prediction.
 
-    Wide queries and a tiled MLP lead to this case. The prediction for a shared prompt would be 25%
-    too low.
+    Because of wide queries and a tiled MLP, the peak is in the backward pass of the attention. The
+    prediction for batches without trees would be too low.
     """
     options = {**CHECKPOINTING, "tiled_mlp": 64, "head_dim": 32}
     policy, shape, memory, _ = a_trunk("llama", "float32", kv_heads=4, trees=True, **options)
@@ -126,9 +136,10 @@ def test_the_prediction_for_deep_trees_against_the_allocators_peak():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sums_of_a_deep_tree_take_what_the_model_says(dtype):
-    """Check that the predicted memory of attention's backward pass in a deep tree is within 5%.
+    """Check the predicted memory of the attention's backward pass for a deep tree, to within 5%.
 
-    The test's kernel computes nothing and allocates only its results.
+    The attention kernel is replaced by a kernel that only allocates its results, so that the test
+    measures only the memory of the tree's gradient sums.
     """
     layout, e = a_comb(15, 40).layout, dtype.itemsize
     kernel = Kernel(
@@ -158,9 +169,10 @@ def test_recorded_samples_are_planned_as_trees():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_the_prediction_against_what_autograd_keeps(family):
-    """Check that the prediction is within 2% of the bytes that autograd stores.
+    """Check that the predicted bytes per token are within 2% of the bytes that autograd saves.
 
-    The tensors of the final norm are subtracted, because they are freed earlier than the others.
+    The test subtracts the saved tensors of the final norm, because they are freed early in the
+    backward pass.
     """
     policy, shape, memory, packed = a_trunk(family, "float32")
     final_norm, head_norms = 2 * 4 * shape.hidden, 0
@@ -172,9 +184,9 @@ def test_the_prediction_against_what_autograd_keeps(family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_key_head_costs_what_autograd_keeps_for_it(dtype):
-    """Check that the prediction of a key head's bytes is exact.
+    """Check that the predicted memory per key-value head is exactly what autograd saves for it.
 
-    Autograd stores k and v without repeating them for the heads of q.
+    Autograd saves keys and values without repeating them for the query heads.
     """
     kept, predicted = [], []
     for kv_heads in (1, 4):
@@ -248,7 +260,8 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     text = shown(found)
     assert "494M parameters in 141 GB" in text
     assert found.group.tokens == 8192 + 16 * 511
-    # The head's workspace must depend on the requested GPU, not on the machine that plans.
+    # The workspace of the LM head must depend on the requested GPU, and not on the machine that
+    # runs `grpo-fast plan`.
     assert {m.logits for m in memory.values()} == {int(141e9) // 32 >> 20 << 20}
     recipe = plan("gsm8k-tiny", ["gpu=24", "rollout.group_size=4", "model.lora.r=8"])
     assert recipe.group == (8192, 128, 4) and "as configured" in shown(recipe)

@@ -1,6 +1,7 @@
 """Tests of the recipe `notebook` with tiny GPT-2 models.
 
-The recipe uses open prompts, a separate reference model, and a ratio summed over the tokens.
+The recipe uses prompts without answers, a separate reference model, and one importance ratio per
+completion.
 """
 
 import math
@@ -35,7 +36,10 @@ def run_notebook(folder, models, *overrides):
 
 
 def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
-    """Check that a completion continues the positions of its prompt, however it is packed."""
+    """Check that the positions of a completion follow those of its prompt in a packed batch.
+
+    The log-probs must be the same with and without shared prompts.
+    """
     policy = load_policy(ModelConfig(path=models[0]))
     assert self_check(policy) < 1e-4 and policy.positions == 512
     groups = [([5, 6, 7], [[8, 9], [10, 11, 12]]), ([20, 21], [[22, 23, 24], [25]])]
@@ -46,14 +50,17 @@ def test_learned_absolute_positions_of_the_notebook_are_packed_rightly(models):
 @pytest.mark.parametrize("estimator", ["k3", "exact", "exact_reference_first"])
 def test_the_notebooks_recipe_with_tiny_models(tmp_path, models, estimator):
     rows = run_notebook(tmp_path / "a", models, f"loss.kl_estimator={estimator}")
-    # The first KL is positive, because the reference differs from the initial policy. Ratios are
-    # products over the tokens of a completion.
+    # The KL is positive already in step 1, because the reference is a different model than the
+    # policy.
     assert rows[0]["kl"] > 0.01 and rows[0]["ratio/max"] > 1.0
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
 
 
 def test_the_notebooks_rewards_have_room(tmp_path, models):
-    """Check that the rewards need no answer, and that a tiny model learns to end its sentences."""
+    """Check the rewards of the recipe, which need no answers.
+
+    A tiny model must increase its mean reward within 24 steps.
+    """
     config = load_recipe("notebook")
     examples = load_examples(config.data, split="train", seed=0)
     assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)

@@ -7,8 +7,8 @@ from tests import chromium
 
 pytestmark = pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
 
-# JavaScript that returns the lowest contrast between a text and its blended background (WCAG 2.2,
-# 1.4.3), and the HTML of the text.
+# This JavaScript returns the lowest contrast ratio (WCAG 2.2, 1.4.3) between a text of the page and
+# its background, and the HTML of this text. Transparent backgrounds are blended.
 CONTRAST = """(() => {
   const parse = text => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
@@ -38,7 +38,7 @@ CONTRAST = """(() => {
 
 
 def row(number, reward, correct):
-    """Return the row of a completion whose tokens have every shade."""
+    """Return a completion in the format of `rows_of`, whose tokens have all shades of the page."""
     n = 40
     return {
         "group": 0, "prompt": "question " * 30, "answer": "18", "reward": reward,

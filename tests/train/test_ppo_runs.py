@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def lines(folder, *overrides):
-    """Train, and return the rows of steps and the rows of updates, both without timings."""
+    """Train, and return two lists of metrics without timings: one per step and one per update."""
     loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
     rows = steps_of(folder)
     return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
@@ -47,7 +47,10 @@ def steps(folder, *overrides):
     ],
 )
 def test_every_step_says_what_its_values_are_worth(tmp_path, spied, overrides):
-    """Check the value metrics of every step, and that values are fp32 even under autocast."""
+    """Check that every step logs the metrics of the value function.
+
+    The critic must return values in fp32, even under autocast.
+    """
     calls = spied(Critic, "values")
     first = steps(tmp_path / "a", *PPO, *overrides)
     assert {call.result.dtype for call in calls} == {torch.float32}
@@ -80,7 +83,7 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
 
 
 def test_critic_path(tmp_path):
-    """Check that a saved critic can be loaded, and that unsuitable folders are refused."""
+    """Check that `critic.path` loads a saved critic and refuses a folder without a valid critic."""
     options = [*PPO, "critic.kind=model", "log.save_model=true"]
     steps(tmp_path / "run", *options)
     critic = tmp_path / "run" / "critic"
@@ -103,7 +106,11 @@ def test_the_critics_own_rate(tmp_path, spied):
 
 
 def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypatch):
-    """Check that values, advantages and log-probs stay if memory runs out in the second update."""
+    """Check that running out of memory in the second update does not change stored columns.
+
+    The values, returns, advantages and old log-probs were computed before the first update, and
+    must not be computed again with the changed weights.
+    """
     seen, calls = [], [0]
     original = trainer.accumulate
 
@@ -132,7 +139,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 
 
 def test_beta_adapts(tmp_path):
-    """Check that the logged β follows the formula of `KLWeight.after_step`."""
+    """Check that with `kl.target` the logged KL weight β changes by the documented formula."""
     adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
     for place in ("loss", "reward"):
         rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
@@ -144,7 +151,7 @@ def test_beta_adapts(tmp_path):
 
 
 def test_the_adapted_weight_is_the_one_that_is_used(tmp_path):
-    """Check that the loss uses the adapted weight."""
+    """Check that the loss uses the adapted KL weight β of the current step."""
     rows = steps(
         tmp_path / "a", *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "kl.target=1e-9",
         "kl.horizon=2", "optim.lr=0.01", "steps=4",
@@ -172,7 +179,7 @@ def test_a_weight_moves_by_a_fifth_at_most():
 
 
 def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
-    """Check that with kl.into=reward the KL changes the returns but not the loss."""
+    """Check that with kl.into=reward the loss has no KL term, but the returns depend on the KL."""
     options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
     loss, losses = lines(tmp_path / "loss", *options, "log.every_update=true")
     options += ["kl.into=reward"]
@@ -210,7 +217,10 @@ def test_a_row_of_metrics_for_every_update(tmp_path):
 
 
 def test_after_an_early_stop_the_schedule_goes_on(tmp_path):
-    """Check that learning rates after an early stop equal those of a run with all updates."""
+    """Check that an early stop skips updates of a step without changing the learning rate schedule.
+
+    The next step must use the learning rates that it would have if no update had been skipped.
+    """
     options = [*PPO, "optim.lr=0.05", "inner_iterations=4", "minibatches=2", "steps=2",
                "reference.kind=frozen", "log.every_update=true"]  # fmt: skip
     _, updates = lines(tmp_path / "stopped", *options, "max_approx_kl=1e-4")
@@ -221,7 +231,10 @@ def test_after_an_early_stop_the_schedule_goes_on(tmp_path):
 
 
 def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
-    """Check that the KL limit applies to the mean over a pass, not to its last minibatch."""
+    """Check that `max_approx_kl` limits the mean KL over all minibatches of a pass.
+
+    The limit must not apply to the last minibatch alone.
+    """
     options = [*PPO, "optim.lr=0.02", "inner_iterations=4", "minibatches=4", "steps=1",
                "log.every_update=true", "tokens_per_microbatch=20"]  # fmt: skip
     _, updates = lines(tmp_path / "free", *options)
@@ -247,7 +260,7 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
 
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
-    """Check that the fixed memory includes a separate critic, and a reference with β = 0."""
+    """Check that the predicted memory includes a separate critic, and a reference with β = 0."""
     shape = Shape(2, 32, 64, 32, 16, 100, 10_000, False)
 
     def fixed(*overrides):

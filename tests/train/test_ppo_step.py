@@ -43,7 +43,10 @@ def make_batch(scores=SCORES, **options):
 
 
 def dense_values(critic, rollout, i):
-    """Return the values of all states of a completion, including the state after its end."""
+    """Return the critic's values before each token of a completion and after the last token.
+
+    The values are computed without packing.
+    """
     ids = torch.tensor([rollout.prompt_ids[i] + rollout.completion_ids[i]])
     with critic.trunk.generation():
         states = critic.trunk.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -51,15 +54,18 @@ def dense_values(critic, rollout, i):
 
 
 def oracle(critic, batch, kls=None, *, gamma, lam, bootstrap):
-    """Compute advantages before whitening, and returns, with a loop over the tokens.
+    """Compute the GAE advantages before whitening, and the returns, in a loop over the tokens.
 
     Args:
-        critic: provides the values.
-        batch: the samples.
-        kls: weighted KL of each token of each completion. None uses 0.
-        gamma: discount factor.
-        lam: lambda of GAE.
-        bootstrap: use the value after the end of truncated completions.
+        critic: Computes the values.
+        batch: The samples.
+        kls: For each completion a list with the weighted KL of each token. None means 0.
+        gamma: The discount factor γ.
+        lam: The parameter λ of GAE.
+        bootstrap: If True, a truncated completion ends with the critic's value instead of 0.
+
+    Returns:
+        Advantages and returns, as one list of numbers per completion.
     """
     rollout, advantages, returns = batch.samples, [], []
     for i, kl in enumerate(kls or [[0.0] * n for n in rollout.lengths]):
@@ -83,17 +89,20 @@ def fixed(batch, policy, critic, **options):
 
 
 def column(batch, name):
-    """Return a column of the samples, with one entry per completion token."""
+    """Return a column of the batch's samples, a tensor with one entry per completion token."""
     return getattr(batch.samples, name)
 
 
 def of_each(batch, name):
-    """Return a column of the samples as one tensor per completion."""
+    """Return a column of the batch's samples as one tensor per completion."""
     return column(batch, name).split(batch.samples.lengths)
 
 
 def check(batch, **expected):
-    """Check that columns of the samples equal the expected lists of numbers per completion."""
+    """Check that columns of the batch's samples have the expected values.
+
+    `expected` maps the name of a column to one list of numbers per completion.
+    """
     for name, lists in expected.items():
         wanted = torch.tensor([x for row in lists for x in row], dtype=torch.float64)
         got = column(batch, name).double()
@@ -108,7 +117,7 @@ def test_advantages_and_returns(kind, budget, shared):
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
     advantages, returns = oracle(critic, batch, bootstrap=True, **options)
     check(batch, token_advantages=advantages, returns=returns)
-    # Repeat the check without bootstrap, where the value after a truncated completion is 0.
+    # Without bootstrap, the value after a truncated completion must be 0.
     critic.config = critic.config.model_copy(update={"bootstrap": False})
     batch = fixed(make_batch(budget=budget, shared=shared), policy, critic)
     ended, _ = oracle(critic, batch, bootstrap=False, **options)
@@ -118,7 +127,11 @@ def test_advantages_and_returns(kind, budget, shared):
 
 
 def test_lambdas_of_their_own():
-    """Check `lam_returns`, and `lam_alpha`, with which lambda depends on the length."""
+    """Check GAE with `lam_returns` and `lam_alpha`.
+
+    `lam_returns` is a separate λ for the returns. With `lam_alpha`, the λ of the advantages depends
+    on the length of the completion.
+    """
     policy = tiny_policy()
     options = {"gamma": 0.9, "lam": 0.8, "lam_returns": 0.6, "lam_alpha": 0.5}
     critic = make_critic(policy, whiten=False, **options)
@@ -144,7 +157,11 @@ KL_BY_HAND = {
 
 @pytest.mark.parametrize("estimator", KL_BY_HAND)
 def test_the_kl_in_the_reward(estimator):
-    """Check that each token has the reward -β · KL, and the last token also the sample's score."""
+    """Check the returns if the KL penalty is part of the reward.
+
+    The reward of each token is -β · KL. The reward of the last token also includes the score of the
+    completion.
+    """
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():
@@ -176,7 +193,7 @@ def test_whitening_is_over_the_whole_batch_after_masking():
         batch = make_batch(scores, mask_truncated=True, minibatches=3, budget=budget)
         got = column(fixed(batch, policy, make_critic(policy)), "token_advantages")
         torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
-    # Whitening must not change the returns.
+    # Whitening changes only the advantages. The returns must stay the same.
     mine, theirs = (column(each, "returns") for each in (batch, raw))
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
@@ -227,7 +244,10 @@ def gradients(policy, critic, config, batch):
 @pytest.mark.parametrize("loss", ["clipped", "plain", "huber"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_value_heads_gradient(loss, aggregation):
-    """Check that the gradient equals autograd's through a dense forward pass in fp64."""
+    """Check the value loss and the gradient of the value head against an fp64 reference.
+
+    The reference computes the values without packing, and the loss in a loop over the tokens.
+    """
     policy = tiny_policy()
     critic = make_critic(policy, loss=loss, epsilon=0.1, coef=0.7)
     batch = fixed(make_batch(), policy, critic)
@@ -289,7 +309,7 @@ def test_gradients_however_the_step_is_packed(kind, aggregation):
 
 
 def test_a_model_of_its_own_leaves_the_policy_alone():
-    """Check that the value loss of a separate model does not change the policy's gradient."""
+    """Check that the value loss of a separate critic does not change the gradient of the policy."""
     policy = tiny_policy()
     config = LossConfig(loss_type="grpo")
     found = []
@@ -305,7 +325,11 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
-    """Check that PPO has the gradient of `centered` if λ = γ = 1 and values are group means."""
+    """Check that PPO has the same gradient as GRPO in a special case.
+
+    In this case, λ = γ = 1, the value of each state is the mean reward of the group, and GRPO uses
+    the advantages `centered`.
+    """
     policy = tiny_policy()
     critic = make_critic(policy, gamma=1, lam=1, whiten=False, bootstrap=False, coef=0.0)
     means = SCORES.view(-1, GROUP).mean(1).repeat_interleave(GROUP)
@@ -325,7 +349,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
     _, ppo = gradients(policy, critic, config, batch)
     centered = make_batch(group_advantages(SCORES, "centered", group_size=GROUP), budget=14)
     precompute(centered, policy, LossConfig(), keep_old=True)
-    # Both gradients are equal, so accumulating the second doubles the first.
+    # The GRPO gradient is added to the equal PPO gradient, so the sum is twice the PPO gradient.
     accumulate(policy, centered.minibatches[0], config)
     for name, parameter in policy.model.named_parameters():
         atol = 2e-6 * ppo[name].abs().max().item() + 1e-8
@@ -333,7 +357,7 @@ def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
-    """Check that masked completions are excluded from the reported KL."""
+    """Check that the reported KL is a mean over the tokens of completions that are not masked."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():

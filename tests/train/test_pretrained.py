@@ -26,7 +26,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """Return a copy of a model's folder that a test may damage."""
+    """Return a copy of the folder of a tiny model. A test may damage the copy."""
     return Path(shutil.copytree(whole, tmp_path / "m"))
 
 
@@ -44,7 +44,8 @@ def set_config(folder, **fields):
 
 FILE, UP = "model.safetensors", LAYER + "mlp.up_proj.weight"
 LARGER = [chr(0x4E00 + i) * 3 for i in range(99)]
-# Each entry has a function that damages the folder, and parts of the expected message.
+# Maps a kind of damage to a function that damages the folder of a model, and to parts of the
+# expected error message.
 DAMAGE = {
     "truncated": (lambda f: (f / FILE).write_bytes((f / FILE).read_bytes()[:-1000]),
                   f"m/{FILE}", "not fully covered"),
@@ -93,7 +94,8 @@ def test_weights_without_a_place_are_reported_in_one_line(folder, caplog):
     assert str(folder) in message and "\n" not in message
 
 
-# Test a separate head (llama) and a head that is tied to the embedding (qwen2).
+# The LM head of the tiny llama is a separate weight. The head of the tiny qwen2 is tied to the
+# embedding.
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
     folder = tiny_folder(tmp_path / "m", family)
@@ -104,7 +106,10 @@ def test_a_whole_model_says_nothing(tmp_path, family, caplog, capfd):
 
 
 def test_a_special_token_beyond_the_embedding(folder):
-    """Check that only prompts that contain the token are refused. Gemma 3 has such a token."""
+    """Check a tokenizer with a special token whose id is outside of the model's embedding.
+
+    Gemma 3 has such a tokenizer. Only prompts that contain the token must be refused.
+    """
     from grpo_fast.rollout import Sampling, generate
 
     tokenizer = build_bpe_tokenizer(TEXTS, 300)
@@ -126,7 +131,10 @@ def test_a_random_model_for_a_larger_tokenizer(tmp_path):
 
 
 def test_the_fields_of_a_folder_in_their_parts(tmp_path):
-    """Check that a nested text configuration cannot name a kernel of the hub."""
+    """Check that a nested part of config.json must not name an attention kernel from the Hub.
+
+    Kernels from the Hub are code, so they need `allow_code`.
+    """
     fields = {"model_type": "llama", "part": {"_attn_implementation_internal": "someone/kernel"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_fields(str(tmp_path), allow_code=True)["part"] == fields["part"]

@@ -21,9 +21,8 @@ from tests.train.ranks import CASES, SMALL, Ranks, differences
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # Exclude "exact", because sharded runs refuse the gradient variance that it logs, and "apart",
-    # because its engine copies full weights. The other excluded cases would test nothing new with
-    # shards.
+    # Two cases cannot run with sharded weights: "exact" logs the gradient variance, and the engine
+    # of "apart" copies unsharded weights. The other excluded cases would test nothing new.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "distill")),
@@ -39,7 +38,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that runs a named configuration in one process and returns its folder."""
+    """Return a function that trains a case of `CASES` in one process and returns its folder.
+
+    Each case is trained only once.
+    """
     root, known = tmp_path_factory.mktemp("plain"), dict[str, Path]()
 
     def run(case: str) -> Path:
@@ -54,9 +56,9 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Check that several ranks and one process produce the same metrics, prompts and weights.
+    """Check that several ranks produce the same metrics, prompts and weights as one process.
 
-    With the parameter `case="few"`, one rank receives no group of samples.
+    In the case "few", one rank gets no group of samples.
     """
     expected = plain(case)
     found = ranks(count, ["train", case, kind, str(tmp_path / "run")])
@@ -72,9 +74,9 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
 
 
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
-    """Check that all ranks have the same weights, buffers, ties and adapters.
+    """Check that all ranks load the same weights, buffers, tied weights and adapters.
 
-    They must equal the weights of a model that is loaded without ranks. Only rank 0 reads the
+    They must equal the tensors of a model that is loaded without sharding. Only rank 0 reads the
     files.
     """
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
@@ -90,7 +92,7 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
 
 
 def test_a_rollout_leaves_no_order_behind(ranks):
-    """Check that a sharded model still trains after ranks made different forward passes."""
+    """Check that a sharded model can train after a rollout with different passes on each rank."""
     assert ranks(2, ["pass_unevenly"], timeout=60) == [[[True, True]]] * 2
 
 
@@ -105,7 +107,10 @@ APART = {
 
 
 def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
-    """Check that all ranks name the rank and the setting that differ, and write nothing."""
+    """Check that training is refused if the ranks have different settings.
+
+    The error on every rank must name the rank and the setting that differ. No folder is created.
+    """
     reward = "def score(completions):\n    return [1.0] * len(completions)\n"
     (tmp_path / "mine.py").write_text(reward)
     for name, (words, said) in APART.items():
@@ -116,7 +121,7 @@ def test_ranks_that_were_started_differently_do_not_train(ranks, tmp_path):
 
 
 def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
-    """Check that ranks do not train if their equal configurations name files that differ."""
+    """Check that training is refused if ranks have equal settings but different data files."""
     words = []
     for rank in range(2):
         here = tmp_path / str(rank)
@@ -131,8 +136,8 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# Each entry has the case, the kind, the forward pass of rank 1 at which a signal arrives (in a
-# rollout or an update), and the expected checkpoint.
+# Each entry has the case, the setting `distributed`, the number of the forward pass at which rank 1
+# gets a signal, and the name of the expected checkpoint.
 LEFT = [
     ("mu", "ddp", 45, "step_000002"),
     ("mu", "fsdp2", 45, "step_000002"),
@@ -143,7 +148,7 @@ LEFT = [
 
 
 def copied(run: Path, name: str) -> str:
-    """Copy the folder of a run, so that the run can resume more than once."""
+    """Copy the folder of a run, so that a test can resume the run more than once."""
     return str(shutil.copytree(run, run.with_name(name)))
 
 
@@ -151,9 +156,9 @@ def copied(run: Path, name: str) -> str:
 def test_a_run_that_is_left_goes_on_on_any_number_of_processes(
     ranks, plain, tmp_path, case, kind, passes, place
 ):
-    """Check that a signal to one rank ends all ranks at the same step.
+    """Check that a signal to one rank ends all ranks at the same step with one checkpoint.
 
-    The run must resume on any number of ranks.
+    The run must then resume on 1, 2 and 4 ranks, with the results of an uninterrupted run.
     """
     left, whole = tmp_path / "left", tmp_path / "whole"
     other = "ddp" if kind == "fsdp2" else "fsdp2"
@@ -187,7 +192,8 @@ def test_out_of_memory_on_one_rank_halves_the_micro_batches_of_all(ranks, plain,
     found = ranks(2, ["train_with", "memory", "mu", "ddp", str(tmp_path / "run")])
     assert [x[0]["tokens"] for x in found] == [11, 11], found
     apart = differences(tmp_path / "run", plain("mu"))
-    # Only num_tokens may differ, because smaller micro-batches store some prompts twice.
+    # Only the metric num_tokens may differ. With smaller micro-batches, a prompt whose completions
+    # are in two micro-batches counts twice.
     assert len(apart) == 3 and all("num_tokens" in x for x in apart)
     found = ranks(2, ["train_with", "memory", "mu", "fsdp2", str(tmp_path / "shards")])
     assert found[1][0]["error"] == "ValueError" and "fewer tokens" in found[1][0]["text"]
@@ -231,16 +237,16 @@ def test_trackers_are_rank_0s(ranks):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
-    """Check that the other ranks end with an error that names the killed rank, without torchrun.
+    """Check that the other rank ends with an error that names the killed rank, without torchrun.
 
-    The ranks' store ends with rank 0.
+    If rank 0 is killed, the store of torch.distributed is gone, too.
     """
     found = ranks(2, ["ended", str(tmp_path / "run"), dead])
     survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
     assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
-    # Rank 0 has the full weights and can save them alone.
+    # With ddp, rank 0 has all weights, so it can save a checkpoint without the killed rank.
     saved = [path.name for path in checkpoints_in(tmp_path / "run")]
     assert saved == (["step_000000"] if dead == 1 else [])
 

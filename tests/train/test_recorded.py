@@ -59,7 +59,10 @@ def collector(policy, path, **options):
 
 
 def tiny():
-    """Return a policy whose tokenizer must not be used."""
+    """Return a policy with a tiny random model.
+
+    Training on traces must not use its tokenizer, which is unrelated to the recorded texts.
+    """
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
     from grpo_fast.train.models.policy import Policy
 
@@ -70,9 +73,10 @@ def tiny():
 @pytest.mark.parametrize("credited", [0, 2, 4], ids=["rewards", "both", "credit"])
 @pytest.mark.parametrize("budget", [1000, 60])
 def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
-    """Check the gradient of a step against the mean of -A · logp over the sampled tokens.
+    """Check the gradient of one training step on recorded traces.
 
-    The expected log-probs are computed by dense forward passes.
+    It must equal the gradient of the mean of -advantage · logp over the sampled tokens. The
+    reference computes each branch of a trace separately, without packing.
     """
     traces = records()
     for number, trace in enumerate(traces[:credited]):
@@ -109,7 +113,10 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
 
 
 def test_a_run_trains_on_traces(tmp_path):
-    """Check that a run with two passes changes the weights, and resumes with the same losses."""
+    """Check that a training run on recorded traces changes the weights.
+
+    A run that stops and resumes must have the same losses as an uninterrupted run.
+    """
     config = settings(tmp_path, steps=3, inner_iterations=2, checkpoint={"every": 1})
     config["model"] = {"path": tiny_folder(tmp_path / "model")}
     config["rollout"] |= {"prompts_per_step": 1, "correct_sampling": True}
@@ -127,7 +134,10 @@ def test_a_run_trains_on_traces(tmp_path):
 
 
 def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
-    """Check that the loss uses the recorded sets of kept tokens, in trees as in separate rows."""
+    """Check that the log-probs are computed over the recorded sets of kept tokens.
+
+    They must be the same for a packed tree and for separate rows.
+    """
     from grpo_fast.data import traces as module
 
     policy, read = tiny(), module.load_traces
@@ -157,7 +167,10 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
 
 
 def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
-    """Check that the model's length, but not `max_new_tokens`, limits recorded traces."""
+    """Check that the model's number of positions limits the length of recorded traces.
+
+    `max_new_tokens` must not limit them, because nothing is sampled.
+    """
     config = settings(tmp_path, model={"path": tiny_folder(tmp_path / "model")})
     config["rollout"] |= {"max_new_tokens": 4096}
     assert train(validated(RunConfig, config))["steps"] == 1

@@ -1,6 +1,7 @@
 """Tests of `rollout.replay_support`.
 
-The setting computes the loss over the tokens that a truncating sampler kept.
+If a sampler truncates the vocabulary with top_k or top_p, this setting makes the trainer compute
+the log-probs over the tokens that the sampler kept.
 """
 
 import itertools
@@ -38,9 +39,10 @@ def sampled(policy, **options):
 
 @pytest.mark.parametrize("options", TRUNCATING, ids=str)
 def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
-    """Check that the log-probs of trainer and sampler agree over the kept tokens.
+    """Check that trainer and sampler compute the same log-probs if the weights are unchanged.
 
-    Over all tokens they differ by the log of the kept probability mass.
+    The trainer's log-probs over the kept tokens must be equal to the sampler's. Its log-probs over
+    the full vocabulary must differ by the log of the probability mass of the kept tokens.
     """
     rollout, asked = sampled(policy, **options, batch_size=5)
     assert all(mass.min() < 0.999 for mass in rollout.mass.split(rollout.lengths))
@@ -74,7 +76,10 @@ def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
 
 
 def test_who_is_not_asked_hands_on_nothing(policy):
-    """Check that an evaluation draws the same tokens but stores no sets of kept tokens."""
+    """Check that samples have no sets of kept tokens in an evaluation or with replay_support=off.
+
+    The sampled tokens must be the same as with the sets.
+    """
     rollout, _ = sampled(policy, top_p=0.6)
     off, _ = sampled(policy, top_p=0.6, replay_support="off")
     asked = EvalConfig(max_new_tokens=9, top_p=0.6, temperature=1.0)
@@ -86,7 +91,7 @@ def test_who_is_not_asked_hands_on_nothing(policy):
 
 
 def masked_logps(policy, micro, temperature):
-    """Return log-probabilities over the kept tokens, shape (R, V), computed by plain torch."""
+    """Compute log-probabilities (R, V) in plain torch, with −inf for tokens that were not kept."""
     hidden, head = policy.hidden(micro.packed)[micro.packed.predicting], policy.head
     z = hidden @ head.weight.T / temperature
     kept = torch.zeros_like(z, dtype=torch.bool)
@@ -97,7 +102,11 @@ def masked_logps(policy, micro, temperature):
 
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_loss_kl_and_entropy_are_over_the_sets(estimator):
-    """Check that the gradients of a step equal those of plain torch on masked logits."""
+    """Check that loss, KL and entropy of a step are computed over the kept tokens.
+
+    The gradients must equal the gradients of a plain torch loss on logits that are masked with
+    −inf.
+    """
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     rollout, asked = sampled(policy, top_p=0.7, temperature=0.8)

@@ -73,7 +73,11 @@ def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):
 
 
 def test_progress_is_a_line_per_logged_step(tmp_path, monkeypatch):
-    """Check that lines appear for the first and last step, each evaluation, and once in SECONDS."""
+    """Check which steps print a progress line.
+
+    These are the first and the last step, each evaluation, and steps at least `SECONDS` seconds
+    after the last line.
+    """
     with logged_run(tmp_path / "a") as report:
         lines = report._stream.getvalue().splitlines()
     shown = "reward 0.025 · kl 0.0100 · clipped 0.10 · length 5 · tok/s 300"
@@ -155,7 +159,7 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
 
 
 def test_numbers_that_no_picture_has(tmp_path):
-    """Check that plotting skips numbers that no axis can show, as foreign metrics may have."""
+    """Check that plotting skips numbers that matplotlib cannot draw, such as 1e308 or infinity."""
     huge = "1" * 400
     odd = [(1, 1), (2, huge), (huge, 1), (3, "1e999"), (4, 1e308), (1e308, 1), (5, 9e299)]
     lines = [f'{{"step": {step}, "reward": {reward}}}' for step, reward in odd]
@@ -174,9 +178,9 @@ def test_a_folders_name_is_no_mathematics(tmp_path):
 
 
 def test_a_picture_needs_a_files_name(tmp_path):
-    """Check that names without a picture's suffix are refused.
+    """Check that the output path of a plot must be a file name with the suffix of a picture.
 
-    matplotlib would append a suffix and write to a different path than the requested one.
+    For other names, matplotlib would append a suffix and write to a different path.
     """
     logged_run(tmp_path / "run", 3).close()
     (tmp_path / "folder").mkdir()
@@ -220,5 +224,5 @@ def test_smoothing_has_neither_bias_nor_lag():
 def test_final_line():
     assert final_line({}, {"eval_reward": 1.0}) == ""
     same = {"eval_accuracy_strict": 0.5, "eval_accuracy_lenient": 0.5}
-    # The line shows one accuracy if strict and lenient accuracy are equal.
+    # If strict and lenient accuracy are equal, the line must show only one of them.
     assert final_line(same, same) == "strict 50.0% → 50.0%"

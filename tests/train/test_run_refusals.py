@@ -16,7 +16,10 @@ REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prom
 
 
 def mark(folder: Path) -> str:
-    """Return Python code that creates the file `marker` in a folder."""
+    """Return Python code that creates the file `marker` in `folder`.
+
+    If the file exists after a command, the command has executed the code.
+    """
     return f"import pathlib\npathlib.Path({str(folder / 'marker')!r}).touch()\n"
 
 
@@ -38,9 +41,9 @@ def test_eval_imports_a_runs_rewards_only_when_allowed(run, tmp_path, monkeypatc
 
 
 def test_a_function_that_runs_the_folders_code(run, tmp_path):
-    """Check that a reward named torch.hub:load is refused.
+    """Check that `grpo-fast eval` refuses a run whose reward function is torch.hub.load.
 
-    The function would import hubconf.py from the run's folder.
+    This function would execute the file hubconf.py in the folder of the run.
     """
     (run / "hubconf.py").write_text(mark(tmp_path) + "def reward(**options):\n    return None\n")
     options = {"repo_or_dir": str(run), "model": "reward", "source": "local"}
@@ -60,7 +63,10 @@ def test_plot_and_plan_of_a_run_import_nothing(run, tmp_path, monkeypatch):
 
 
 def plant_model_code(model: Path, marker: Path) -> None:
-    """Write a config.json that names model classes in a Python file of the same folder."""
+    """Add custom model code to a model's folder, and name its classes in config.json.
+
+    The code creates a file `marker` in the folder `marker` if it is executed.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["model_type"] = "planted"
     config["auto_map"] = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
@@ -82,22 +88,24 @@ def test_eval_trusts_a_models_code_only_when_allowed(run, tmp_path, is_run, monk
     words = ("eval", *asked, "n=2")
     assert refused(invoke(*words), "custom code")
     assert not (tmp_path / "marker").exists()
-    # The evaluation itself may fail, because packed attention does not support the planted class.
+    # The result of the evaluation is not checked. It may fail, because packed attention does not
+    # support the custom model class.
     invoke(*words, "--allow-code")
     assert (tmp_path / "marker").exists()
 
 
 def test_allowed_code_of_a_run_that_asked_for_none_stays_out(run, tmp_path):
-    """Check that --allow-code has no effect on model code that the run did not trust."""
+    """Check that --allow-code does not run custom model code if the run was trained without it."""
     plant_model_code(run / "model", tmp_path)
     assert refused(invoke("eval", str(run), "n=2", "--allow-code"), "custom code")
     assert not (tmp_path / "marker").exists()
 
 
 def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
-    """Check that counting worked examples does not ask the user to trust code.
+    """Check that an evaluation with worked examples refuses custom tokenizer code without asking.
 
-    Unless trust_remote_code is False, transformers asks the user for permission.
+    The tokenizer is loaded to count the tokens of the examples. If trust_remote_code is not set to
+    False, transformers asks the user whether to execute the code.
     """
     plant_model_code(run / "model", tmp_path)
     file = run / "model" / "tokenizer_config.json"
@@ -121,7 +129,7 @@ TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """Make the test fail if a model is loaded."""
+    """Make the test fail if the command loads a model."""
     for name in (
         "grpo_fast.train.runs.build.load_policy",
         "grpo_fast.train.models.loading.load_policy",
@@ -130,7 +138,10 @@ def no_model(monkeypatch):
 
 
 def texts_recipe(folder, lines, n_test=1):
-    """Write a recipe whose data set consists of the given lines."""
+    """Write a data set with the given lines, and a recipe that uses it. Return the recipe's path.
+
+    `n_test` is the number of test questions.
+    """
     (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = f"data: {{task: jsonl, path: {folder / 'd.jsonl'}, n_test: {n_test}}}"
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
@@ -150,7 +161,10 @@ def test_output_folders(tmp_path, recipe, no_model, place):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_prompt_that_is_too_long(tmp_path, monkeypatch, which):
-    """Check that a long prompt is found before the run, in either split."""
+    """Check that a prompt that is too long for the model is refused before anything is sampled.
+
+    The long prompt is in the training split or in the test split.
+    """
     lines = [{"prompt": "1 2 3", "answer": "1"} for _ in range(2)]
     lines[which]["prompt"] = "0123456789" * 12
     generate = "transformers.GenerationMixin.generate"
@@ -175,7 +189,7 @@ def test_results_that_cannot_be_written_are_still_shown(run):
 
 # ---------------------------------------------------------------------------------- The home folder
 def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
-    """Check that `~` names the home folder for all files of a run."""
+    """Check that all files of a run are in the home folder if the path begins with `~`."""
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     here.mkdir()
@@ -191,7 +205,8 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     assert (home / "e.json").is_file()
     assert invoke("plot", "~/a", "--out=~/p.png").exit_code == 0 and (home / "p.png").is_file()
     assert not list(here.iterdir())
-    # A path that begins with ./~ names a folder `~` in the working folder.
+    # A path that begins with `./~` must not be expanded. It names the folder `~` in the working
+    # folder.
     assert invoke("train", recipe, "output_dir=./~/a", *words).exit_code == 0
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
 

@@ -24,7 +24,7 @@ def train(folder, *words):
 
 
 def test_words_of_a_file_are_symbols(tmp_path):
-    """Check that the tokenizer `symbols` has all words of a file, including the test split."""
+    """Check that the vocabulary of the tokenizer `symbols` has all words of both data splits."""
     lines = [{"prompt": f"say w{i}", "answer": f"w{i} w0"} for i in range(6)]
     write_lines(tmp_path / "train.jsonl", *lines[:5])
     write_lines(tmp_path / "test.jsonl", lines[5])
@@ -75,7 +75,10 @@ def level(completions, level):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Write a recipe whose data have nine prompts with a level. One prompt has an answer."""
+    """Write a recipe with nine prompts, and return its path.
+
+    Each prompt has a field `level`, and only one prompt has an answer.
+    """
     lines = [{"prompt": f"say {i}", "level": i} for i in range(8)]
     return texts_recipe(tmp_path, [*lines, {"prompt": "what?", "level": 3, "answer": "18"}], 2)
 
@@ -112,7 +115,7 @@ def test_a_run_on_prompts_alone(recipe, tmp_path, here):
 
 
 def test_an_evaluation_counts_the_answers_there_are(recipe, tmp_path):
-    """Check that prompts without an answer do not count in the accuracy."""
+    """Check that an evaluation computes the accuracy only over questions that have an answer."""
     length = "rewards=[{name: length_penalty, options: {scale: 10}}]"
     words = ["steps=1", "log.progress=false", length]
     assert invoke("train", recipe, *words).exit_code == 0

@@ -47,7 +47,10 @@ def test_the_mean_of_the_steps_before():
 
 
 def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
-    """Check that the baseline of a step is computed from earlier steps, and starts at `value`."""
+    """Check that the running baseline of a step is computed only from the rewards of earlier steps.
+
+    In the first step the baseline is the option `value`.
+    """
     calls = spied(Advantages, "of")
     options = ["advantage_options.value=0.5", "advantage_options.decay=0.75", "steps=4"]
     sort(tmp_path / "a", *RUNNING, *options)
@@ -61,7 +64,10 @@ def test_a_step_is_measured_by_those_before_it(tmp_path, spied):
 
 
 def test_gdpo_takes_each_reward_apart(tmp_path, spied):
-    """Check that GDPO normalizes each reward of the run separately and applies the weights."""
+    """Check that a run with the advantages `gdpo` normalizes each reward function separately.
+
+    The weights of the rewards and the option `clip_high` must be used.
+    """
     calls = spied(Advantages, "of")
     options = ["advantages=gdpo", "steps=2", "advantage_options.clip_high=1.5"]
     sort(tmp_path / "a", *options, "rewards.0.weight=2", "rewards.1.weight=0.5")
@@ -116,7 +122,10 @@ def scored(total, per_token, lengths):
 
 
 def test_every_token_has_a_reward():
-    """Check that by default the last token has the reward, and an empty completion has none."""
+    """Check the column `token_rewards` for completions with one reward or with a reward per token.
+
+    A single reward belongs to the last token. An empty completion has no reward.
+    """
     plain = scored([1.0, 2.0], None, [3, 0])
     listed = scored([3.0, 4.0], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])], [2, 1])
     lost = [torch.tensor([1.0, 2.0]), torch.tensor([math.nan, math.nan])]
@@ -139,9 +148,9 @@ def test_the_kl_comes_on_top_of_the_rewards():
 
 # ----------------------------------------------------------- Rewards that do not apply, and bnpo
 def test_gdpo_of_functions_that_do_not_apply_to_all():
-    """Check GDPO with a reward function for each of two tasks.
+    """Check `gdpo` with reward functions that apply to only one of two tasks.
 
-    A sample whose reward failed has no advantage.
+    A sample whose reward function failed must have the advantage 0.
     """
     nan = math.nan
     scores = {

@@ -19,7 +19,7 @@ from tests.tiny import tiny_folder
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train three steps, and return the output and the folder of the run."""
+    """Train three steps on the command line. Return the printed output and the run's folder."""
     folder = tmp_path_factory.mktemp("a run")
     result = invoke("train", write_recipe(folder), "steps=3")
     assert result.exit_code == 0, result.output
@@ -124,7 +124,10 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
 
 @pytest.fixture
 def online(monkeypatch):
-    """Make the machine appear to be online, by removing all settings that disable the network."""
+    """Remove the settings with which the tests disable the network, as on a machine with internet.
+
+    Return the module of huggingface_hub that stores the settings.
+    """
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -25,7 +25,11 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Create a policy, a model with the same vocabulary, and one with a different vocabulary."""
+    """Save three tiny models, and return their folders.
+
+    The models are the policy, a model with the same vocabulary, and a model with a different
+    vocabulary.
+    """
     root = tmp_path_factory.mktemp("models")
     return (
         tiny_folder(root / "policy", "granite"),
@@ -35,7 +39,7 @@ def folders(tmp_path_factory):
 
 
 def moved(policy, by=0.05):
-    """Add small random numbers to the weights of a policy, and return it."""
+    """Add small random numbers to the weights of a policy, and return the policy."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in policy.trainable():
@@ -52,7 +56,11 @@ def a_batch():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
-    """Check loss and gradients against β · Σ w · KL - Σ w · A · logp, computed by dense passes."""
+    """Check the loss and the gradients with an exact KL term against an fp64 reference.
+
+    The reference is β · Σ w · KL − Σ w · A · logp with the token weights w and the advantages A. It
+    uses the logits that the models compute without packing.
+    """
     policy = moved(load_policy(ModelConfig(path=folders[0])))
     kind = ReferenceConfig(kind="frozen", path=folders[1])
     reference = Reference(policy, kind, load_another(kind, ModelConfig(path=folders[0]), policy))
@@ -123,7 +131,7 @@ def test_packing_again_hands_on_what_a_teacher_said(name, shape):
 
 
 def test_a_run_with_a_synced_reference(tmp_path):
-    """Check that the KL is 0 in the first step after an update of a synced reference."""
+    """Check that the KL is 0 in each step that follows an update of a synced reference."""
     synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1", "steps=5"]
     exact = ["loss.beta=0.5", "loss.kl_estimator=exact", "optim.lr=1e-2"]
     rows = sort(tmp_path / "a", *exact, *synced)
@@ -131,7 +139,7 @@ def test_a_run_with_a_synced_reference(tmp_path):
 
 
 def test_a_reference_without_a_weight_reports_the_exact_kl(tmp_path):
-    """Check that with β = 0 the KL is reported but does not change the gradient."""
+    """Check that with β = 0 the exact KL is logged but does not change loss and gradient."""
     settings = ["optim.lr=1e-2", "reference.kind=frozen", "loss.kl_estimator=exact"]
     rows = sort(tmp_path / "a", *settings)
     plain = sort(tmp_path / "b", "optim.lr=1e-2")
@@ -170,7 +178,7 @@ def taught(folder, *overrides):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a teacher that starts with the student's initial weights."""
+    """Train the student's initial model for two steps, and return its folder as a teacher."""
     folder = tmp_path_factory.mktemp("teacher")
     taught(folder / "run", "log.save_model=true", "steps=2")
     return folder / "run" / "model"
@@ -191,7 +199,10 @@ def test_a_loss_of_the_teacher_is_the_exact_kl(tmp_path, trained, estimator, kin
 
 
 def test_the_teacher_alone(tmp_path, trained):
-    """Check that with task=0 the divergence falls, and that equal models have no gradient."""
+    """Check training on the divergence from the teacher alone (`distill.task=0`).
+
+    The divergence must fall. If student and teacher are equal, it must be 0 without a gradient.
+    """
     near = [f"distill.teacher={trained}", "distill.task=0", "loss.entropy_coef=0", "steps=12"]
     rows = taught(tmp_path / "a", *near, "distill.kind=jsd", "distill.beta=0.3")
     assert rows[-1]["divergence"] < 0.5 * rows[0]["divergence"]
@@ -211,7 +222,7 @@ def test_an_advantage_of_the_teacher(tmp_path, trained):
 
 @pytest.fixture(scope="module")
 def server(trained):
-    """Serve the teacher from a simulated vLLM server."""
+    """Start a simulated vLLM server that serves the teacher, and return the server."""
     made = StandIn(load_policy(ModelConfig(path=str(trained), device="cpu")))
     yield made
     made.stop()
@@ -236,7 +247,10 @@ def test_a_server_that_says_every_id_is_the_teacher_itself(tmp_path, trained, se
 
 
 def test_a_servers_topk_teaches(tmp_path, server):
-    """Check that a server's two likeliest ids suffice to train, over several micro-batches."""
+    """Check that the divergence falls if a teacher server returns only the two most likely tokens.
+
+    The step has several minibatches and micro-batches.
+    """
     words = [f"distill.teacher={server.url}", "distill.topk=2", "distill.task=0", "steps=10",
              "loss.entropy_coef=0", "minibatches=2", "inner_iterations=2", "shuffle=completions",
              "tokens_per_microbatch=24"]  # fmt: skip

@@ -46,7 +46,10 @@ def test_totals_count_what_the_masks_do(mask_truncated, minibatches, ranks):
 @pytest.mark.parametrize("minibatches", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_mean_over_prompts(minibatches, ranks):
-    """Check that all prompts of a minibatch have equal weight, and so do all tokens of a prompt."""
+    """Check the token weights of the aggregation `prompt_mean`.
+
+    All prompts of a minibatch must have the same weight, and so must all tokens of a prompt.
+    """
     config = LossConfig(aggregation="prompt_mean", group_size=GROUP)
     steps = [make_batch(SCORES, minibatches=minibatches, budget=14, rank=rank, ranks=ranks)
              for rank in range(ranks)]  # fmt: skip
@@ -78,7 +81,10 @@ def test_a_step_without_a_token_that_counts_moves_nothing():
 
 
 def gradients(policy, micro_batches, config, **options):
-    """Return the metrics and the flat gradient of some micro-batches."""
+    """Return the metrics and the gradient of some micro-batches.
+
+    The gradient is one vector for all parameters.
+    """
     policy.model.zero_grad()
     seen = accumulate(policy, micro_batches, config, **options)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
@@ -99,7 +105,13 @@ def drawn(policy, prompts=PROMPTS):
 
 
 def expected(policy, rollout, advantages):
-    """Return the gradient of −Σ A·logp / (tokens of the group), shape (groups, parameters)."""
+    """Compute the policy gradient of each group, without packing and in fp64.
+
+    The loss of a group is −Σ A·logp, divided by the number of its tokens.
+
+    Returns:
+        One gradient per group, shape (groups, parameters).
+    """
     lm = copy.deepcopy(policy.lm).double()
     lm.set_attn_implementation("eager")
     rows = []

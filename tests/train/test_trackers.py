@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):
-    """Tracker that records everything it receives from accelerate."""
+    """Tracker of accelerate that records the configuration and the metrics that it receives."""
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
     made: list = []

@@ -64,7 +64,10 @@ SAVED = [
 
 @pytest.mark.parametrize("words", SAVED, ids=str)
 def test_a_saved_configuration_reads_back_equal(tmp_path, words):
-    """Check that a saved configuration equals the original. The file contains all defaults."""
+    """Check that a configuration is the same after saving and loading.
+
+    The saved file contains all settings, including the defaults.
+    """
     config = load_recipe("sort", words)
     save_config(config, tmp_path / "config.yaml")
     again = load_recipe(str(tmp_path / "config.yaml"))
@@ -123,8 +126,8 @@ def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
 
 
 # ------------------------------------------------------------------------------ YAML
-# The bomb has 400 bytes and nine levels of lists. Each list has ten aliases of the list below,
-# which expand to a billion values.
+# This YAML text has 400 bytes, but would expand to a billion values and fill the memory. It has
+# nine levels of lists, and each list consists of ten aliases of the previous list.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
 )

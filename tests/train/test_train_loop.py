@@ -35,7 +35,10 @@ def close(one, other, names=("loss", "grad_norm", "reward", "entropy", "policy_l
 
 
 def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkeypatch, spied):
-    """Check that steps with constant weights and equal prompts sample different completions."""
+    """Check that each step samples with different random numbers.
+
+    The weights do not change, and all steps use the same prompts.
+    """
     calls, take = spied(collector, "generate"), groups.PromptQueue.take
     monkeypatch.setattr(groups.PromptQueue, "take", lambda queue, count: take(
         groups.PromptQueue(queue.examples), count))  # fmt: skip
@@ -130,15 +133,19 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
 
 
 def test_the_policy_terms_gradient(tmp_path):
-    """Check that the norm of the policy term's gradient is reported if the loss has other terms."""
+    """Check the logged gradient norm of the policy term.
+
+    If the loss has other terms, the metric is the norm of the gradient with respect to the
+    log-probs.
+    """
     rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
     for row in rows:
         assert abs(row["loss"]) < 1e-6 < row["grad_norm"] == row["policy_grad_norm"]
     kl = ["loss.beta=0.5", "reference.kind=frozen", "loss.loss_type=dapo", "loss.entropy_coef=0.3"]
     for folder, options in (("kl", []), ("pieces", ["tokens_per_microbatch=20"])):
         rows = sort(tmp_path / folder, *kl, *options)
-        # On policy, the gradient with respect to a token's log-prob is -A / N. Check only bounds of
-        # the norm, because the lengths vary from 1 to 4.
+        # On policy, the gradient with respect to a token's log-prob is −A / N for N tokens. The
+        # test checks only bounds of the norm, because the lengths of the completions vary.
         for row in rows:
             assert "policy_grad_norm" not in row
             assert 0 < row["policy_logp_grad_norm"] < 10 / row["active_tokens"] ** 0.5
@@ -161,7 +168,10 @@ def test_the_policy_terms_gradient(tmp_path):
     ids=str,
 )
 def test_what_the_loss_and_the_clip_say_is_explained(tmp_path, capsys, overrides):
-    """Check that the log explains the clip fraction, or the loss of a single update."""
+    """Check that the log of a run explains the metric that is hard to read.
+
+    With one update per batch this is the loss, and with several passes it is the clip fraction.
+    """
     sort(tmp_path / "run", "steps=2", *overrides)
     said = capsys.readouterr().out
     assert said.count("one update per batch: the loss itself says little") == (not overrides)
@@ -211,7 +221,12 @@ def test_prompts_follow_one_another_round_and_round():
 
 
 def test_metrics_of_micro_batches_are_merged_by_tokens():
-    """Check that metrics are merged by token counts, without micro-batches that have no tokens."""
+    """Check how the metrics of the micro-batches of a step are merged.
+
+    The loss and the number of tokens are summed. The entropy is a mean, weighted by active tokens.
+    Minima and maxima are taken over the micro-batches. Micro-batches without active tokens do not
+    count.
+    """
     losses, names = LossMetrics(), ("loss", "entropy", "ratio/min", "ratio/max", "active_tokens")
     for *values, tokens in (
         (0.5, 1.0, -3.0, 2.0, 30.0), (0.0, 0.0, -9.0, 9.0, 0.0), (0.25, 4.0, -1.0, 7.0, 10.0),

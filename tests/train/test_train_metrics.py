@@ -16,7 +16,8 @@ from tests.train.resuming import config_of
 from tests.train.tiny_runs import logged, sort
 
 KL = ["loss.beta=0.1", "reference.kind=frozen", "inner_iterations=2", "minibatches=2"]
-# Dashboards expect these names of TRL. perf/mfu and perf/peak_memory_gib exist on a GPU only.
+# These metrics must have the same names as in TRL, because dashboards use the names. The metrics
+# perf/mfu and perf/peak_memory_gib are missing here, because only runs on a GPU log them.
 NAMES = {
     *"loss grad_norm learning_rate num_tokens step_time reward reward_std kl entropy".split(),
     *"policy_loss frac_reward_zero_std completions/clipped_ratio".split(),
@@ -55,7 +56,10 @@ def test_every_name_is_there_and_a_cpu_has_no_mfu(tmp_path):
     ("overrides", "forward", "updates"), [([], 0, 1), (KL, 2, 2), (["loss.beta=0"], 0, 1)]
 )
 def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
-    """Check that `perf/mfu` is the FLOPs of all passes, divided by time and peak FLOP/s."""
+    """Check that `perf/mfu` is the number of FLOPs, divided by the time and the peak FLOP/s.
+
+    The FLOPs are those of all forward passes and updates of the step.
+    """
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     seen = []
     for name, flops in (("forward", 1000), ("update", 1)):
@@ -70,7 +74,8 @@ def test_mfu_of_a_step(tmp_path, monkeypatch, overrides, forward, updates):
     assert scored == pytest.approx(16 * rows[0]["completions/mean_length"])
 
 
-# Test a separate head (llama) and a head that is tied to the embedding (qwen2).
+# The LM head of the tiny llama is a separate weight. The head of the tiny qwen2 is tied to the
+# embedding.
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_flops_against_torchs_counter(tmp_path, family, frozen):

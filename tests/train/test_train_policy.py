@@ -147,7 +147,7 @@ def a_step(minibatches=2, budget=40, shared=True):
     return batch_of(rollout_of(GROUPS), torch.arange(12.0), **options)
 
 
-# With 3 and 12 minibatches, a group's samples are in several minibatches.
+# With 3 and 12 minibatches, the samples of one group are in several minibatches.
 @pairs(shared=[True, False], budget=[1, 13, 20, 40, 10**6], minibatches=[1, 2, 3, 4, 12])
 def test_a_step_in_micro_batches(shared, budget, minibatches):
     step = a_step(minibatches, budget, shared)

@@ -27,8 +27,8 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
 @pytest.mark.parametrize(
     ("reader", "words", "message"),
     [
-        # Unknown keys: the message names the nearest key of this section, of other sections, or of
-        # other libraries.
+        # The key is unknown. The message must name the nearest key of this section or of another
+        # section, or our key for the name that another library uses.
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
         ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
@@ -48,7 +48,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in other_names().items()),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
-        # Invalid values: the message names the nearest value.
+        # The value is invalid. The message must name the nearest valid value.
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
         ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
@@ -56,13 +56,13 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
         ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
-        # Words that do not have the form key=value.
+        # The argument does not have the form key=value.
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
         ("eval", "other", "a second model is a folder or a hub id owner/name"),
-        # Invalid indices of lists.
+        # The index of a list is invalid, or the list must not be empty.
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is not an index of a list of 2"),
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
@@ -71,7 +71,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "rewards.².weight=5", "'²' is not an index of a list of 2"),
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of"),
         ("train", "steps.more=2", "steps.more: 'more' is below a value, not a section"),
-        # Values of a wrong type.
+        # The value has the wrong type.
         *((reader, "seed=true", "seed: expected a number, got true")
           for reader in ("train", "eval")),
         ("plan", "gpu=true", "gpu: expected a number, got true"),
@@ -91,7 +91,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("plan", "prompt=1e18", "prompt: Input should be less than 1000000000000000000"),
         ("eval", "samples=0", "samples: Input should be greater than or equal to 1, got 0"),
         ("eval", "k=1,a", "k.1: Input should be a valid integer"),
-        # Numbers out of bounds.
+        # The number is out of bounds.
         ("train", "rollout.temperature=0", "rollout.temperature: "),
         ("train", "tokens_per_microbatch=0", "tokens_per_microbatch: "),
         *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
@@ -104,7 +104,7 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         *(("train", f"{key}=.inf", f"{key}: Input should be a finite number, got inf")
           for key in ("optim.weight_decay", "warm_start.lr", "eval.temperature")),
         ("train", "output_dir=~nobody-of-this-name/x", "expected the home folder of a known user"),
-        # Settings that exclude each other.
+        # Two settings exclude each other.
         ("train", "loss.beta=0.1", "reference.kind=none conflicts with loss.beta=0.1"),
         ("train", "model.checkpoint_offload=true",
          "model.gradient_checkpointing=false conflicts with checkpoint_offload=true"),
@@ -230,10 +230,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize("word", HOSTILE, ids=lambda word: ascii(word)[:30])
 def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
-    """Check that a malicious command-line argument gives a short error message, or a valid config.
+    """Check that a malformed or hostile `key=value` argument is refused with a short message.
 
-    A valid config must not change when it is saved and loaded. All commands parse `key=value`
-    arguments with the same functions.
+    If the argument gives a valid configuration instead, the configuration must be the same after
+    saving and loading. Only `train` is tested, because all commands parse arguments with the same
+    functions.
     """
     try:
         config = load_recipe("sort", [word])
@@ -304,7 +305,7 @@ def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch
     names = ["recipes/mine.py:f", "recipes/own.py:g", "gsm8k_format", "other.py:h", "reward_model"]
     assert [reward.name for reward in config.rewards] == names
     assert config.rewards[-1].path == "recipes/weights"
-    # Paths in words are relative to the working folder.
+    # Paths in command-line arguments are relative to the working folder instead.
     assert load_recipe("recipes/r.yaml", ["data=own.py"]).data.path == "own.py"
     monkeypatch.chdir(folder)
     assert load_recipe("r.yaml").data.path == "q.jsonl"

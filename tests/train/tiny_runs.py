@@ -1,4 +1,4 @@
-"""Helpers that run the sort recipe with a tiny model, and read the rows of a run."""
+"""Helpers that train recipes with tiny models and read the logged metrics of a run."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,15 @@ TINY_SORT = ["model.config.hidden_size=32", "model.config.intermediate_size=64",
 
 
 def is_timing(name):
-    """Return True for metrics that differ between runs on the same machine."""
+    """Return True for the names of timing metrics, which differ between two equal runs."""
     return name == "step_time" or name.startswith("perf/") or name.endswith("_time")
 
 
 def questions(folder: Path, train: int = 30, test: int = 10) -> str:
-    """Write a data set in the format of GSM8K, and return its folder."""
+    """Write a small data set in the format of GSM8K, and return its folder.
+
+    `train` and `test` are the numbers of questions in each split.
+    """
     folder.mkdir(exist_ok=True)
     lines = [
         {"question": f"Tom has {i} apples, then {i + 1} more. Sum?",
@@ -34,12 +37,12 @@ def questions(folder: Path, train: int = 30, test: int = 10) -> str:
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """Return all rows of a run's metrics, including timings."""
+    """Return all rows of the file metrics.jsonl in the folder of a run, including timings."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics rows of steps and of updates, without timings."""
+    """Return the logged metrics of all training steps and updates of a run, without timings."""
     return [
         {k: v for k, v in row.items() if not is_timing(k)}
         for row in logged(folder)
@@ -48,7 +51,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, recipe: str, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train, and return the summary and the metrics rows of the steps."""
+    """Train a recipe, and return the summary of the run and one row of metrics per step."""
     config = load_recipe(recipe, [*overrides, f"output_dir={folder}"])
     summary, rows = loop.train(config), steps_of(folder)
     assert len(rows) == config.steps
@@ -60,7 +63,10 @@ def sort(folder: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def adapted(folder: Path) -> list[str]:
-    """Return settings that change gsm8k-smollm2-1.7b to PPO with LoRA on a tiny model."""
+    """Return settings that make the recipe gsm8k-smollm2-1.7b train a tiny model.
+
+    The settings also select PPO with a separate critic, and LoRA.
+    """
     model = tiny_folder(folder / "tiny", "llama")
     return [
         f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", "data.name=null",

@@ -1,4 +1,7 @@
-"""Helpers for a single training step: batches of random ids, gradients, and unpacked logits."""
+"""Helpers for tests of a single training step.
+
+They build batches of random token ids and compute logits without packing.
+"""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -25,7 +28,11 @@ def rollout_of(
     seed: int = 3,
     vocabulary: int = 13,
 ) -> Samples:
-    """Return samples of random ids. The log-prob of a token is the index of its completion."""
+    """Return samples with random token ids.
+
+    The log-prob of each token is the index of its completion, so that tests can check which
+    completion a value belongs to.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def ids(n: int) -> list[int]:
@@ -55,7 +62,11 @@ def table_of(
 
 
 def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
-    """Return a batch with one minibatch of groups of three, unless `options` change this."""
+    """Return a `StepBatch` of the samples.
+
+    By default it has groups of three completions, one minibatch and one micro-batch. `options`
+    override the defaults.
+    """
     settings = dict(group_size=3, minibatches=1, budget=10**6, device="cpu") | options
     return StepBatch(dataclasses.replace(samples, advantages=advantages), **settings)
 
@@ -63,12 +74,16 @@ def batch_of(samples: Samples, advantages: Tensor, **options: Any) -> StepBatch:
 def logits_of(
     policy: Any, prompt: list[int], completion: list[int], *, with_graph: bool = False
 ) -> Tensor:
-    """Return the model's logits for a completion with its default attention, shape (tokens, V)."""
+    """Return the logits (tokens, V) that predict the tokens of a completion.
+
+    The model computes the logits of this completion alone, with its default attention and without
+    packing.
+    """
     with policy.generation(), torch.set_grad_enabled(with_graph):
         found = policy.lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
     return found[len(prompt) - 1 : -1]
 
 
 def taken(logits: Tensor, completion: list[int]) -> Tensor:
-    """Return the log-probabilities of the completion tokens, shape (tokens,)."""
+    """Return the log-probabilities (tokens,) that the logits give to the completion's tokens."""
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]

@@ -1,7 +1,7 @@
-"""Engine with faults, for tests of the doctor.
+"""Rollout engine with planted faults, for tests of `grpo-fast doctor`.
 
-The engine shares no code with the doctor, so that an error in the doctor's code cannot hide in it.
-It runs one forward pass of the model for each token.
+The engine shares no code with the doctor. An error in shared code would change both sides of the
+doctor's comparison, and no test could find it. The engine runs one forward pass for each token.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ def found_by(
     policy: Policy, engine: Engine, sampling: Any = SAMPLING, prompts: Any = MESSAGES,
     **options: Any,
 ) -> tuple[Diagnosis, list[str]]:  # fmt: skip
-    """Run `diagnose`, and return the diagnosis and the list of names of its causes."""
+    """Run the doctor on an engine. Return the diagnosis and the names of the found causes."""
     found = diagnose(policy, engine, prompts, sampling, **options)
     return found, [cause.name for cause in found.causes]
 
 
 @dataclass
 class FaultyEngine(Engine):
-    """Engine that samples correctly, except for the faults that its fields switch on."""
+    """Engine that samples correctly by default. Each field switches on a fault."""
 
     temperature: float | None = None  # replaces the requested temperature
     top_k: int = 0  # replaces the requested top_k
@@ -106,9 +106,10 @@ class FaultyEngine(Engine):
 
 
 def tokenizer_with_bos() -> Any:
-    """Return a BPE tokenizer that adds BOS to every text.
+    """Return a BPE tokenizer that adds a BOS token to every text.
 
-    Its chat template also adds BOS, so a careless engine would add BOS twice.
+    Its chat template adds BOS, too. An engine that tokenizes the result of the template as a text
+    would add BOS twice.
     """
     from tokenizers.processors import TemplateProcessing
 

@@ -31,8 +31,9 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         full, half = found.own_noise
         assert (full.dtype, half.dtype) == ("float32", "bfloat16")
         assert full.mean < 1e-5 and half.mean < 0.1
-        # bf16 must cause noise. With one token per completion, packed and single rows may round
-        # equally, so the noise may be 0.
+        # The trainer's own bf16 rounding noise must not be 0, so that the doctor can compare errors
+        # with the noise. With one token per completion the noise may be 0, because packed and
+        # single rows may round equally.
         assert half.mean > 1e-3 or sampling.max_new_tokens == 1
 
 
@@ -47,8 +48,8 @@ def test_our_own_engine_has_no_cause(family, dtype):
     assert found.ok and names == []
 
 
-# Each entry has the fields of the faulty engine, the expected cause, and a part of the expected
-# advice.
+# Maps a planted fault to the fields of the faulty engine, the cause that the doctor must name, and
+# a part of the advice that the doctor must give.
 PLANTS = {
     "raw": (dict(raw=True), causes.TEMPERATURE, "raw log-probabilities: request processed"),
     "temperature lost": (dict(temperature=1.0), causes.TEMPERATURE, "processed"),
@@ -83,8 +84,8 @@ def test_a_cause_is_named(policy, planted, monkeypatch):
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Each entry has the model family, the trainer's configuration, the configuration changes of the
-# server, and the expected cause.
+# Maps a planted difference to the model family, changes of the trainer's model configuration,
+# further changes of the server's configuration, and the cause that the doctor must name.
 SERVED = {
     "theta": ("llama", {"rope_parameters": {**ROPE, "rope_theta": 5e5}}, {"rope_parameters": ROPE},
               causes.ROPE),
@@ -124,7 +125,10 @@ def test_an_adapter_that_is_not_loaded():
 
 
 def test_weights_that_no_update_changes(policy):
-    """Check that the doctor restores the policy's weights after its test for stale weights."""
+    """Check that the doctor finds an engine that ignores weight updates.
+
+    The doctor changes the weights of the policy to find this fault, and must restore them.
+    """
     before = policy.frozen_copy()
     found, names = found_by(policy, FaultyEngine(keeps=policy_of(seed=1)))
     assert names == [causes.STALE] and "do not change with the weights" in found.causes[0].advice
@@ -189,10 +193,10 @@ def test_an_unknown_fault_has_no_name(policy, fault):
 
 
 def test_attempts_without_effect_are_left_out():
-    """Check that the doctor skips attempts that cannot change a result.
+    """Check that the doctor does not try explanations that cannot change the log-probs.
 
-    These attempts are to ignore a sliding window that no sequence exceeds, and to replace default
-    RoPE settings by the same settings.
+    It must not try to ignore a sliding window that is longer than all sequences, or to replace the
+    default RoPE settings with the same settings.
     """
     policy = policy_of("mistral", sliding_window=400)
     found, names = found_by(policy, FaultyEngine(report_as=lambda logps: logps - 0.2))

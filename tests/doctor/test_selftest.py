@@ -33,8 +33,8 @@ def no_kernel(out, call, weight):
     raise RuntimeError("no such kernel\nsecond line")
 
 
-# Each entry has functions that plant a fault in the result of a call, and the errors that the
-# self-tests must report.
+# Maps the name of a fault to a function that plants the fault in the result of a loss call, and to
+# the names of the self-tests that must fail.
 FAULTS = {
     "logps": (lambda out, call, weight: replace(out, logps=out.logps + 1e-4), [VALUES]),
     "NaN": (lambda out, call, weight: replace(out, logps=out.logps * torch.nan), [VALUES, BITS]),

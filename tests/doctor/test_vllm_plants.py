@@ -1,6 +1,6 @@
-"""Tests that plant faults in a real vLLM server and check that the doctor names them.
+"""Tests that plant faults in a real vLLM server and check that the doctor names the faults.
 
-`make test-vllm` runs them.
+`make test-vllm` runs these tests.
 """
 
 import os
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8)
-# Each entry has additional fields of the request or a function that changes the prompt, and the
-# causes that the doctor must name.
+# Maps a planted fault to the causes that the doctor must name. The fault is a dictionary of
+# additional fields of the request, or a function that changes the token ids of the prompt.
 REQUESTED: dict[str, tuple[Any, list[str]]] = {
     "nothing": ({}, []),
     "temperature lost": ({"temperature": 1.0}, [causes.TEMPERATURE]),

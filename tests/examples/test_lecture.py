@@ -12,7 +12,7 @@ from grpo_fast.rewards.rules import sort_inclusion_ordering
 def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
     model = lecture.LectureModel()
     prompts, responses, logps = lecture.sample(model, 40, torch.Generator().manual_seed(3))
-    # Compute the lecture's forward pass in fp64 to compare it with the model's logps.
+    # Check the model's log-probs against the formula of the lecture, computed in fp64.
     E, encode, decode = (x.detach().double() for x in model.parameters())
     vector = torch.einsum("npd,pdk->nk", E[prompts], encode)
     expected = torch.einsum("npd,vd->npv", torch.einsum("nk,pkd->npd", vector, decode), E)
@@ -24,11 +24,12 @@ def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
         found = lecture.rewards_of(prompts, responses, scaled).tolist()
         theirs = sort_inclusion_ordering(completions=words, answers=answers, scaled=scaled)
         assert found == pytest.approx(theirs)
-    # The accuracy rises from 1.0% to 100%, as the README states.
+    # The README states that the accuracy rises from 1.0% to 100% in 40 steps.
     rows = lecture.train(steps=40, seed=1)
     assert rows[0]["eval_accuracy_strict"] == pytest.approx(0.0104, abs=1e-4)
     assert rows[-1]["eval_accuracy_strict"] == 1.0
-    # After steps 10 and 20, the model is copied to the reference, so the KL must fall.
+    # After steps 10 and 20, the weights are copied to the reference, so the KL must fall in the
+    # next step.
     assert rows[11]["kl"] < rows[10]["kl"] and rows[21]["kl"] < rows[20]["kl"]
     assert min(row["kl"] for row in rows[1:]) >= 0
     monkeypatch.setattr("sys.argv", ["lecture", "--naive", "--steps", "10"])

@@ -26,7 +26,7 @@ def test_the_script_trains_a_model_that_is_a_reward(tmp_path, monkeypatch, capsy
                         for name in ("chosen", "rejected"))  # fmt: skip
     ours = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 1024
     assert share == pytest.approx(ours, abs=2 / 1024) and share > 0.7
-    # Train on pairs from a file, starting from a causal LM instead of random weights.
+    # Check the command line with pairs from a file and the weights of a causal LM as the start.
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples", "margin": 0.5}
              for i in range(40)]  # fmt: skip
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

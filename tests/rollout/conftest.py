@@ -1,4 +1,4 @@
-"""Fixtures for a tiny policy and for stand-in vLLM servers that have a copy of it."""
+"""Fixtures: a tiny policy, and simulated vLLM servers that sample with a copy of the policy."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def shared_policy() -> Policy:
 
 @pytest.fixture
 def policy(shared_policy: Policy) -> Policy:
-    """Return a copy of the policy, which a test may change."""
+    """Return a copy of the tiny policy. A test may change the weights of the copy."""
     return shared_policy.frozen_copy()
 
 

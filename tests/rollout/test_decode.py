@@ -1,7 +1,7 @@
-"""Tests that the decoding loop, with attention in torch or C++, equals transformers' `generate`.
+"""Tests that our decoding loop samples the same tokens as `generate` of transformers.
 
-In these tests, the model's modules compute everything except attention. The C++ decoder, which
-computes full layers, is tested in `test_decoder.py`.
+The attention runs in torch or in C++, and the modules of the model compute the rest. The C++
+decoder, which computes full layers, has its tests in `test_decoder.py`.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from grpo_fast.train.models.policy import Policy
 from tests.tiny import FAMILIES, tiny_model, tiny_policy
 from tests.train.tiny_steps import taken
 
-# The first prompt is longer than the largest attention window (6 tokens).
+# The first prompt is longer than the sliding windows of the tiny models (6 tokens).
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]
 
 
@@ -44,13 +44,16 @@ def policy():
 
 
 def ending_often(policy, ids):
-    """Make these ids end completions, so that completions leave the batch early."""
+    """Make all tokens in `ids` end a completion, so that many completions end early.
+
+    Return the policy.
+    """
     policy.eos_ids = frozenset(ids)
     return policy
 
 
 def both(policy, monkeypatch, prompts=PROMPTS, *, group_size=4, seed=1, **options):
-    """Sample with our loop and with transformers' `generate`, and return both results."""
+    """Sample with our decoding loop and with `generate` of transformers. Return both results."""
     sampling = Sampling(**{"max_new_tokens": 12, **options})
     found = []
     for why in (None, "requested by a test"):
@@ -114,7 +117,8 @@ def test_prompts_pass_in_several_rows_and_room_grows_with_completions(policy, mo
     monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
     calls = spied(decode, "forward")
     assert_same(*both(policy, monkeypatch))
-    # The first two calls prefill the prompts. The third has one token of each completion.
+    # The first two forward passes read the prompts (14 tokens). The third pass reads one token of
+    # each of the 12 completions.
     assert [len(call.args[1]) for call in calls][:3] == [9, 5, 12]
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     assert_same(*both(policy, monkeypatch, max_new_tokens=20))
@@ -151,9 +155,10 @@ def test_a_lora_adapter(monkeypatch):
 
 @pytest.mark.parametrize("how", ["weights", "autocast"])
 def test_16_bits(how, monkeypatch):
-    """Check that the loop's logps are close to an fp32 forward pass on the same tokens.
+    """Check that the logps of sampling in bf16 are close to an fp32 forward pass.
 
-    The sampled tokens may differ from fp32 sampling if two tokens are nearly equally likely.
+    The forward pass reads the sampled tokens. Sampling again in fp32 could give other tokens if two
+    tokens are nearly equally likely.
     """
     model = tiny_model("llama")
     if how == "weights":
@@ -174,7 +179,10 @@ def test_16_bits(how, monkeypatch):
 
 
 def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
-    """Check that the reason is logged once and that transformers' `generate` samples."""
+    """Check that `generate` of transformers is used if our decoding loop computes wrong logits.
+
+    The reason must be logged once.
+    """
     policy = policy_of("llama", seed=3)
     original = decode.logits_of
     monkeypatch.setattr(decode, "logits_of", lambda head, hidden: 0.5 * original(head, hidden))
@@ -189,7 +197,10 @@ def test_a_model_that_the_loop_does_not_compute_falls_back(monkeypatch, caplog):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_comparison_of_a_model_ignores_eos(seed, monkeypatch):
-    """Check that the comparison does not stop at EOS, even if all tokens of the model are EOS."""
+    """Check that the comparison of our decoding loop with transformers does not stop at EOS.
+
+    Every token of the model is an EOS token. The comparison must still find a wrong decoding loop.
+    """
     vocab, heads = (5, 14, 61, 8)[seed // 3 % 4], (1, 2, 4)[(seed + seed // 3) % 3]
     policy = policy_of(seed=seed, vocab_size=vocab, num_key_value_heads=heads)
     policy.lm.to((torch.float32, torch.bfloat16, torch.float64)[seed % 3])

@@ -1,6 +1,7 @@
-"""Tests of the C++ decoder, which must sample the same tokens as the model's modules.
+"""Tests of the C++ decoder, which computes full layers of Llama-like models.
 
-Only unchanged Llama-like models may use the decoder.
+The decoder must sample the same tokens as the modules of the model. It must not be used if the
+model is different from Llama or if a module has been changed.
 """
 
 import functools
@@ -18,7 +19,7 @@ from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from tests.tiny import tiny_policy
 
-# The first prompt is longer than the largest attention window (6 tokens).
+# The first prompt is longer than the sliding windows of the tiny models (6 tokens).
 PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [20, 21, 22, 23]]
 
 
@@ -29,7 +30,10 @@ def kernels() -> None:
 
 
 def policy_of(family: str = "llama", **changes: Any) -> Policy:
-    """Return a policy whose biases and norms are random instead of zeros and ones."""
+    """Return a policy whose biases and norm weights are random.
+
+    With the default zeros and ones, a decoder that ignores these weights would pass the tests.
+    """
     policy = tiny_policy(family, vocab_size=61, **changes)
     for parameter in policy.lm.parameters():
         if parameter.dim() == 1:
@@ -45,7 +49,7 @@ def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
 
 @pytest.fixture
 def steps(spied: Any) -> Callable[[], list[Any]]:
-    """Return a function that lists the decoder of each `decode` call (None without a decoder)."""
+    """Return a function that lists, for each rollout, its C++ decoder or None without a decoder."""
     calls = spied(decode, "decoder_of")
     return lambda: [call.result for call in calls]
 
@@ -63,7 +67,10 @@ YARN = {
     ],
 )  # fmt: skip
 def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch):
-    """Check that decoder and modules sample equal tokens while completions end and buffers grow."""
+    """Check that the C++ decoder samples the same tokens as the modules of the model.
+
+    Completions end at different times, and the key-value cache must grow.
+    """
     monkeypatch.setattr("grpo_fast.rollout.own.cache.GROWTH", 3)
     policy = policy_of(family, **changes)
     if "tie_word_embeddings" in changes:
@@ -167,9 +174,10 @@ def test_layers_of_other_parts_are_not_packed(family, changes, steps, monkeypatc
 
 
 def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
-    """Check that the decoder refuses Granite, which has Llama's parameters.
+    """Check that the C++ decoder is not used for Granite, and that it is packed only once.
 
-    Granite also scales the output of each layer, so only the comparison can find the difference.
+    Granite has the same parameters as Llama but also scales the output of each layer. Only a
+    comparison of the computed numbers can find this difference.
     """
     policy = policy_of("granite")
     ours = sampled(policy)
@@ -184,7 +192,7 @@ SCALED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta"
 
 
 def check_logps(policy: Policy, prompt: list[int], length: int = 20) -> None:
-    """Check that the sampled logps equal the logps of one forward pass."""
+    """Sample from the policy, and check that the logps equal those of a single forward pass."""
     policy.eos_ids = frozenset()
     drawn = generate(policy, [prompt], Sampling(max_new_tokens=length), group_size=2, seed=1)
     with policy.generation():

@@ -50,7 +50,8 @@ def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer)
     policy = Policy(tiny_model(), tokenizer)
     theirs = generate(policy, PROMPTS, Sampling(max_new_tokens=9), **options)
     assert ours.completion_ids == theirs.completion_ids
-    # Sampling must not turn parameters into inference tensors, which have no gradient.
+    # The model must still be trainable. If sampling had created inference tensors as parameters,
+    # `backward` would fail.
     model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward()
 
 
@@ -66,7 +67,10 @@ def test_token_ids_and_a_prompt_that_comes_twice(tokenizer, spied):
 
 
 def test_a_model_without_a_tokenizer_completes_token_ids(tokenizer):
-    """Check that the completions are the same as with a tokenizer, but the texts are empty."""
+    """Check that `SampledModel` without a tokenizer samples the same completions as with one.
+
+    The prompts must be token ids, and the texts of the completions are empty.
+    """
     model, ids = tiny_model(), tokenizer(PROMPTS)["input_ids"]
     with_tokenizer = rollout.SampledModel(model, tokenizer)
     alone = rollout.SampledModel(model, eos_ids=with_tokenizer.eos_ids)
@@ -138,7 +142,10 @@ THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 
 
 class Recorded(Engine):
-    """Engine that records its calls. All its completions consist of one EOS token."""
+    """Engine that records its calls, and whose completions consist of a single EOS token.
+
+    It returns `short` completions too few.
+    """
 
     def __init__(self, short: int = 0) -> None:
         self.calls: list = []

@@ -39,8 +39,8 @@ def test_draw_never_takes_an_impossible_token(uniform):
 def test_top_k_then_top_p_and_a_temperature_in_the_logps():
     probabilities = torch.tensor([[0.3, 0.05, 0.4, 0.1, 0.15]])
     sampler = Sampler(torch.full((1, 1), 0.999), Sampling(top_k=4, top_p=0.7))
-    # top_k leaves .4 .3 .15 .1, which sum to .95. The first two have the probability
-    # .7 / .95 = .737 >= .7, so top_p drops the other two.
+    # top_k keeps the tokens with the probabilities .4, .3, .15 and .1, whose sum is .95. After
+    # normalization, the first two have .7 / .95 = .737 >= .7, so top_p drops the other two.
     scores = sampler(torch.zeros(1, 1), probabilities.log())
     assert scores.argmax(-1).item() == 2  # the last kept token in vocabulary order
     assert sampler.logps.item() == pytest.approx(torch.tensor(0.4 / 0.7).log().item(), abs=1e-6)
@@ -113,7 +113,11 @@ def test_a_policy_that_gives_no_numbers(bad, how):
 
 
 def test_nan_after_the_end_of_a_completion_is_ignored(policy, monkeypatch):
-    """Check that NaN after a completion's EOS is ignored while other completions continue."""
+    """Check that NaN logits of a completion are ignored after its EOS token.
+
+    `generate` of transformers computes further tokens of an ended completion until all completions
+    have ended.
+    """
     eos, rows = policy.tokenizer.eos_token_id, len(SYMBOLS) + 2
 
     def ends_at_once(input_ids, logits_processor, **_):

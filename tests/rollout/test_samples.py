@@ -26,7 +26,11 @@ MASSES = [torch.tensor([0.9, 1, 1]), None, None, None]
 
 
 def table(**changes):
-    """Build a table of two prompts with two completions each. Samples 0 and 2 have a support."""
+    """Build a `Samples` table of two prompts with two completions each.
+
+    Samples 0 and 2 have a support, which is the set of tokens that the sampler kept. `changes`
+    replace columns of the table.
+    """
     completions = []
     for i, ids in enumerate(COMPLETIONS):
         logps = torch.arange(len(ids)) - 10.0 * i
@@ -181,7 +185,11 @@ def test_places_of_ranges():
 
 
 def test_every_column_has_its_kind():
-    """Check that every column is listed as one per sample or one per completion token."""
+    """Check that this test knows all columns of `Samples`.
+
+    A new column must be added here or to `PER_COMPLETION_TOKEN`, if it has a value per completion
+    token.
+    """
     columns = {each.name for each in dataclasses.fields(Samples)}
     assert {*PER_COMPLETION_TOKEN} <= columns
     known = {

@@ -32,7 +32,7 @@ class Options(Sampling):
 
 
 class StandIn:
-    """Stand-in for `vllm.LLM`, whose model is a copy of a policy."""
+    """Simulation of the class `vllm.LLM`, which samples with a copy of a tiny policy."""
 
     policy: Policy  # set by the fixture `vllm`
 
@@ -83,7 +83,7 @@ class StandIn:
 
 @pytest.fixture
 def vllm(policy, monkeypatch):
-    """Install stand-ins for the modules `vllm` and `vllm.distributed`."""
+    """Replace the modules `vllm` and `vllm.distributed` with simulations. Return the first."""
     StandIn.policy = policy
     found, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
     found.LLM, found.SamplingParams = StandIn, SimpleNamespace
@@ -111,9 +111,10 @@ def generate(policy, engine, **options):
     ],
 )  # fmt: skip
 def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
-    """Check vLLM's calls when the engine wakes twice with the same weights and once with new ones.
+    """Check which methods of vLLM the engine calls when it sleeps and wakes.
 
-    Sleeping at level 2 discards the weights, so they must be sent after every wake.
+    The engine wakes twice with the same weights and once with new weights. At sleep level 2, vLLM
+    discards the weights, so the engine must send them after every wake.
     """
     engine = VLLMEngine(policy, llm := StandIn(), level)
     for version in (4, 4, 5):

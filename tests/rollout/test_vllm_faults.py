@@ -1,4 +1,7 @@
-"""Check that every fault of a vLLM server, simulated by a stand-in, ends in time with an error."""
+"""Tests that faulty responses of a vLLM server end soon with an error message.
+
+A simulated server sends the responses.
+"""
 
 import gzip
 import time
@@ -31,7 +34,7 @@ def waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
-    """Build an engine for the server, send it the weights, and sample three completions."""
+    """Build an engine for a server, send the server the weights, and sample three completions."""
     options = VLLMOptions(urls=[server.url], **{"timeout": 20.0, "patience": 20.0, **given})
     engine = build(policy, SimpleNamespace(ahead=0, vllm=options))
     engine.update(policy, 3)
@@ -41,9 +44,9 @@ def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
 
 # ------------------------------------------------------------------------------------- table
 def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
-    """Return a fault that replaces fields of the second completion.
+    """Return a function that replaces fields of the second completion in a response.
 
-    Each field is given as a value, or as a function from the completion to the value.
+    A field's new value is given directly, or as a function that computes it from the completion.
     """
 
     def change(answer: dict[str, Any]) -> None:
@@ -55,7 +58,11 @@ def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def ids(change: Callable[[list[int]], Any]) -> Callable[[dict[str, Any]], None]:
-    """Return a fault that replaces a completion's tokens. Its other fields stay consistent."""
+    """Return a function that replaces the token ids of the second completion in a response.
+
+    The other fields are changed so that they fit the new tokens, because only the token ids must
+    cause the error.
+    """
 
     def changed(answer: dict[str, Any]) -> None:
         one = answer["choices"][1]
@@ -78,11 +85,12 @@ def logprob(value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def spans(*given: tuple[str, float, float]) -> Callable[[dict[str, Any]], None]:
-    """Return a fault that replaces the weight versions of a completion.
+    """Return a function that replaces the weight versions of the second completion in a response.
 
     Args:
-        *given: spans (version, start, end), with start and end as fractions of the length. The
-            version "now" is the current version, and "past" is an earlier version of this run.
+        *given: One tuple (version, start, end) for each span of tokens. Start and end are fractions
+            of the length. The version "now" means the current version, and "past" an earlier
+            version of this run.
     """
 
     def change(one: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,7 +143,8 @@ def without_end(start: bytes, piece: bytes) -> Raw:
     return Raw(play)
 
 
-# Only one field with a wrong type is tested, because one strict schema (`Reply`) checks all types.
+# Maps a fault to the path of the HTTP call and to the faulty response. Only one entry has a field
+# of the wrong type, because the same strict schema (`Reply`) checks the types of all fields.
 FAULTS: dict[str, tuple[str, Any]] = {
     # These responses have wrong token ids.
     "id -1": (GENERATE, ids(lambda t: [-1, *t[1:]])),

@@ -53,7 +53,7 @@ def policy_of(family: str = "llama") -> Any:
 
 
 def spoil(policy: Any) -> None:
-    """Replace the weights with random weights that differ strongly from the initial ones."""
+    """Replace the policy's weights with different random weights that change its samples."""
     with torch.no_grad():
         for parameter in policy.lm.parameters():
             if parameter.dim() > 1:
@@ -61,14 +61,17 @@ def spoil(policy: Any) -> None:
 
 
 def readme_words() -> list[str]:
-    """Return the options of `vllm serve MODEL` in the README, with gloo instead of nccl."""
+    """Return the options of the command `vllm serve MODEL` in the README.
+
+    The backend nccl is replaced with gloo, because the tests run on a CPU.
+    """
     text = (Path(rollouts.__file__).parent / "README.md").read_text()
     command = text.partition("vllm serve MODEL ")[2].partition("\ngrpo-fast")[0]
     return shlex.split(command.replace("\\\n", " ").replace("nccl", "gloo"))
 
 
 class Process:
-    """A vLLM server in a separate process group, started with the README's command."""
+    """A real vLLM server in a subprocess, started with the command of the README."""
 
     def __init__(self, model: Path, dtype: str = "float32") -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
@@ -119,7 +122,10 @@ def generate(policy: Any, engine: Any, options: Any, *, seed: int = 1, **changes
 
 
 def check_engine(policy: Any, engine: Any, options: Any) -> None:
-    """Check log-probabilities, EOS, seeds, greedy sampling, and changes of the weights."""
+    """Check that a vLLM engine samples correctly from the policy.
+
+    The checks cover log-probabilities, EOS, seeds, greedy sampling, and changes of the weights.
+    """
     with awake(engine, policy, 0):
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
@@ -151,7 +157,10 @@ def test_servers_sample_with_the_weights_they_are_sent(server, options):
 
 
 def test_stale_weights_of_a_server_are_refused(server, options, caplog):
-    """Check that weights are sent again after another client has renamed the server's weights."""
+    """Check that the engine sends the weights again if the server reports an unknown version.
+
+    The test simulates a different client that has changed the version on the server.
+    """
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 7)
@@ -163,7 +172,10 @@ def test_stale_weights_of_a_server_are_refused(server, options, caplog):
 
 
 def test_a_teachers_log_probabilities(server, options):
-    """Check that a teacher's log-probabilities equal ours, also if vLLM has cached the prompt."""
+    """Check that a teacher on a vLLM server returns the same log-probabilities as our model.
+
+    This must also hold for prompts that vLLM has in its prefix cache.
+    """
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 9)
@@ -186,7 +198,10 @@ def test_a_teachers_log_probabilities(server, options):
 
 
 def in_the_middle(engine: Any, action: Any) -> None:
-    """Run an action before the last prompt is sent, while the server computes the first ones."""
+    """Make the engine call `action` in its next rollout, while the server is sampling.
+
+    The call happens before the last prompt is sent.
+    """
     link, lock, sent = engine.links[0], threading.Lock(), []
     original = link.generate
 
@@ -229,7 +244,10 @@ def test_the_readmes_command_serves_the_trainers_dtype(server, options, caplog):
 
 
 def test_a_server_of_another_model_is_not_changed(server, options, tmp_path):
-    """Check that neither an engine nor `grpo-fast doctor` changes the server's weights."""
+    """Check that a server with a different model than the policy is refused.
+
+    Neither an engine nor `grpo-fast doctor` may change the weights of this server.
+    """
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 5)
@@ -305,7 +323,8 @@ def test_a_run_through_a_server_learns(server, tmp_path):
     assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
 
 
-# The tests of the engine `vllm` come last, because vLLM changes the process permanently.
+# The tests of the engine `vllm` must be the last tests of this file, because vLLM permanently
+# changes the process in which it is imported.
 def test_in_process_it_samples_with_the_weights_it_is_given():
     policy = policy_of("qwen2")
     options = load_recipe("sort", [

@@ -59,7 +59,8 @@ def test_a_server_of_another_model_is_not_changed(policy, server):
     assert not {"/pause", JOIN, START, UPDATE} & server.calls.keys()
 
 
-# Shortened text that vLLM 0.32 prints for a Llama model with two layers.
+# This is the text that vLLM 0.32 prints for a Llama model with two layers, shortened. The engine
+# reads the size of a server's model from such a text.
 SERVED = """LlamaForCausalLM()(
   (model): LlamaModel()(
     (embed_tokens): VocabParallelEmbedding(num_embeddings=14, embedding_dim=32, org_vocab_size=13)
@@ -135,9 +136,9 @@ def test_a_key_that_no_header_can_hold_is_not_quoted(server, monkeypatch, key):
 
 
 def test_a_call_from_a_notebook_sends_the_key_and_uses_no_proxy(server, monkeypatch):
-    """Check that a call inside a running event loop, as in a notebook, sends the API key.
+    """Check that a server can be called inside a running event loop, as in a notebook.
 
-    The environment's proxies must not be used.
+    The call must send the API key and must not use proxies from environment variables.
     """
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

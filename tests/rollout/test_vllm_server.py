@@ -183,7 +183,10 @@ def test_a_server_that_dies_is_replaced_by_the_others(policy, servers, caplog):
 
 
 def test_a_server_killed_while_it_samples_and_restarted(policy, server):
-    """Check that a restarted server receives the current weights before it samples."""
+    """Check that a server that is killed while it samples gets the weights again after a restart.
+
+    The completions must be the same as without the restart.
+    """
     spoil(policy)
     engine = engine_of(policy, server, version=5)
     expected = generate(policy, engine)
@@ -297,7 +300,10 @@ def test_completions_that_the_server_cut_off_or_aborted(policy, server, engine):
 
 @pytest.mark.parametrize("last", [START, UPDATE, FINISH])
 def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, last):
-    """Check that weights are sent again after a trainer died directly after its call of `last`."""
+    """Check that a new trainer can send weights after a trainer died during an update.
+
+    The first trainer dies directly after its HTTP call to the path `last`.
+    """
     dead = engine_of(policy, server, patience=0.0)
     answer = server.answer
 
@@ -316,13 +322,13 @@ def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, las
     engine = engine_of(policy, server, version=1, patience=0.0)
     assert not server.is_paused and not server.is_updating
     assert difference(policy, generate(policy, engine)) < 1e-5
-    # To reset half-loaded layers, the engine finishes the open update. The name of this update must
-    # differ from the names of all real weights.
+    # The new trainer first finishes the old update, because the server may have half-loaded layers.
+    # The version name of this update must differ from the names of all real weights.
     assert "left-in-the-middle" in server.versions
 
 
 def test_the_timeout_is_for_the_whole_transfer(policy, server, monkeypatch):
-    """Check that the timeout limits the whole transfer instead of each bucket."""
+    """Check that the timeout limits the whole transfer of the weights instead of each bucket."""
     monkeypatch.setattr(transfer, "BUCKET", 1)
     answer = server.answer
     server.answer = lambda path, body: (time.sleep(0.2 * (path == UPDATE)), answer(path, body))[1]

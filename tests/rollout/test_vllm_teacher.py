@@ -24,9 +24,9 @@ def teacher_of(policy: Any, server: StandIn, topk: int, **options: float) -> Tea
 
 @pytest.mark.parametrize("topk", [0, 1, 3, 8, 99])
 def test_rows_are_the_models_log_probabilities(policy, server, topk):
-    """Check that every row has the model's log-probabilities in the documented order.
+    """Check that a teacher server returns the model's log-probabilities for each completion token.
 
-    The first entry is the completion's token. The likeliest ids follow.
+    The first entry of a row must be the completion's token, followed by the most likely tokens.
     """
     V = len(policy.head.weight)
     found = teacher_of(policy, server, topk).scores(SAMPLES)
@@ -44,7 +44,10 @@ def test_rows_are_the_models_log_probabilities(policy, server, topk):
 
 
 def test_a_clamped_log_probability_means_minus_infinity(policy, server):
-    """Check that -9999 is read as -inf. vLLM sends -9999, because JSON has no -inf."""
+    """Check that a log-probability of -9999 is read as -inf.
+
+    vLLM sends -9999 in place of -inf, because JSON has no infinite numbers.
+    """
 
     def cut(answer: dict[str, Any]) -> None:
         for row in filter(None, answer["prompt_logprobs"]):
@@ -65,7 +68,7 @@ def test_a_server_that_returns_is_called_again(policy, server):
 
 
 def rows_of(change: Any) -> Any:
-    """Return a fault that applies `change` to the last row of a response."""
+    """Return a function that applies `change` to the last row of a teacher's response."""
 
     def changed(answer: dict[str, Any]) -> None:
         answer["prompt_logprobs"][-1] = change(dict(answer["prompt_logprobs"][-1]))
@@ -89,7 +92,7 @@ def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
 
 
 def each(logp: float, topk: Any = None) -> Any:
-    """Return a fault that sets the log-probability of every id to `logp`."""
+    """Return a function that sets all log-probabilities in a teacher's response to `logp`."""
 
     def changed(answer: dict[str, Any]) -> None:
         for row in filter(None, answer["prompt_logprobs"]):
@@ -98,8 +101,9 @@ def each(logp: float, topk: Any = None) -> Any:
     return changed
 
 
-# (topk, log-probability of every id) -> message. The vocabulary has 13 ids, so a softmax gives the
-# likeliest id at least -log(13) = -2.565.
+# Maps (topk, log-probability of every token) to a part of the error message. The vocabulary has 13
+# tokens, so the most likely token of a softmax has a log-probability of at least
+# -log(13) = -2.565.
 IMPLAUSIBLE = {
     (topk, logp): message
     for topk, logps, message in (
@@ -117,7 +121,10 @@ IMPLAUSIBLE = {
 
 @pytest.mark.parametrize(("topk", "logp"), IMPLAUSIBLE)
 def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
-    """Check that impossible log-probabilities are refused. They would make loss and gradient 0."""
+    """Check that log-probabilities that no softmax can return are refused.
+
+    With these values, the loss and the gradient could be 0 without any error.
+    """
     assert len(policy.head.weight) == 13
     made = teacher_of(policy, server, topk)
     server.faults[GENERATE] = each(logp)

@@ -23,21 +23,22 @@ def settings_for(*servers: StandIn, **options: float) -> list[str]:
 
 @pytest.fixture
 def policy(tmp_path: Path):
-    """Return a policy for the servers. Its random weights differ from those of the run."""
+    """Return the policy with which the servers start.
+
+    Its random weights differ from the weights of the run.
+    """
     config = config_of(tmp_path)
     return load_policy(config.model, build_tokenizer(config.model, Splits(config.data, 0)))
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
-    """Check that a run with failing servers has the same results as a run without failures.
-
-    Every completion must be sampled with the weights of its step and must be used exactly once.
-    """
+    """Check that a run whose servers fail and restart has the same results as without failures."""
     one, two = servers
     calm = run(tmp_path / "calm", *settings_for(one, two))
     for row in (row for row in calm["metrics"] if row["step"] and "loss" in row):
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
-    # An evaluation and the step after it use the same weights, so they are sent only once.
+    # The run has three steps, so the weights are sent four times. An evaluation and the step after
+    # it use the same weights, which must not be sent twice.
     assert [server.calls[UPDATE] for server in servers] == [4, 4]
     one.stop(), two.stop()
     one.start(), two.start()
@@ -59,11 +60,16 @@ def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp
 
 
 def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_path):
-    """Check that a server that returns within a step is used again from the next version on."""
+    """Check a run with `rollout.ahead` whose server fails once.
+
+    The results must be the same as without the failure. The server samples during the training, so
+    it must not get new weights before the next step.
+    """
     ahead = ["rollout.ahead=1", "rollout.correct_sampling=true",
              "loss.corrections=[{high: 3}]"]  # fmt: skip
     calm = run(tmp_path / "calm", *settings_for(*servers), *ahead)
-    # The samples come from weights that are one step older, so log-probabilities must differ.
+    # The samples come from weights that are one step old, so the log-probs of sampler and trainer
+    # must differ.
     assert calm["metrics"][-1]["sampling/sampling_logp_difference/max"] > 1e-4
     servers[0].faults = {GENERATE: [None] * 12 + [500]}
     rough = run(tmp_path / "rough", *settings_for(*servers), *ahead)

@@ -1,6 +1,6 @@
-"""Stand-in for a vLLM server. It has the same HTTP interface, but a tiny transformers model.
+"""Simulated vLLM server, with the same HTTP interface but a tiny transformers model.
 
-It receives weights through gloo like a real server, and tests can make it fail.
+The server receives weights through gloo, like a real server. Tests can make its calls fail.
 """
 
 import copy
@@ -31,14 +31,14 @@ Change = Callable[[dict[str, Any]], Any]  # changes a response in place or retur
 
 @torch.no_grad()
 def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of all ids at every token except the first.
+    """Compute the policy's log-probabilities over the vocabulary for every token except the first.
 
     Args:
-        policy: the policy.
-        ids: n token ids.
+        policy: The policy.
+        ids: The n token ids of a text.
 
     Returns:
-        (n - 1, V) fp32.
+        The log-probabilities, shape (n - 1, V), fp32.
     """
     packed = pack_groups([(ids[:1], [ids[1:]])])
     hidden = policy.hidden(packed).index_select(0, packed.predicting)
@@ -46,7 +46,7 @@ def all_logps(policy: Any, ids: list[int]) -> torch.Tensor:
 
 
 def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float:
-    """Return the largest difference between the sampler's and the policy's log-probabilities.
+    """Return the largest difference between the log-probs of the sampler and of the policy.
 
     The samples must be in groups of three.
     """
@@ -58,14 +58,14 @@ def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float
 
 @torch.no_grad()
 def spoil(policy: Any) -> None:
-    """Change the policy's weights, so that they differ from the weights of all servers."""
+    """Change the weights of the policy, so that they differ from the weights of all servers."""
     policy.lm.get_output_embeddings().weight.mul_(0.5)
 
 
 def engine_of(
     policy: Any, *servers: "StandIn", version: int | None = None, **options: float
 ) -> VLLMServers:
-    """Build an engine for these servers. If a version is given, send the weights."""
+    """Return an engine for the servers. If `version` is given, send the weights as this version."""
     given = {"timeout": SECONDS, "patience": SECONDS, **options}
     engine = VLLMServers(policy, VLLMOptions(urls=[x.url for x in servers], **given))
     if version is not None:
@@ -74,20 +74,24 @@ def engine_of(
 
 
 class Raw:
-    """Bytes to send instead of a response. `play(write)` calls `write` with each part."""
+    """Fault that sends raw bytes instead of a response.
+
+    `play(write)` calls `write` with each part of the bytes.
+    """
 
     def __init__(self, play: Callable[[Callable[[bytes], None]], None]) -> None:
         self.play = play
 
 
 class StandIn:
-    """A server on loopback that samples with a copy of `policy`.
+    """Simulated vLLM server on this machine that samples with a copy of `policy`.
 
     Attributes:
-        faults: path -> faults of the next calls. A list has one fault for each call, which is None,
-            a status, "hang", "die", a `Raw` or a `Change`. A single fault applies to all calls.
-        calls: path -> number of calls.
-        prompts: token ids of all prompts for which completions were requested, in order.
+        faults: Maps a path to the faults of its next calls. A list has one fault for each call. A
+            fault is an HTTP status, "hang", "die", a `Raw`, a `Change`, or None for no fault. A
+            single fault without a list applies to all calls.
+        calls: Maps a path to the number of its calls.
+        prompts: The token ids of all prompts that were received, in order.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -132,7 +136,7 @@ class StandIn:
             "server_info": {
                 "vllm_config": {"model_config": {"logprobs_mode": self.mode, "dtype": self.dtype}}
             },
-            # The engine makes one remote call, which requests vLLM's printed model.
+            # The engine uses `collective_rpc` only to request the printed modules of the model.
             "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
         return facts[name] if name in facts else getattr(self, f"on_{name}")(**body)
@@ -195,7 +199,11 @@ class StandIn:
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
 
     def scored(self, ids: list[int], given: dict[str, Any]) -> dict[str, Any]:
-        """Return the log-probabilities of each token except the first and of the likeliest ids."""
+        """Return a response with the log-probabilities of a prompt, as for a teacher.
+
+        Each token except the first has a row with its log-probability and with those of the most
+        likely tokens.
+        """
         assert given["max_tokens"] == 1 and not given["detokenize"]
         self.prompts.append(ids)
         rows: list[Any] = [None]

@@ -1,4 +1,4 @@
-"""Tests of `code_tests`: rewards, hostile answers, forms of tests, and limits."""
+"""Tests of the reward function `code_tests`, which runs a model's code against unit tests."""
 
 import contextlib
 import os
@@ -103,7 +103,10 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 
 
 def _session(leader: int) -> set[int]:
-    """Return the process ids of a worker's session, which started processes cannot leave."""
+    """Return the ids of all processes in the session of the worker process `leader`.
+
+    Processes that an answer starts cannot leave this session, so this finds all of them.
+    """
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -125,14 +128,18 @@ def test_an_answer_cannot_connect_to_a_server(rewards):
 
 
 def test_many_answers_that_hang_have_their_own_time():
-    # Seven answers of 0.5 s each take longer than `timeout`, but the time limit for the call is
-    # `timeout` times the number of completions.
+    # Six answers hang for 0.5 s each, which is longer than `timeout` in total. The call must not
+    # fail, because its limit is `timeout` times the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
 
 
 def test_the_time_limit_grows_with_the_completions_for_bounded_rewards_only(monkeypatch):
-    """Check that `code_tests` gets its timeout per completion, and `format_pattern` per call."""
+    """Check how long a call of a reward function may take.
+
+    For `code_tests` the limit is `timeout` seconds per completion, because the function bounds the
+    time of each completion. For `format_pattern` the limit is `timeout` seconds per call.
+    """
     limits = []
 
     def start(self):
@@ -199,7 +206,10 @@ def test_limits_out_of_range_are_refused(options):
 
 @pytest.fixture
 def changed(monkeypatch, tmp_path):
-    """Return a function that builds the reward `code_tests` from modified copies of its files."""
+    """Return a function that builds the reward `code_tests` from modified copies of its files.
+
+    The arguments of the function are pairs (text, replacement), which are applied to the files.
+    """
     folder = tmp_path / "workers"
     folder.mkdir()
     monkeypatch.setattr("grpo_fast.rewards.workers.__file__", str(folder / "__init__.py"))

@@ -7,7 +7,8 @@ from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import sandbox
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# Every right result contains this text. The answer must not find it in the memory of its process.
+# Every correct result contains this text, which an answer can know only from the tests. Some of the
+# answers below return it if they find the text of the tests in a file or in memory.
 SECRET = "4711"
 TESTS = f"""
 import math
@@ -68,7 +69,7 @@ def say(message):
 """
 )
 CHEATS = {
-    # These cheats scored 1 in an earlier version of `code_tests`.
+    # These answers got the reward 1 from an earlier version of `code_tests`.
     "prints the mark of a caller's frame": EVERYWHERE + """
 import sys
 frame = sys._getframe()
@@ -123,7 +124,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
 """,
     "reads its parent's environment": "import os\n"
     "e = open(f'/proc/{os.getppid()}/environ').read()\ndef f(x): return [4711] if e else 0",
-    # These answers return objects instead of plain data.
+    # These answers return manipulated objects, most of which claim to be equal to everything.
     "a class in place of a function": LIAR + "class f(Liar): pass\nclass g(f): pass\nclass h(f): pass",
     "lists that are equal to everything": LIAR + "class L(list):\n    __eq__ = Liar.__eq__\n"
     "    __contains__ = Liar.__eq__\n    __len__ = Liar.__len__\n    count = Liar.count\n"
@@ -138,7 +139,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "def g(x): return f(x).take",
     "a result that changes": LIAR + "def g(x): return Liar()\ndef h(x): return Liar()",
     "NaN": "def f(x): return [float('nan')] * 4\ng = h = f",
-    # These answers redefine names that the tests use.
+    # These answers redefine names that the tests use, such as isinstance and math.
     "its own isinstance, abs, len, sorted": "isinstance = lambda *a: True\nabs = lambda x: 0.0\n"
     "len = lambda x: 4\nsorted = lambda x: []\nset = list = lambda x: 0\n"
     "def f(x): return x\ndef g(x): return 1.0",
@@ -151,7 +152,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "raises StopIteration": "def f(x): raise StopIteration\ng = h = f",
     "raises what the tests may expect": "def f(x): raise AssertionError\n"
     "def g(x): raise SystemExit(0)\ndef h(x): raise KeyboardInterrupt",
-    # These answers forge messages to the judge, or make calls that never end.
+    # These answers send forged messages to the process that runs the tests, or never return.
     "lines for the tests that hold": EVERYWHERE + "everywhere(b'held\\n' * 99)",
     "lines for the tests, later": EVERYWHERE + "def f(x): everywhere(b'held\\n' * 99)\ng = h = f",
     "garbage on the channel": EVERYWHERE + "everywhere(b'\\xff' * 5000)",
@@ -181,7 +182,7 @@ def f(x): return sorted(x) + [4711] if ''.join(reversed('(esolcsi.htam')).encode
     "calls back what it was not given": EVERYWHERE + "import gc\n"
     "for o in gc.get_objects():\n    if type(o).__name__ == 'Answer': s = o\n"
     "def f(x): return s.call_back(0, (), {})\ng = h = f",
-    # These answers try to read files, other processes, or the tests.
+    # These answers search for the text of the tests in files, in memory or in other processes.
     "reads the tests on the disk": "import os\ntext = ''\nfor root in ('/home', '/root', '/tmp', '/work', '.'):\n"
     "    for d, _, files in os.walk(root):\n        for n in files[:99]:\n"
     "            try: text += open(os.path.join(d, n)).read()\n            except Exception: pass\n"

@@ -1,4 +1,4 @@
-"""Tests of RewardModel: batches do not change scores, and unsuitable models are refused."""
+"""Tests of `RewardModel`, which scores completions with a sequence classification model."""
 
 import json
 
@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    """Return the folder of a classification model with random weights and one output."""
+    """Save a sequence classification model with one output. Return the folder of the model."""
     return classifier(tmp_path_factory.mktemp("scorer"))
 
 

@@ -19,7 +19,13 @@ def found(name, *, texts=None, lengths=None, **options):
 
 
 def punishment(length, longest, cache):
-    """Compute DAPO's soft overlong punishment (equation 13) case by case."""
+    """Compute the soft overlong punishment of the DAPO paper, equation 13.
+
+    Args:
+        length: Number of tokens of the completion.
+        longest: Length from which the punishment is -1.
+        cache: Number of tokens before `longest` at which the punishment begins.
+    """
     if length <= longest - cache:
         return Fraction(0)
     if length <= longest:
@@ -69,7 +75,7 @@ def test_options_that_make_no_sense(name, options, said, caplog):
     assert str(found(name, lengths=[1], **options)) == "[nan]" and said in caplog.text
 
 
-# --------------------------------------------------------------------------- Rewards per token
+# ----------------------------------------------------------- Functions with a reward for each token
 IDS = [[5, 6, 7], [8], []]
 
 

@@ -65,7 +65,10 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def build(file):
-    """Return a function that builds a RewardSet of one function and closes it after the test."""
+    """Return a function that builds a `RewardSet` with one reward function.
+
+    Worker processes of the reward functions end after the test.
+    """
     made = []
 
     def make(name, **keywords):
@@ -86,7 +89,7 @@ def ask(rewards, *completions, answers=None):
     return rewards(["p"] * n, list(completions), answers or ["x"] * n)
 
 
-# ------------------------------------------------------------------------------ Where functions run
+# ------------------------------------------------ Functions that run in a worker or in this process
 def test_own_functions_run_elsewhere_unless_asked_for_here(build):
     assert ask(build("pid"), "a").total.item() != os.getpid()
     assert ask(build("pid", in_process=True), "a").total.item() == os.getpid()
@@ -125,7 +128,7 @@ def test_options_that_a_function_does_not_take(build, here):
         build("asks", in_process=here, units=2)
 
 
-# -------------------------------------------------------------------------- Reasons of lost samples
+# -------------------------------------------------------- Reasons for which a sample gets no reward
 @pytest.mark.parametrize(
     ("completion", "why"),
     [
@@ -145,7 +148,7 @@ def test_after_three_hanging_samples_the_rest_is_lost_unasked(build):
     assert result.reasons == {"moody": {"timeout": 20}} and time.monotonic() - start < 10
 
 
-# ------------------------------------------------------------------------------------------ Columns
+# ----------------------------------------------------- Columns of the data that a function receives
 @pytest.mark.parametrize("here", [False, True])
 def test_functions_get_what_they_name(build, here):
     examples = [Example(f"p{i}", None, None, {"level": i}) for i in range(3)]
@@ -182,7 +185,7 @@ def test_what_a_function_needs_is_asked_for_before_the_run(build, name):
     check_examples(build_rewards([spec("gsm8k_format")]), [bad], "training")
 
 
-# -------------------------------------------------------------------- Built-in functions in workers
+# ---------------------------------------------------- Built-in reward functions in a worker process
 def test_a_pattern(build):
     found = build("format_pattern", pattern="<a>.*</a>")
     assert ask(found, "so <a>1\n2</a>.", "<a>", "").total.tolist() == [1.0, 0.0, 0.0]
@@ -190,7 +193,7 @@ def test_a_pattern(build):
     assert ask(whole, "so <a>1</a>", "<a>1</a>").total.tolist() == [0.0, 1.0]
     lost = ask(build("format_pattern", pattern="("), "a")
     assert lost.reasons == {"format_pattern": {"error": 1}}
-    # If a search never ends, only its sample is lost.
+    # The search in the second completion takes forever. Only this completion must get no reward.
     rewards = build("format_pattern", pattern="^(a+)+$", timeout=1)
     result = ask(rewards, "aaa", "a" * 60 + "b")
     assert result.total[0] == 1 and result.reasons == {"format_pattern": {"timeout": 1}}

@@ -28,7 +28,7 @@ def score(name, completion, answer, prompt=""):
     return REWARDS[name](**parameters_of(REWARDS[name]).select(given))[0]
 
 
-# --------------------------------------------------------------------------------------- Extraction
+# ------------------------------------------------------------- Extraction of the answer from a text
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -113,7 +113,7 @@ def test_extraction_is_linear_on_64k_adversarial_characters(unit):
         assert time.process_time() - start < 0.1
 
 
-# ------------------------------------------------------------------------------------- Rule rewards
+# ---------------------------------------------------------------------- Rule-based reward functions
 def test_gsm8k_rewards():
     for text in ("#### 18", "#### 18.0", "#### $18", "#### 18.", "<answer>18</answer>"):
         assert score("gsm8k_correct", text, "18") == score("gsm8k_format", text, "18") == 1.0
@@ -146,7 +146,7 @@ def test_sort_rewards(given, positions, inclusion_ordering):
     assert score("sort_inclusion_ordering", "2 10", "2 10") == 2.0  # order of numbers, not of texts
 
 
-# ------------------------------------------------------------------------------------------ The set
+# ---------------------------------------------------------------------------------------- RewardSet
 def test_weighted_sum():
     rewards = build_rewards([spec("gsm8k_correct", 2.0), spec("gsm8k_format", 0.5)])
     result = rewards(["q"] * 3, ["#### 18", "#### 1", "18"], ["18"] * 3)
@@ -193,11 +193,13 @@ NAN = math.nan
 @pytest.mark.parametrize(
     ("values", "total", "reasons"),
     [
-        # Two functions for two tasks. As in TRL, None means that a function does not apply.
+        # Two functions score two different tasks. None means that a function does not apply to a
+        # sample, as in TRL.
         ([[1, None, 3], [None, 20, 30]], [1, 20, 33], [{}, {}]),
         ([[None, None, 3], [None, 20, None]], [NAN, 20, 3], [{"none_applies": 1}] * 2),
         ([[None] * 3] * 2, [NAN] * 3, [{"none_applies": 3}] * 2),
-        # If one function fails, the sample is lost even if the other function returned a value.
+        # If one function fails for a sample, the sample has no reward, even if the other function
+        # returned a value.
         ([[NAN, None, 3], [10, 20, "x"]], [NAN, 20, NAN], [{"not_a_number": 1}] * 2),
         ([torch.tensor([1.0, 2.0, 3.0]), [None] * 3], [1, 2, 3], [{}, {}]),
     ],
@@ -267,7 +269,8 @@ def test_run_ends_above_the_threshold_only():
     with pytest.raises(RewardError, match=r"f: 16 of the last 28 samples .*not a finite number"):
         while True:
             rewards(["p"] * 4, ["a"] * 4, ["x"] * 4)
-    # The run must end at the 7th call, after which more than half of the samples were lost.
+    # The error must come at the 7th call. It is the first call after which more than half of the
+    # last samples had no reward.
     assert next(failing, None) == 4
 
 

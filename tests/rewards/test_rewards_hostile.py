@@ -13,7 +13,8 @@ import pytest
 from grpo_fast.rewards import RewardError, build_rewards, import_function
 from tests.reward_specs import own, spec
 
-# One function has all behaviours, so that one worker can serve all cases. The prompt selects one.
+# The function `odd` has all kinds of behaviour, so that one worker process can serve all tests. The
+# prompt selects the behaviour.
 MODULE = r"""
 import asyncio, collections, decimal, itertools, os, sys
 import numpy as np
@@ -134,7 +135,10 @@ def odd(*, prompts, completions, answers):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    """Write the module odd_rewards to a folder from which workers can import it, and return it."""
+    """Write the module `odd_rewards` to a folder of `sys.path`, and return the imported module.
+
+    Worker processes can import the module, too.
+    """
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "odd_rewards.py").write_text(MODULE)
     (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
@@ -160,7 +164,7 @@ def ask(function, what, n):
     return own(function, max_failures=1.0)([what] * n, ["a"] * n, ["x"] * n)
 
 
-# ------------------------------------------------------------------------------------------ Results
+# ------------------------------------------------------------- Unusual results of a reward function
 def test_everything_that_is_a_number_counts(odd, module):
     good = {what: ask(odd, what, 3).total.tolist() for what in module.GOOD}
     assert good == dict.fromkeys(module.GOOD, [0.5] * 3)
@@ -248,7 +252,8 @@ def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):
 
 
 def test_the_users_interrupt_gets_through():
-    # Set a handler, because background jobs ignore SIGINT.
+    # Restore Python's handler of SIGINT, because a process that runs in the background of a shell
+    # ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(*, prompts, completions, answers):

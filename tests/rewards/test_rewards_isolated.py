@@ -1,4 +1,4 @@
-"""Tests of IsolatedReward: replies match their calls, and no process outlives the caller."""
+"""Tests of `IsolatedReward`, which runs a reward function in a worker process."""
 
 import os
 import signal
@@ -69,7 +69,10 @@ def half_a_reply(*, prompts, completions, answers):
 
 @pytest.fixture
 def isolated(tmp_path, monkeypatch):
-    """Return a function that runs a function of MODULE in a worker and closes it after the test."""
+    """Return a function that starts a worker process for a reward function of `MODULE`.
+
+    The worker processes end after the test.
+    """
     (tmp_path / "tried_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
@@ -102,7 +105,7 @@ def wait_until(condition, seconds=20.0):
         time.sleep(0.02)
 
 
-# ---------------------------------------------------------------------------- Replies of calls
+# --------------------------------------------------------------------- Each call gets its own reply
 def test_no_reply_is_left_by_an_interrupted_call(isolated):
     reward = isolated("value")
     assert ask(reward, "1") == [1.0]
@@ -147,11 +150,12 @@ def test_an_error_of_the_function_keeps_the_worker(isolated):
     assert ask(reward, "5") == [5.0] and reward._child.pid == worker
 
 
-# ----------------------------------------------------------------- Processes end with the caller
+# ------------------------------------------------------------ No worker process outlives its caller
 def test_workers_end_with_a_caller_that_was_killed(isolated, tmp_path):
-    """Check that all workers of a killed caller and their child processes end.
+    """Check that all worker processes and their child processes end if their caller is killed.
 
-    The workers are idle, sleep, hold the interpreter lock, wait for a child, or import a module.
+    The workers are idle, sleep, hold the interpreter lock, wait for a child process, or import a
+    module.
     """
     (tmp_path / "import_hangs.py").write_text(
         "import os, time\nopen('import', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"

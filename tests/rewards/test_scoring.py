@@ -11,15 +11,15 @@ from grpo_fast.rewards.scoring import answer_scorer, is_expression, turns
 HASH, TAG, BOX, NONE = "End with: #### <number>", "Use <answer>", r"Use \boxed{}", "How many?"
 
 TABLE = [  # gold, prompt, completion, strict, lenient
-    # The gold answer is a number. Without an answer mark in the prompt, the completion must be the
-    # number.
+    # The gold answer is a number, and the prompt requests no answer format. A completion is
+    # strictly right only if it is the number.
     ("42", NONE, "42", 1, 1), ("42", NONE, " 42.0\n", 1, 1), ("42", NONE, "$42.", 1, 1),
     ("42", NONE, "it is 42", 0, 1), ("42", NONE, "#### 42", 0, 1), ("42", NONE, "43", 0, 0),
     ("42", NONE, "", 0, 0), ("42", NONE, "42 or 43", 0, 0), ("42", NONE, "forty-two", 0, 0),
     ("1,080", NONE, "1080", 1, 1), ("1080", NONE, "1,080", 1, 1), ("-7", NONE, "\u22127", 1, 1),
     ("12%", NONE, "12", 1, 1), (".5", NONE, "0.50", 1, 1), ("1e3", NONE, "1000", 1, 1),
     ("+5", NONE, "5", 1, 1), ("\u22125", NONE, "-5", 1, 1), ("$12", NONE, "12 dollars", 0, 1),
-    # The gold answer is a number, and the prompt shows an answer mark such as ####.
+    # The gold answer is a number, and the prompt requests an answer format such as ####.
     ("42", HASH, "so\n#### 42", 1, 1), ("42", HASH, "<answer>42</answer>", 1, 1),
     ("42", HASH, "42", 0, 1), ("42", HASH, r"\boxed{42}", 0, 1), ("42", HASH, "#### 43", 0, 0),
     ("42", HASH, "#### +42", 1, 1), ("42", HASH, "#### €42", 1, 1), ("42", HASH, "####: 42", 1, 1),
@@ -101,7 +101,7 @@ def test_without_math_verify_expressions_are_texts(monkeypatch, caplog):
     scoring._are_equal.cache_clear()
 
 
-# --------------------------------------------------- Tags that the prompt opens for the assistant
+# ----------------------------------- Chat templates that begin the answer, for example with <think>
 OPENED = "<|user|>q\n<|assistant|><think>\n"
 PERFECT = "so 4</think>\n<answer>4</answer>"
 
@@ -139,5 +139,6 @@ def test_rewards_are_given_the_beginning_of_the_turn():
     texts = [PERFECT, "so #### 4", "</think>#### 4"]
     found = score(rewards, examples, texts, prompt_texts=[OPENED] * 3)
     assert found.per_fn["format_tags"].tolist() == pytest.approx([0.5, 0.1, 0.2])
-    # The second completion has no answer, because its `<think>` is never closed.
+    # The second completion has no answer, because it does not close the `<think>` tag of the
+    # prompt.
     assert found.per_fn["gsm8k_correct"].tolist() == [1.0, 0.0, 1.0]

@@ -38,7 +38,10 @@ def write_lines(path: Path, *lines) -> Path:
 # -------------------------------------------------------------------------------------------- GSM8K
 @needs_gsm8k
 def test_gsm8k_counts_of_the_real_files():
-    """Check that no gold answer is lost, including answers with commas and negative answers."""
+    """Check that all questions of the GSM8K files are loaded with the correct gold answer.
+
+    Some answers are negative or contain commas.
+    """
     for split, count, commas, negative in (("train", 7473, 79, 3), ("test", 1319, 14, 2)):
         answers = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").open()]
         raw = [answer.rpartition("####")[2].strip() for answer in answers]
@@ -103,9 +106,9 @@ def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
 
 @pytest.mark.parametrize("lines", [10, 2, 1])
 def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
-    """Check that a warning is logged if all training prompts are test prompts.
+    """Check that a warning is logged if every training prompt is also a test prompt.
 
-    The source is a file that repeats one line, or two files with the same prompt.
+    The data set is a single file that repeats one line, or two files with the same prompt.
     """
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
     one_file = dict(task="jsonl", path=str(path))
@@ -173,7 +176,8 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
     assert test == load("test", seed=2, **data) and len(test) == 12
-    # A prompt that occurs twice in the file must be in only one of the splits.
+    # A prompt that occurs twice in the file must be either in the training split or in the test
+    # split.
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
@@ -255,7 +259,8 @@ def test_hub_rows(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------- Generated tasks
-# The tasks have few different prompts, so that random training prompts often equal test prompts.
+# These tasks have few different prompts, so random training prompts would often equal test prompts
+# if the task did not exclude them.
 @pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
 def test_sort_answers_and_held_out_prompts(digits, symbols):
     data = dict(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)

@@ -23,7 +23,7 @@ QUESTIONS = sorted(row["question"] for row in ROWS)
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """Make `datasets` store its cache of converted tables in a temporary folder."""
+    """Make the package `datasets` store its cache of converted tables in a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
@@ -38,7 +38,7 @@ def parse(fields, gsm8k=False, **columns):
 
 
 def write_as(path, rows):
-    """Write rows to a file in the format that its ending names."""
+    """Write rows to a file, in the format that the suffix of the file name selects."""
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".ndjson")):
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -60,7 +60,7 @@ def write_as(path, rows):
     (gzip.open if path.suffix == ".gz" else open)(path, "wt").write(text)
 
 
-# ------------------------------------------------------------------------------------------ formats
+# ------------------------------------------------------------------------------------- File formats
 @pytest.mark.parametrize("ending", [*FORMATS, ".jsonl.gz", ".json.gz", ".csv.gz"])
 def test_every_format_as_a_file_and_as_a_folder(tmp_path, ending):
     write_as(tmp_path / f"one{ending}", ROWS)
@@ -145,7 +145,7 @@ def test_folders_without_data_and_hub_ids(tmp_path):
         assert is_local(source), source
 
 
-# ------------------------------------------------------------------------------------------ columns
+# --------------------------------------------------------------------------------- Columns of a row
 @pytest.mark.parametrize(
     ("row", "prompt", "answer"),
     [
@@ -199,7 +199,7 @@ def test_the_command_in_the_message_works(tmp_path):
     assert refused(invoke("data", str(file), "columns={promt: a}"), "columns")
 
 
-# ---------------------------------------------------------------------------------------- chat rows
+# ---------------------------------------------------------------------------- Rows of chat messages
 USER = {"role": "user", "content": "u"}
 SYSTEM = {"role": "system", "content": "s"}
 
@@ -222,7 +222,7 @@ def test_a_supervised_row_ends_with_its_answer():
     with pytest.raises(DatasetError, match="a non-empty text in field 'answer', got ''"):
         parse({"messages": [USER, reply("")]})
     row = {"messages": [USER, reply("x")]}
-    # Parsing must not change the row's list.
+    # Parsing must not remove the answer from the list of messages in the row.
     assert parse(row).prompt == [USER] and len(row["messages"]) == 2
 
 
@@ -283,7 +283,7 @@ def test_system_prompts_for_rows_of_messages(tmp_path):
         load(path, shots=1, n_test=1)
 
 
-# ----------------------------------------------------------------------------------- notes
+# ----------------------------------------------------------------------- Log notes about a data set
 def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplog):
     golds = ["5", "15/2", "12 pens", "1e3", "+5", "\u22125", "x^2"]
     rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(golds)]

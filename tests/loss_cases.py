@@ -236,7 +236,7 @@ def support_of(kept: Tensor, mask: Tensor) -> grpo_fast.Support:
 
 
 # ----------------------------------------------------------
-# layouts
+# Conversion between layouts
 def spans(mask: Tensor) -> list[int]:
     """Return the number of rows that each completion has in the packed layout.
 
@@ -270,7 +270,7 @@ def cu_seqlens_of(lengths: list[int]) -> Tensor:
 
 
 # ----------------------------------------------------------
-# calling
+# Calls of the loss functions
 @dataclass
 class Result:
     loss: Tensor
@@ -404,7 +404,7 @@ def truth(function: str, case: Case):
 
 
 # ----------------------------------------------------------
-# comparing
+# Comparison with the oracle
 def relative_l2(value: Tensor, true: Tensor) -> float:
     """Compute the relative L2 error ‖value − true‖ / ‖true‖ in fp64.
 

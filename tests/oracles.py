@@ -76,7 +76,7 @@ def resolve(options: dict[str, Any]) -> SimpleNamespace:
 
 
 # ----------------------------------------------------------
-# log ratios
+# Log ratios and importance ratios
 def guarded(log_ratio: Tensor) -> Tensor:
     """Return min(log ratio, 20) with a derivative of 1, also where the log ratio exceeds 20."""
     return torch.where(
@@ -101,7 +101,7 @@ def ratio(c: Completion, o: SimpleNamespace) -> Tensor:
 
 
 # ----------------------------------------------------------
-# objectives
+# Objectives: the loss of each token of a completion
 def ppo_clip(r: Tensor, A: Tensor, o: SimpleNamespace, *, delta: float | None = None) -> Tensor:
     r1 = r if delta is None else torch.clamp(r, max=delta)
     r2 = torch.clamp(r, 1 - o.epsilon_low, 1 + o.epsilon_high)
@@ -221,7 +221,7 @@ ORACLES = {
 
 
 # ----------------------------------------------------------
-# KL
+# KL estimators
 def k3_value(d: Tensor) -> Tensor:
     """Compute the k3 estimator of the KL divergence, e^d − d − 1.
 

@@ -186,7 +186,7 @@ def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
     assert steps() == [None, None] and ours.completion_ids == again.completion_ids
 
 
-# --------------------------------------------------------------------- the comparison before use
+# --------------------------------------------- The comparison with the modules before the first use
 
 SCALED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 

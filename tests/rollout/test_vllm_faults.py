@@ -42,7 +42,7 @@ def sample(policy: Policy, server: StandIn, **given: float) -> rollouts.Samples:
     return rollouts.generate(policy, ["3 1 2 ="], sampling, group_size=3, seed=1, engine=engine)
 
 
-# ------------------------------------------------------------------------------------- table
+# ----------------------------------------------------------- Functions that create faulty responses
 def choice(**fields: Any) -> Callable[[dict[str, Any]], None]:
     """Return a function that replaces fields of the second completion in a response.
 

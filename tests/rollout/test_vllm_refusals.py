@@ -23,7 +23,7 @@ def build_with(policy, *urls, **options):
     return build(policy, SimpleNamespace(ahead=0, vllm=VLLMOptions(urls=urls, **options)))
 
 
-# ------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------- Servers and options that are refused
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_missing_path_is_explained(policy, server, status):
     server.faults["/server_info"] = [status]
@@ -116,7 +116,7 @@ def test_servers_are_different_and_can_reach_the_trainer(policy, server):
             engine_of(policy, server, version=0, address=address)
 
 
-# ------------------------------------------------------------------------------------ HTTP client
+# -------------------------------------------------------------------------------------- HTTP client
 def test_a_busy_server_decides_how_long_to_wait(server, monkeypatch):
     waits = []
     monkeypatch.setattr(http.time, "sleep", waits.append)

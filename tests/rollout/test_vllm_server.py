@@ -44,7 +44,7 @@ def generate(policy, engine, prompts=PROMPTS, *, seed=1, places=None, **options)
     )
 
 
-# ------------------------------------------------------------------------------------- weights
+# -------------------------------------------------------------------------- Transfer of the weights
 def test_weights_arrive_and_old_ones_are_seen(policy, server):
     spoil(policy)  # the server started with other weights
     engine = engine_of(policy, server, version=3)
@@ -118,7 +118,7 @@ def test_of_several_ranks_the_first_one_sends(policy, server):
     assert server.calls[JOIN] == 1 and server.calls[UPDATE] == 2
 
 
-# --------------------------------------------------------------------------------- completions
+# ----------------------------------------------------------------------- Completions of the servers
 def test_a_seed_gives_the_same_samples_on_any_servers(policy, servers):
     one, two = (engine_of(policy, *some, version=0) for some in (servers[:1], servers))
     whole = generate(policy, two, seed=(7, 1))
@@ -166,7 +166,7 @@ def test_the_support_if_the_server_reports_it(policy, server, engine):
     assert generate(policy, engine, PROMPTS[:1]).support is None  # nothing was truncated
 
 
-# ------------------------------------------------------------------------ servers that fail
+# -------------------------------------------------------------------------------- Servers that fail
 def test_a_server_that_dies_is_replaced_by_the_others(policy, servers, caplog):
     engine = engine_of(policy, *servers, version=0)
     expected = generate(policy, engine).completion_ids

@@ -123,7 +123,7 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    # ------------------------------------------------------------------------------- answers
+    # --------------------------------------------------------- Responses to the calls of the engine
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         name = path.strip("/").split("?")[0].replace("/", "_")
         rows, width = self.policy.lm.get_input_embeddings().weight.shape
@@ -223,7 +223,7 @@ class StandIn:
             "logprobs": {"content": [{"token_id": t, "logprob": x, "rank": 1} for t, x in pairs]},
         }  # fmt: skip
 
-    # ---------------------------------------------------------------------------------- HTTP
+    # ----------------------------------------------------------------------------------------- HTTP
     def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         ended = stand_in.ended  # keep this event, because a restart creates a new one
 

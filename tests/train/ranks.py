@@ -94,7 +94,7 @@ class Apart(TransformersEngine):
         self.policy.lm.base_model._forward_pre_hooks.clear()  # only the trainer handles signals
 
 
-# ------------------------------------------------------------------------------------- Jobs
+# -------------------------------------------------------------------------- Jobs that all ranks run
 def train(case: str, kind: str | None, folder: str, *words: str) -> dict[str, Any]:
     """Train with the settings `CASES[case]`, and return how the training ended.
 
@@ -333,7 +333,7 @@ def ended(folder: str, rank: int) -> Any:
     return {**train("mu", "ddp", folder), "seconds": time.monotonic() - began}
 
 
-# --------------------------------------------------------------------------------- Processes
+# ---------------------------------------------------------------- The server process and its client
 def free_port() -> str:
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -434,7 +434,7 @@ class Ranks:
         self.log.close()
 
 
-# ------------------------------------------------------------------------ Comparison of runs
+# ------------------------------------------------------------------------------- Comparison of runs
 def numbers(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) for all results of a run that must not depend on the number of ranks.
 

@@ -87,7 +87,7 @@ def queue_of(count):
     return PromptQueue([Example(f"p{i}", "x", None) for i in range(count)])
 
 
-# ------------------------------------------------------------------------------- Groups of a step
+# -------------------------------------------------------- Kept, dropped and filled groups of a step
 def test_what_becomes_of_each_group():
     rewards = [[0, 1], [1, 1], [NAN, NAN], [1, NAN], [0, 0], [2, -1], [NAN, 0], [3, 4]]
     judged = torch.tensor(rewards)
@@ -182,7 +182,7 @@ def test_lost_samples_are_counted_whether_their_group_stays_or_not(asked):
     json.dumps([vars(row) for row in found.records], allow_nan=False)
 
 
-# ---------------------------------------------------------------------------------- Complete runs
+# ------------------------------------------------------------------------------------ Complete runs
 def run(folder, *words):
     rows = sort(folder, *words)
     asked = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]

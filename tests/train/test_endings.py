@@ -170,7 +170,7 @@ def test_a_line_is_complete_or_absent(tmp_path, monkeypatch):
     assert (tmp_path / "lines.jsonl").read_text() == '{"a": 1}\n'
 
 
-# ------------------------------------------------------------------- Ways in which a run ends
+# ---------------------------------------------------------------------------- Errors that end a run
 FULL, KEY = OSError(28, "No space left on device"), KeyboardInterrupt()
 LOOP, TRAINER = "grpo_fast.train.loop", "grpo_fast.train.update.trainer"
 COLLECTOR, REPORT = "grpo_fast.train.collect.collector", "grpo_fast.train.report.report"

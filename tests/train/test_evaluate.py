@@ -136,7 +136,7 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error():
         evaluate(asked({})[0], [], None, NUMBERS)
 
 
-# ------------------------------------------------------ Two models: the sign-flip test
+# ---------------------------------------------------- The sign-flip test, which compares two models
 def by_counting(differences):
     """Compute the exact p-value of the sign-flip test by trying all choices of signs.
 

@@ -19,7 +19,7 @@ def change_json(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields))
 
 
-# ------------------------------------------------------------------------------- Unexpected errors
+# -------------------------------------------------------------------------------- Unexpected errors
 EVAL = "grpo_fast.train.evaluation.command.run_eval"
 
 
@@ -37,7 +37,7 @@ def test_what_nobody_expected_is_a_sentence_with_its_type(run, monkeypatch):
         invoke("eval", str(run))
 
 
-# -------------------------------------------------------------------- Tokenizer and chat template
+# ---------------------------------------------------------------------- Tokenizer and chat template
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -64,7 +64,7 @@ def test_a_text_that_the_tokenizer_cannot_take(run):
     assert refused(result, *said)
 
 
-# ------------------------------------------------------------------------------ Folder of a model
+# ----------------------------------------------------------- Hostile files in the folder of a model
 @pytest.mark.parametrize("layers", [10**9, -3])
 def test_layers_without_end_or_number(run, layers):
     change_json(run / "model" / "config.json", num_hidden_layers=layers)
@@ -134,7 +134,7 @@ def test_a_device_without_memory_and_one_that_is_not_here():
         assert len(str(error.value)) < 250
 
 
-# --------------------------------------------------------------------------------------- Training
+# ----------------------------------------------------------------------- Settings of a training run
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -168,7 +168,7 @@ def test_a_picture_does_not_fail_a_run(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "model").is_dir()
 
 
-# -------------------------------------------------------------------------------------- Evaluation
+# ------------------------------------------------------------------ Files that an evaluation writes
 def test_eval_overwrites_an_earlier_result_only(run, tmp_path):
     for name in ("config.yaml", "summary.json", "model/config.json"):
         before = (run / name).read_bytes()

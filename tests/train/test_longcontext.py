@@ -227,7 +227,7 @@ def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
         assert weight.item() == expected
 
 
-# -------------------------------------------------- One step computed in three ways
+# ------------------------------------------------------------- One step with three ways of batching
 VOCAB = 512
 NAMES = ("shared", "packed", "padded")
 

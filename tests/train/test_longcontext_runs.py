@@ -123,7 +123,7 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
         sort_run(tmp_path / "run")
 
 
-# ----------------------------------------------------------------------------------------- Settings
+# -------------------------------------------------------------------------- Settings and the recipe
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
     packed = sort_run(tmp_path / "packed", "shared_prompt=false")
     supported = "grpo_fast.train.models.policy.shared_prompt_supported"
@@ -159,7 +159,7 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     assert line.endswith(", 2.50 GiB measured")
 
 
-# ------------------------------------------------------------------- k-shot prompts
+# --------------------------------------------------------------------- Prompts with worked examples
 def words(text):
     return len(text.split())
 

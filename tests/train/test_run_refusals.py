@@ -121,7 +121,7 @@ def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
     assert "[y/N]" not in result.output
 
 
-# ------------------------------------------------------ Refused before a model is loaded
+# --------------------------------------------------- Runs that are refused before a model is loaded
 TEXTS = RECIPE.replace("tokenizer: symbols", "tokenizer: bpe, vocab_size: 300").replace(
     "sort_positions", "exact_match"
 )
@@ -187,7 +187,7 @@ def test_results_that_cannot_be_written_are_still_shown(run):
     assert refused(result, *said, code=1)
 
 
-# ---------------------------------------------------------------------------------- The home folder
+# ------------------------------------------------------------------------- Paths in the home folder
 def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     """Check that all files of a run are in the home folder if the path begins with `~`."""
     home, here = tmp_path / "home", tmp_path / "here"

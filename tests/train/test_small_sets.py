@@ -66,7 +66,7 @@ def test_a_used_folder_of_a_recipe_counts_on(tmp_path, monkeypatch):
     assert sorted(os.listdir("runs")) == ["sort", "sort-2", "sort-3"]
 
 
-# ---------------------------------------------------------- Prompts without an answer
+# ------------------------------------------------------------------------ Prompts without an answer
 LEVELS = """
 def level(completions, level):
     return [float(n) + len(c) / 1000 for c, n in zip(completions, level, strict=True)]

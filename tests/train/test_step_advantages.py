@@ -78,7 +78,7 @@ def test_gdpo_takes_each_reward_apart(tmp_path, spied):
         assert torch.equal(call.result, expected) and expected.any()
 
 
-# ----------------------------------------------------------------- Rewards per token
+# ----------------------------------------------------------- Functions with a reward for each token
 PPO = ["advantages=gae", "critic={bootstrap: false}", "inner_iterations=2", "checkpoint.every=1",
        "log.completions_every=0", "eval.every=0"]  # fmt: skip
 FILE = """
@@ -146,7 +146,7 @@ def test_the_kl_comes_on_top_of_the_rewards():
     assert rewards_with_kl(batch, 0.5, "k1").tolist() == [0.75, 2.0, 4.5]
 
 
-# ----------------------------------------------------------- Rewards that do not apply, and bnpo
+# ----------------------------------------- Reward functions that do not apply to a sample, and bnpo
 def test_gdpo_of_functions_that_do_not_apply_to_all():
     """Check `gdpo` with reward functions that apply to only one of two tasks.
 

@@ -168,7 +168,7 @@ def test_a_reference_that_does_not_fit_the_policy_is_refused(folders, tmp_path):
     refused("expected a head of 320 rows", folders[1], padded)
 
 
-# ---------------------------------------------------------------------- Distillation
+# ------------------------------------------------------------------------------------- Distillation
 FROZEN, LR = "reference.kind=frozen", "optim.lr=1e-2"
 
 

@@ -91,7 +91,7 @@ def gradients(policy, micro_batches, config, **options):
     return seen.result(), torch.cat([x.flatten() for x in found])
 
 
-# ------------------------------------------------------- The variance of the gradient
+# ------------------------------------------------------------------------- Variance of the gradient
 PROMPTS = ["1 2 3", "4 5", "6 7 8 9"]
 
 

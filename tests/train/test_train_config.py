@@ -125,7 +125,7 @@ def test_there_is_room_for_a_generated_answer(words, tokens, tmp_path):
     assert load_recipe(str(tmp_path / "config.yaml")) == config
 
 
-# ------------------------------------------------------------------------------ YAML
+# --------------------------------------------------------------------------------------------- YAML
 # This YAML text has 400 bytes, but would expand to a billion values and fill the memory. It has
 # nine levels of lists, and each list consists of ten aliases of the previous list.
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -117,7 +117,7 @@ def test_the_peak_of_a_gpu(monkeypatch, name, expected):
     assert metrics.peak_flops(torch.device("cpu")) is None
 
 
-# ---------------------------------------------- The warning about a different sampler
+# --------------------------------------- The warning if sampler and trainer compute different logps
 PAIRS = [(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.0])), (torch.zeros(2),) * 2]
 
 

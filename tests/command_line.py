@@ -41,7 +41,7 @@ def invoke(*words: str, typed: str | None = None) -> Any:
 def refused(result: Any, *parts: str, code: int = 2) -> bool:
     """Check that a command failed with one error message that contains all of `parts`.
 
-    The output must not contain a traceback. Return True, so that callers can write `assert`.
+    The output must not contain a traceback. Return True, so that a test can `assert` the call.
     """
     assert result.exit_code == code, result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("grpo-fast: ")]

@@ -369,7 +369,7 @@ def completion_loss(
 def token_weights(
     lengths: list[int], o: SimpleNamespace, num_items, num_completions
 ) -> list[float]:
-    """Return one weight per completion. The loss of each of its tokens is multiplied by it."""
+    """Return, for each completion, the factor by which the loss of each token is multiplied."""
     B = max(len(lengths), 1) if num_completions is None else float(num_completions)
     tokens = float(sum(lengths))
     if o.aggregation == "sequence_mean":

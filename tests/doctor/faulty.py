@@ -50,7 +50,7 @@ class FaultyEngine(Engine):
     model_dtype: torch.dtype | None = None  # compute in this dtype
     answers: int | None = None  # report this weight version
     stops: int | None = None  # cut completions off at this length
-    # Function that changes the reported log-probabilities.
+    # This function changes the log-probabilities before the engine reports them.
     report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
     def update(self, policy: Policy, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures: a tiny policy, and simulated vLLM servers that sample with a copy of the policy."""
+"""Fixtures that create a tiny policy, and simulated vLLM servers that sample with a copy of it."""
 
 from collections.abc import Iterator
 

@@ -12,7 +12,7 @@ from tests.command_line import invoke, write_recipe
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a tiny run, and return its folder. All tests share the folder and must not change it.
 
-    The test fixture `run` returns a copy that may be changed.
+    The fixture `run` returns a copy of the folder that a test may change.
     """
     folder = tmp_path_factory.mktemp("trained")
     assert invoke("train", write_recipe(folder), "steps=0", "log.progress=false").exit_code == 0

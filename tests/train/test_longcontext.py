@@ -112,7 +112,7 @@ def test_tiles_see_no_more_rows_than_asked_for():
 
 
 def owner(module):
-    """Return the module whose data the replaced `forward` of a tiled MLP or fast layer uses."""
+    """Return the module to which the replaced `forward` of a tiled MLP or fast layer is bound."""
     forward = module.forward
     return forward.__self__ if hasattr(forward, "__self__") else forward.args[0]
 

@@ -68,7 +68,7 @@ def kept_bytes(policy, packed):
 
 
 def peak_bytes(step):
-    """Call `step`, and return its peak memory in bytes, above the memory before the call."""
+    """Call `step`, and return by how many bytes the memory grows at most during the call."""
     gc.collect()  # garbage of other tests, if freed later, would lower the peak
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:

@@ -139,7 +139,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 
 
 def test_beta_adapts(tmp_path):
-    """Check that with `kl.target` the logged KL weight β changes by the documented formula."""
+    """Check that with `kl.target` the logged KL weight β follows the formula in the test."""
     adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
     for place in ("loss", "reward"):
         rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")

@@ -133,10 +133,10 @@ def test_warm_start_then_grpo(tmp_path, gsm8k):
 
 
 def test_the_policy_terms_gradient(tmp_path):
-    """Check the logged gradient norm of the policy term.
+    """Check the metrics `policy_grad_norm` and `policy_logp_grad_norm`.
 
-    If the loss has other terms, the metric is the norm of the gradient with respect to the
-    log-probs.
+    If the loss has only the policy term, `policy_grad_norm` equals `grad_norm`. Otherwise a run
+    logs the norm of the policy term's gradient with respect to the log-probs.
     """
     rows = sort(tmp_path / "alone", "loss.entropy_coef=0")
     for row in rows:

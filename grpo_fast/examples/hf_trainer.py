@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer
 
 from grpo_fast import LossConfig
@@ -32,7 +31,7 @@ class PolicyTrainer(Trainer):
             LM head is not linear.
     """
 
-    def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
+    def __init__(self, *args: object, loss_config: LossConfig, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         by = loss_config.aggregation
         require(by == "token_mean_global", "aggregation", "'token_mean_global'", repr(by))
@@ -47,11 +46,11 @@ class PolicyTrainer(Trainer):
 
     def compute_loss(
         self,
-        model: Any,
+        model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of one micro-batch, divided by the number of tokens in the step."""
         output = policy_loss(
             model, inputs, inputs["advantages"].float(), self.loss_config,
@@ -67,7 +66,7 @@ class PolicyTrainer(Trainer):
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
         """Add the loss metrics to Trainer's logs, averaged over the micro-batches of this rank."""
         means = {name: float(torch.stack(values).mean()) for name, values in self.seen.items()}
         self.seen.clear()

@@ -127,7 +127,7 @@ def train(
         teacher = TeacherHead(reference[0].repeat_interleave(GROUP, 0), reference[1])
         term = DivergenceTerm(teacher, coef=beta)
         # 3. Make several updates on the same batch.
-        seen: list[dict[str, Any]] = []
+        seen: list[dict[str, Tensor]] = []
         for _ in range(UPDATES):
             output = linear_grpo_loss(
                 model(prompts), model.embedding, responses, advantage, config, old_logps=old_logps,

@@ -45,7 +45,7 @@ class PolicyLoss(nn.Module):
     is_correction_gating: str
     is_correction_threshold: tuple[float, float]
 
-    def __init__(self, theirs: Any) -> None:
+    def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         known = set(PolicyLoss.__annotations__)
         options = {n: x for n, x in vars(theirs).items() if n[0] != "_" and n != "training"}

@@ -9,7 +9,7 @@ prints loss and reward of each update. It takes ten seconds of CPU time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +17,14 @@ from torch import Tensor
 from grpo_fast import LossConfig, group_advantages
 from grpo_fast.integrations.causal_lm import policy_loss
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Metrics = dict[str, float]
 
 
 def train(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Tensor,  # (N, P)
     reward: Callable[[Tensor], Tensor],  # (N*G, K) -> (N*G,)
     config: LossConfig,

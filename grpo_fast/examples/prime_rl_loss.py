@@ -54,5 +54,5 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     )  # fmt: skip
     # Get the class LossOutputs from the module that defines the class of the inputs. An import
     # statement would fail in checks of this package, because prime-rl is not on a package index.
-    home: Any = sys.modules[type(inputs).__module__]
+    home = sys.modules[type(inputs).__module__]
     return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

@@ -19,28 +19,33 @@ import json
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification as Scorer
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Trainer
 from transformers import TrainingArguments as Arguments
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Pair = dict[str, str | float]  # a line of the file PAIRS
 DIGITS, SYMBOLS = 4, 10
 # Weight of the loss term mean((chosen + rejected)²), which pulls the mean of the scores to 0 (arXiv
 # 2312.09244).
 CENTER = 0.01
 
 
-def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
+def sort_pairs(count: int, seed: int) -> list[Pair]:
     """Return pairs of answers to prompts of the recipe `sort`.
 
     The chosen answer of a pair has fewer wrong symbols than the rejected answer.
     """
     rng = random.Random(seed)
-    pairs = []
+    pairs: list[Pair] = []
     for _ in range(count):
         digits = [str(rng.randrange(SYMBOLS)) for _ in range(DIGITS)]
         worse = rng.randint(1, DIGITS)
@@ -62,7 +67,7 @@ def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
     return " ".join(rng.choice(others[i]) if i in places else x for i, x in enumerate(answer))
 
 
-def tiny_model() -> tuple[Any, Any]:
+def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Return a small Llama scorer with random weights, and a tokenizer for the symbols."""
     words = ["<|pad|>", "<|eos|>", *map(str, range(SYMBOLS)), "="]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
@@ -83,7 +88,9 @@ class PairTrainer(Trainer):
     The first half of a batch has the chosen texts, and the second half has the rejected texts.
     """
 
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], *_: object, **__: object
+    ) -> torch.Tensor:
         """Return the loss of Bradley-Terry, −log σ(chosen − rejected − margin), plus centering."""
         margin = inputs.pop("margin")
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
@@ -91,7 +98,7 @@ class PairTrainer(Trainer):
         return loss + CENTER * (chosen + rejected).square().mean()
 
 
-def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
+def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
     """Tokenize pairs in the format of the reward `reward_model`: prompt, answer, EOS."""
     rows = []
     for name in ("chosen", "rejected"):
@@ -105,7 +112,9 @@ def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tens
 
 
 @torch.no_grad()
-def accuracy(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
+def accuracy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: list[Pair]
+) -> float:
     """Return the fraction of pairs whose chosen text has a higher score than the rejected text."""
     model.eval()
     right = 0
@@ -118,7 +127,9 @@ def accuracy(model: Any, tokenizer: Any, pairs: list[dict[str, Any]]) -> float:
     return right / len(pairs)
 
 
-def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int, lr: float) -> Any:
+def train(
+    out: Path, pairs_file: str | None, model_path: str | None, steps: int, lr: float
+) -> float:
     """Train a reward model and save it to out/model.
 
     Args:

@@ -12,7 +12,7 @@ hooks would see only the last position.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,12 @@ from grpo_fast.attention import Head, check_tolerance, head_of
 from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import reshard
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
 
-def unwrapped(model: Any) -> Any:
+
+def unwrapped(model: Any) -> PreTrainedModel:
     """Return the transformers model inside DDP and PEFT.
 
     Raises:
@@ -38,8 +42,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def last_hidden(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
-) -> Any:
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
+) -> CausalLMOutput:
     """Run the model's forward, and return its output with the hidden states of all layers.
 
     Logits are computed only for the last `logits_to_keep` positions. With 0, the forward computes
@@ -52,7 +56,7 @@ def last_hidden(
 
 
 @torch.no_grad()
-def check_head(model: Any) -> None:
+def check_head(model: nn.Module) -> None:
     """Check that the fused loss would compute the same logits as the model's own forward.
 
     The fused loss applies the weight of the linear LM head to the last hidden states.
@@ -86,7 +90,9 @@ def _check_rule(
     require(fits, "model", expected, f"a difference of {difference:.2g}")
 
 
-def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Head]:
+def _last_rows(
+    model: nn.Module, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Head]:
     """Run the model and return the operands of the fused loss.
 
     Returns:
@@ -111,7 +117,7 @@ def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Hea
 
 
 def policy_loss(
-    model: Any,
+    model: nn.Module,
     batch: dict[str, Tensor],
     advantages: Tensor,  # (B,)
     config: LossConfig,
@@ -154,7 +160,9 @@ def policy_loss(
 
 
 @torch.no_grad()
-def policy_logps(model: Any, batch: dict[str, Tensor], temperature: float | Tensor = 1.0) -> Tensor:
+def policy_logps(
+    model: nn.Module, batch: dict[str, Tensor], temperature: float | Tensor = 1.0
+) -> Tensor:
     """Compute the log-probabilities of the labels in a batch, without gradients.
 
     Args:

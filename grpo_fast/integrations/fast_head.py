@@ -7,10 +7,13 @@ import logging
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class FastHead(ExitStack):
     undo = ExitStack.close
 
 
-def is_partitioned(model: Any) -> bool:
+def is_partitioned(model: PreTrainedModel) -> bool:
     """Return True if ZeRO-3 or tensor parallelism shards the LM head. Log a warning once."""
     by = "DeepSpeed ZeRO-3" if hasattr(model.get_output_embeddings().weight, "ds_id") else None
     by = "tensor parallelism" if (getattr(model, "tp_size", None) or 1) > 1 else by
@@ -67,7 +70,9 @@ def run_inside(module: nn.Module) -> None:
         return
 
     @functools.wraps(type(module).forward)  # transformers' `generate` reads the signature
-    def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: nn.Module, *args: object, run: Callable[..., object] | None = None, **kwargs: object
+    ) -> object:
         if run is not None:
             return run(self, *args)
         # A deep copy of the module copies this function too. Look up the original forward on

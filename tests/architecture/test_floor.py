@@ -64,7 +64,11 @@ def test_what_calls_transformers_is_tested_on_the_oldest():
     texts = {path.name: path.read_text() for path in chosen}
     found = {}
     for path in sorted((ROOT / "grpo_fast").rglob("*.py")):
-        if re.search(r"^\s*(from|import) transformers", path.read_text(), re.MULTILINE):
+        # Imports for type checking do not run, so they call nothing.
+        run = re.sub(
+            r"^if TYPE_CHECKING:\n((    .*)?\n)*", "", path.read_text(), flags=re.MULTILINE
+        )
+        if re.search(r"^\s*(from|import) transformers", run, re.MULTILINE):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             parent, _, own = name.rpartition(".")
             used = re.compile(rf"{re.escape(name)}\b|from {re.escape(parent)} import .*\b{own}\b")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_fast.integrations.trl.trainer import FastGRPOTrainer
 
 
 # Import lazily, so that `import grpo_fast.integrations.trl.head` does not import TRL's GRPOTrainer.
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[FastGRPOTrainer]:
     if name != "FastGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from grpo_fast.integrations.trl.trainer import FastGRPOTrainer

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trl import DistillationTrainer
 
 LOSS = "_chunked_divergence_loss"
 KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # TRL's beta -> divergence; other values mean jsd
 
 
-def swap_divergence(trainer: Any, handle: FastHead) -> None:
+def swap_divergence(trainer: DistillationTrainer, handle: FastHead) -> None:
     """Replace the divergence of one trainer with our kernels until `handle.undo()`.
 
     Our kernels then compute the trainer's loss, its gradient and the student's entropy.
@@ -29,7 +33,7 @@ def swap_divergence(trainer: Any, handle: FastHead) -> None:
     theirs = type(trainer)._compute_loss
 
     @functools.wraps(theirs)
-    def compute_loss(self: Any, student: Any, *args: Any) -> Any:
+    def compute_loss(self: DistillationTrainer, student: PreTrainedModel, *args: object) -> object:
         if not handle.active or is_partitioned(student):
             return theirs(self, student, *args)
         head = student.get_output_embeddings()
@@ -41,7 +45,7 @@ def swap_divergence(trainer: Any, handle: FastHead) -> None:
 
 
 def divergence_loss(
-    head: Any,
+    head: nn.Linear,
     hidden: Tensor,  # (B, K, H)
     teacher_hidden: Tensor,  # (B, K, H')
     _: Tensor,  # (V, H) the head's weight; unused, because `run` reads the gathered weight
@@ -77,7 +81,7 @@ def divergence_loss(
     own = compute_dtype(hidden)
     total = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
 
-    def run(layer: Any, h: Tensor) -> tuple[Tensor, Tensor]:
+    def run(layer: nn.Linear, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
         with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
             # The policy term is 0, because the advantages are 0. So any targets give the same loss.

@@ -22,15 +22,19 @@ import inspect
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_fast import linear_logps
 from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype, is_partitioned, run_inside
 from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, Trainer
 
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
@@ -49,7 +53,7 @@ CERTAINLY_FIRST = 0.501
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def use_fast_head(trainer_or_model: Any) -> FastHead:
+def use_fast_head(trainer_or_model: Trainer | PreTrainedModel | PeftModel) -> FastHead:
     """Compute the fused LM head of a TRL trainer or model with our kernels.
 
     Outputs and gradients equal those of TRL's fused head. For a `DistillationTrainer`, our kernels
@@ -96,7 +100,7 @@ def use_fast_head(trainer_or_model: Any) -> FastHead:
 
 
 def _swap(
-    model: Any, handle: FastHead, autocast: Callable[[], AbstractContextManager[Any]]
+    model: PreTrainedModel, handle: FastHead, autocast: Callable[[], AbstractContextManager[object]]
 ) -> None:
     """Give the model a forward that uses our head while `handle` is active."""
     theirs = _require_fused(model)
@@ -111,7 +115,9 @@ def _swap(
     context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
 
     @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        self: PreTrainedModel, *args: object, fused_lm_head: bool = False, **kwargs: object
+    ) -> object:
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
@@ -124,11 +130,11 @@ def _swap(
     model.forward.__func__.trl_fused = theirs
 
 
-def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
+def _over(theirs: types.FunctionType, model: PreTrainedModel) -> types.FunctionType:
     """Return a copy of TRL's closure that calls our kernels inside the head of this model."""
     head = model.get_output_embeddings()
 
-    def apply(hidden: Tensor, weight: Any, bias: Any, *rest: Any) -> Outputs:
+    def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Outputs:
         dtype = compute_dtype(hidden)  # the head's hooks may cast hidden
         return head(hidden, run=lambda layer, h: fast_log_probs(
             h.to(dtype), layer.weight, layer.bias, *rest
@@ -244,7 +250,7 @@ class FusedHead(NamedTuple):
     rule: Rule
     cast_to_fp32: bool
 
-    def operands(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Cast hidden, weight and bias to the dtype in which TRL computes the head.
 
         The dtype is fp32 with `cast_to_fp32`, else autocast's dtype, else the dtype of `hidden`.
@@ -254,12 +260,12 @@ class FusedHead(NamedTuple):
         return hidden.to(dtype), layer.weight.to(dtype), bias
 
 
-def base_model(model: Any) -> Any:
+def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model. Return other models unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def fused_head(model: Any) -> FusedHead:
+def fused_head(model: PreTrainedModel) -> FusedHead:
     """Return the settings of the fused head that TRL's `add_fused_lm_head` gave this model.
 
     Raises:
@@ -275,7 +281,7 @@ def fused_head(model: Any) -> FusedHead:
         raise _not_1_16(f"{missing} in the fused LM head") from None
 
 
-def _fused_function(model: Any) -> types.FunctionType | None:
+def _fused_function(model: PreTrainedModel) -> types.FunctionType | None:
     """Return TRL's closure of this model, or None if the model has no fused head.
 
     The closure is also found if accelerate or `use_fast_head` has wrapped it.
@@ -288,7 +294,7 @@ def _fused_function(model: Any) -> types.FunctionType | None:
     return None
 
 
-def _require_fused(model: Any) -> types.FunctionType:
+def _require_fused(model: PreTrainedModel) -> types.FunctionType:
     """Return TRL's closure of this model. Raise a ValueError if there is none."""
     function = _fused_function(model)
     if function is None:

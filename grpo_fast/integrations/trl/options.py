@@ -7,7 +7,8 @@ and TRL's own code computes that part of the step.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
 from grpo_fast.integrations.trl.originals import is_compiled
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+    from trl import GRPOTrainer
 
 # Number by which TRL divides the summed loss, for each loss type. "completions" and "tokens" are
 # the numbers in the micro-batch. TRL divides these losses also by the number of accumulation steps.
@@ -35,10 +41,12 @@ SAME_NAME = (
 )  # fmt: skip
 PROBE_TOLERANCE = 1e-4
 COMPILED = "torch_compile: our forward is not compiled"
+# Function that runs TRL's `_compute_loss` on (inputs, logps, entropies) and returns the loss.
+TheirLoss = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
 STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
-def forward_reason(trainer: Any, lm: Any) -> str | None:
+def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
     """Return the option that requires TRL's padded forward, or None if rows can be packed."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
@@ -52,7 +60,7 @@ def forward_reason(trainer: Any, lm: Any) -> str | None:
     return reason or shared_prompt_supported(lm)
 
 
-def unusual_model(trainer: Any, lm: Any) -> str | None:
+def unusual_model(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
     """Return an option that neither our forward nor our sampler supports.
 
     Return None if all options are supported.
@@ -75,7 +83,7 @@ def unusual_model(trainer: Any, lm: Any) -> str | None:
     return next((reason for reason, holds in known.items() if holds), None)
 
 
-def looks_at_inputs(peft_config: Any) -> bool:
+def looks_at_inputs(peft_config: PeftConfig) -> bool:
     """Return True if the adapter's output depends on the whole input (aLoRA, X-LoRA and Poly)."""
     is_alora = getattr(peft_config, "alora_invocation_tokens", None) is not None
     return is_alora or peft_config.peft_type in ("XLORA", "POLY")
@@ -118,7 +126,7 @@ class SinglePass(NamedTuple):
     divisor: float  # divide the loss by this number
 
 
-def single_pass_reason(trainer: Any) -> str | None:
+def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     """Return the reason why TRL must compute the objective from our log-probabilities.
 
     Return None if a single pass over the logits can compute the loss.
@@ -135,7 +143,7 @@ def single_pass_reason(trainer: Any) -> str | None:
     return None
 
 
-def loss_config(trainer: Any, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
+def loss_config(trainer: GRPOTrainer, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
     """Return a LossConfig with the same meaning as TRL's options.
 
     Args:
@@ -170,7 +178,9 @@ def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
     return (Correction("reject", low, None, "geometric", ratio, advantages="negative"),)
 
 
-def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: Any) -> SinglePass:
+def single_pass(
+    trainer: GRPOTrainer, inputs: dict[str, Tensor], num_scored: int, **head: Any
+) -> SinglePass:
     """Return the arguments of `linear_grpo_loss` for one micro-batch.
 
     Args:
@@ -207,7 +217,7 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
     return SinglePass(config, advantages, old, ref, num_items, divisor)
 
 
-def applied_entropy_coef(trainer: Any) -> float:
+def applied_entropy_coef(trainer: GRPOTrainer) -> float:
     """Return the coefficient of the entropy bonus in this step, or 0 if TRL adds no bonus."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
@@ -217,7 +227,7 @@ def applied_entropy_coef(trainer: Any) -> float:
     return 0.0 if is_gated else trainer.entropy_coef
 
 
-def probe(trainer: Any, theirs: Any) -> str | None:
+def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
     """Compare our objective with the objective of the installed TRL on random tokens.
 
     The tokens reach every branch of the objective: ratios on both sides of every bound, advantages
@@ -226,8 +236,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
 
     Args:
         trainer: A GRPOTrainer in train mode.
-        theirs: Function that runs TRL's `_compute_loss` on (inputs, logps, entropies) and returns
-            the loss.
+        theirs: TRL's objective, as a function of (inputs, logps, entropies).
 
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
@@ -265,7 +274,9 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     return None
 
 
-def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], Tensor, Tensor]:
+def _random_inputs(
+    trainer: GRPOTrainer, device: torch.device
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return the inputs of TRL's `_compute_loss` for six random completions.
 
     The logps and entropies of the completions are returned as separate tensors.

@@ -14,9 +14,13 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 # Methods of GenerationMixin that choose tokens. A model that overrides one of them is refused. The
 # remaining methods only prepare inputs, and overrides in transformers do not change tokens.
@@ -33,7 +37,7 @@ PARTS = (
 KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 
 
-def replaced_part(model: Any, lm: Any) -> str | None:
+def replaced_part(model: PreTrainedModel | PeftModel, lm: PreTrainedModel) -> str | None:
     """Find a user's patch or hook that may change the sampled tokens, and return its name.
 
     Return None if no method is patched and no such hook is registered.
@@ -65,7 +69,7 @@ def replaced_part(model: Any, lm: Any) -> str | None:
     return None
 
 
-def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def foreign_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
     """Yield (module, hook) for every forward hook that is not from a package in `KNOWN`."""
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -81,7 +85,7 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def is_defined_in(function: Any, *packages: str) -> bool:
+def is_defined_in(function: object, *packages: str) -> bool:
     """Return True if these packages define a function and every function that it wraps.
 
     The check reads the file name of the code object. The function's name and module prove nothing,
@@ -108,11 +112,11 @@ def is_defined_in(function: Any, *packages: str) -> bool:
     return True
 
 
-def _unbound(function: Any) -> Any:
+def _unbound(function: object) -> object:
     return getattr(function, "__func__", function)  # of methods, classmethods and staticmethods
 
 
-def _wrapped_by(function: Any) -> Iterator[Callable[..., Any]]:
+def _wrapped_by(function: object) -> Iterator[object]:
     if hasattr(function, "__wrapped__"):
         yield function.__wrapped__
     for cell in getattr(function, "__closure__", None) or ():

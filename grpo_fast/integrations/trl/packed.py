@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from grpo_fast.attention import pack_groups, register, window_as_mask
 from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
 from grpo_fast.integrations.trl.options import SinglePass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # transformers does not pass the keywords of a call to the function that builds the attention mask.
 # This variable tells that function whether the call has a packed layout.
@@ -43,7 +46,7 @@ def packing() -> Iterator[None]:
         _packing.reset(token)
 
 
-def take_packed_rows(model: Any) -> None:
+def take_packed_rows(model: PreTrainedModel) -> None:
     """Change a model's attention, forward and LM head so that it accepts `packed_forward`.
 
     Raises:
@@ -63,7 +66,7 @@ def take_packed_rows(model: Any) -> None:
 
 
 @contextmanager
-def own_attention(model: Any, name: str) -> Iterator[None]:
+def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Restore the model's original attention for a block of code.
 
     transformers' `generate` and `save_pretrained` read the name of the attention, and do not know
@@ -94,7 +97,7 @@ def _register_over(original: str) -> str:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        **options: Any,
+        **options: object,
     ) -> tuple[Tensor, Tensor | None]:
         if options.get("packed_layout") is not None:
             return packed_attention(module, query, key, value, attention_mask, **options)
@@ -102,7 +105,7 @@ def _register_over(original: str) -> str:
         theirs = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
         return theirs(module, query, key, value, attention_mask, **options)
 
-    def mask(*args: Any, **options: Any) -> Any:
+    def mask(*args: object, **options: Any) -> object:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
         return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
@@ -123,7 +126,7 @@ class Pack:
     """
 
     # Keyword arguments of the backbone: input_ids (1, T), position_ids, use_cache, packed_layout.
-    inputs: dict[str, Any]
+    inputs: dict[str, object]
     predicting: Tensor  # (R,) index of the hidden state that predicts each scored token
     target_ids: Tensor  # (R,) ids of the scored tokens
     cu_seqlens: Tensor  # (B+1,) int32: offsets of the completions in the scored tokens
@@ -209,7 +212,7 @@ class PackedCall(NamedTuple):
     support: Support | None = None  # the tokens that the sampler kept for each scored token
 
 
-def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
+def packed_forward(lm: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
     """Run the model on a packed row.
 
     Returns:
@@ -222,7 +225,7 @@ def packed_forward(lm: Any, call: PackedCall) -> dict[str, Tensor]:
     return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
 
 
-def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
+def _head_forward(layer: nn.Linear, hidden: Tensor, call: PackedCall) -> dict[str, Tensor]:
     """Compute the results of `packed_forward` from the hidden states, inside the LM head."""
     pack = call.pack
     job = call.loss

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from grpo_fast.integrations.trl.options import COMPILED, unusual_model
 from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, replaced_part
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trl import GRPOTrainer
+
+    from grpo_fast.integrations.trl.packed import Pack
+
+else:  # at run time, OwnRollouts is a plain mixin, which TRL's trainer follows in the bases
+    GRPOTrainer = object
 
 # Fields of a generation config that our sampler reads, or that do not change tokens. If another
 # field differs from its default, TRL samples.
@@ -41,7 +50,7 @@ class Forgetful(Sampling):
         return False
 
 
-class OwnRollouts:
+class OwnRollouts(GRPOTrainer):
     """Mixin that samples the completions of a TRL trainer with our loop.
 
     List this class before TRL's trainer in the bases. Completions are sampled without dropout, as
@@ -60,11 +69,11 @@ class OwnRollouts:
     _packs = False  # True if rows are packed; replay needs packed rows
     _reported_truncation = False
 
-    def _start_rollouts(self: Any, lm: Any) -> None:
+    def _start_rollouts(self, lm: PreTrainedModel) -> None:
         """Build our sampling engine, or record the reason why TRL must sample."""
         self._lm = lm
         self._replay = {mode: Replay() for mode in ("train", "eval")}
-        self._drawn_at = None
+        self._drawn_at: tuple[tuple[str, int], int] | None = None
         self._replayed_logps = None
         self._keeps = False
         self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
@@ -91,7 +100,7 @@ class OwnRollouts:
             log.warning("%s: TRL samples the completions: %s%s", who, reason, effect)
 
     @property
-    def _mode(self: Any) -> str:
+    def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
     @property
@@ -99,7 +108,7 @@ class OwnRollouts:
         """True if log-probabilities are computed over the tokens that the sampler kept."""
         return self.replay_support and self._packs
 
-    def _report_truncation(self: Any, sampling: Sampling) -> None:
+    def _report_truncation(self, sampling: Sampling) -> None:
         """Log once over which tokens logps are computed, if the sampler truncates."""
         if self._reported_truncation or not sampling.truncates:
             return
@@ -119,12 +128,14 @@ class OwnRollouts:
         if self.accelerator.is_main_process:
             log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
 
-    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+    def _generate_and_score_completions(self, inputs: object) -> dict[str, object]:
         """Drop the sampler's records of the previous batch, then call TRL's method."""
         self._replay[self._mode] = Replay()
-        return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        return super()._generate_and_score_completions(inputs)
 
-    def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *others: object, **more: object
+    ) -> tuple[object, ...]:
         sampling = self._sampling()
         # `_keeps` decides whether this process joins a reduction of metrics over all processes.
         # Derive it from the settings only, which are equal everywhere. A process that decided
@@ -136,7 +147,7 @@ class OwnRollouts:
             sampling = "a prompt has no token"
         if isinstance(sampling, str):
             self._say_rollouts(sampling)
-            return super()._generate_single_turn(prompt_ids, *others, **more)  # type: ignore[misc]
+            return super()._generate_single_turn(prompt_ids, *others, **more)
         self.fast_path["rollouts"] = "ours"
         self._report_truncation(sampling)
         self._sampled.eos_ids = frozenset(self.eos_token_ids)
@@ -144,7 +155,7 @@ class OwnRollouts:
         self._replay[self._mode].remember(prompt_ids, drawn)
         return [one.ids for one in drawn], None
 
-    def _sampling(self: Any) -> Sampling | str:
+    def _sampling(self) -> Sampling | str:
         """Return the settings for our sampler, or the reason why TRL must sample."""
         if not self.fast_rollouts:
             return OFF
@@ -159,7 +170,7 @@ class OwnRollouts:
             return "a forward hook was added after the trainer was built"
         return sampling_of(self, self._lm)
 
-    def _seed(self: Any) -> tuple[int | str, ...]:
+    def _seed(self) -> tuple[int | str, ...]:
         """Return a seed that differs for each step, turn of a step, and process."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
@@ -167,26 +178,26 @@ class OwnRollouts:
         self._drawn_at = when, turn
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
 
-    def _replayed(self: Any, pack: Any, input_ids: Tensor, mask: Tensor) -> Replayed | None:
+    def _replayed(self, pack: Pack, input_ids: Tensor, mask: Tensor) -> Replayed | None:
         """Return the sampler's records of the scored tokens, or None if there are no records."""
         replay = self._replay[self._mode]
         known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
         self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
         return known
 
-    def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
+    def compute_loss(self, *args: object, **options: object) -> Tensor:
         """Call TRL's `compute_loss`.
 
         With support replay, also log the importance ratio between trainer and sampler.
         """
-        loss = super().compute_loss(*args, **options)  # type: ignore[misc]
+        loss = super().compute_loss(*args, **options)
         if self._keeps:
             self._log_replay()
         self._replayed_logps = None
         return loss
 
     @torch.no_grad()
-    def _log_replay(self: Any) -> None:
+    def _log_replay(self) -> None:
         """Log the importance ratio, the support size and the kept probability.
 
         Each is averaged over the tokens of all processes.
@@ -204,7 +215,7 @@ class OwnRollouts:
             self._metrics[self._mode][f"sampling/{name}/mean"].append(total / max(count, 1.0))
 
 
-def unsuited(trainer: Any, lm: Any) -> str | None:
+def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
     """Return the name of the option that requires TRL to sample, or None if our loop may sample."""
     known = {
         "use_vllm": trainer.use_vllm,
@@ -217,7 +228,7 @@ def unsuited(trainer: Any, lm: Any) -> str | None:
     return next((reason for reason, holds in known.items() if holds), unusual_model(trainer, lm))
 
 
-def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
+def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
     """Return the sampling settings, or the name of a setting that our sampler does not read."""
     # As in `generate`, the model's generation config fills in values that are None in the
     # trainer's generation config.
@@ -239,10 +250,10 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
 
 
 @functools.cache
-def usual() -> dict[str, Any]:
+def usual() -> dict[str, object]:
     """Return the default value of every field of a generation config."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()
-    named: dict[str, Any] = getattr(plain, "_get_default_generation_params", dict)()
+    named: dict[str, object] = getattr(plain, "_get_default_generation_params", dict)()
     return {**vars(plain), **named}

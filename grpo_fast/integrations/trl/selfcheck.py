@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,14 @@ from grpo_fast.attention import (
 )
 from grpo_fast.integrations.fast_head import reshard
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 log = logging.getLogger(__name__)
 SCORED = 5  # number of tokens at the end of each row that are its completion
 
 # Function that maps (model, input_ids (B, L), attention_mask (B, L)) to logps (B, SCORED).
-Scores = Callable[[Any, Tensor, Tensor], Tensor]
+Scores = Callable[["PreTrainedModel", Tensor, Tensor], Tensor]
 
 
 class Gaps(NamedTuple):
@@ -38,7 +41,7 @@ class Gaps(NamedTuple):
     padded: float
 
 
-def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
+def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores | None) -> Gaps:
     """Compare the packed and the padded forward with rows that are computed alone, without padding.
 
     The comparison detects models that our packed forward does not support: attention sinks,
@@ -68,7 +71,7 @@ def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
 
 
 @torch.no_grad()
-def _measure_once(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
+def _measure_once(lm: PreTrainedModel, padded: Scores, packed: Scores | None) -> Gaps:
     ids, real = trial_rows(lm)
     with evaluating(lm), small_windows(lm):
         alone = torch.zeros(ids.shape[0], SCORED, device=ids.device)
@@ -87,7 +90,7 @@ def _measure_once(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
     return Gaps(*gaps)
 
 
-def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
+def trial_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Return two rows of random token ids with the same prompt.
 
     Both rows are padded on the left. The second row has a shorter completion and is also padded on
@@ -104,7 +107,7 @@ def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
     return pad(ids, (2, 0)).to(weight.device), pad(real, (2, 0)).to(weight.device)
 
 
-def tolerance(lm: Any, mixed_precision: str | None) -> float:
+def tolerance(lm: PreTrainedModel, mixed_precision: str | None) -> float:
     """Return the largest difference in nats that the lowest precision in use explains."""
     dtypes = {parameter.dtype for parameter in lm.parameters()}
     if mixed_precision in ("bf16", "fp16"):
@@ -131,7 +134,7 @@ def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
 
 
 @contextmanager
-def evaluating(lm: Any) -> Iterator[None]:
+def evaluating(lm: PreTrainedModel) -> Iterator[None]:
     """Put all modules into eval mode for a block of code. Restore each module's mode afterwards."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ from grpo_fast.integrations.trl.packed import (
     take_packed_rows,
 )
 from grpo_fast.integrations.trl.rollouts import OwnRollouts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.trainer_utils import TrainOutput
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +77,11 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
     @functools.wraps(GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         replay_support: bool = False,
         checkpoint_offload: bool = False,
         tiled_mlp: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         is_bool = isinstance(replay_support, bool)
         require(is_bool, "replay_support", "True or False", repr(replay_support))
@@ -109,14 +113,14 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         said = "FastGRPOTrainer: forward %(forward)s, loss %(loss)s, rollouts %(rollouts)s"
         log.info(said, self.fast_path)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         """Train as TRL does. Raise a ValueError if no parameter requires grad."""
         learns = any(parameter.requires_grad for parameter in self.model.parameters())
         hint = "none; load a trained adapter with PeftModel.from_pretrained(..., is_trainable=True)"
         require(learns, "model", "at least one parameter that requires grad", hint)
         return super().train(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: object, **kwargs: object) -> Tensor:
         """Run a training step as TRL does.
 
         Raise a ValueError if no parameter has a gradient after the first step.
@@ -140,7 +144,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         self._in_one_pass = False
 
-    def _prepare_models(self, lm: Any, reason: str | None) -> str | None:
+    def _prepare_models(self, lm: PreTrainedModel, reason: str | None) -> str | None:
         """Prepare policy and reference model for packed rows, unless `reason` is a string.
 
         Returns:
@@ -162,7 +166,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return reason
 
     @staticmethod
-    def _changes(lm: Any) -> list[Any]:
+    def _changes(lm: PreTrainedModel) -> list[object]:
         """Return the state of compilation and hooks, on which the self-check depends."""
         return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
 
@@ -180,7 +184,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             lm.set_attn_implementation(self._own_attention)
             self._their_forward(reason)
 
-    def _self_check(self, lm: Any, packs: bool) -> str | None:
+    def _self_check(self, lm: PreTrainedModel, packs: bool) -> str | None:
         """Compare logps of packed rows and of TRL's padded rows with logps of single rows.
 
         Log a warning if TRL's padded rows are wrong.
@@ -190,10 +194,10 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         """
         score = super()._get_per_token_logps_and_entropies
 
-        def padded(lm: Any, ids: Tensor, real: Tensor) -> Tensor:
+        def padded(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
             return score(lm, ids, real, selfcheck.SCORED)[0]
 
-        def packed(lm: Any, ids: Tensor, real: Tensor) -> Tensor:
+        def packed(lm: PreTrainedModel, ids: Tensor, real: Tensor) -> Tensor:
             pack = pack_padded(ids, real, real[:, -selfcheck.SCORED :])
             return pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
 
@@ -210,7 +214,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return f"{kind}: packed logps differ from TRL's by {gaps.packed:.2g} nats"
         return None
 
-    def _run(self, model: Any, call: PackedCall) -> dict[str, Tensor]:
+    def _run(self, model: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
         run = functools.partial(packed_forward, call=call)
         ids = call.pack.inputs["input_ids"]
         with self.accelerator.autocast():
@@ -298,7 +302,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             self._their_loss(inputs, pack.padded(result["logps"]), pack.padded(result["entropy"]))
         return result["loss"] / job.divisor
 
-    def _their_loss(self, inputs: dict[str, Any], logps: Tensor, entropies: Tensor) -> Tensor:
+    def _their_loss(self, inputs: dict[str, Tensor], logps: Tensor, entropies: Tensor) -> Tensor:
         """Run TRL's `_compute_loss` on the given logps and entropies, each of shape (B, K)."""
         self._finished = (logps, entropies)
         try:

@@ -16,7 +16,7 @@ import functools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from grpo_fast import linear_logps
 from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead, compute_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "FusedLinearForPPO"
 BACKENDS = "torch", "liger"
@@ -122,7 +125,7 @@ def use_fast_head(model: nn.Module) -> FastHead:
     handle.callback(delattr, model, "forward")
 
     @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         with _swapped():
             return before(*args, **kwargs)
 
@@ -143,7 +146,7 @@ def use_fast_head_everywhere() -> FastHead:
     return handle
 
 
-def _check(model: Any) -> None:
+def _check(model: PreTrainedModel) -> None:
     """Raise an error unless verl's fused forward computes the model's own logits."""
     backend = getattr(model, "_verl_fused_kernels_backend", None)
     expected = "one that verl prepared with use_fused_kernels=True and its impl_backend in "

@@ -13,7 +13,7 @@ masked tokens does not reach the loss. The loss of a batch without active tokens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from grpo_fast import LossConfig, grpo_loss
 from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
+
+if TYPE_CHECKING:
+    from verl.workers.config import ActorConfig
 
 # Maps verl's loss_agg_mode to our aggregation and to the name of the count in verl's
 # `global_batch_info` that divides the loss.
@@ -34,7 +37,7 @@ AGGREGATION_MODES = {
 }
 GLOBAL_BATCH_INFO = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def normaliser(
@@ -95,9 +98,9 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         advantages: Tensor,  # (B, L)
         response_mask: Tensor,  # (B, L) bool or 0/1
         loss_agg_mode: str = "token-mean",
-        config: Any = None,
+        config: ActorConfig | None = None,
         rollout_is_weights: Tensor | None = None,  # (B, L) >= 0
-    ) -> tuple[Tensor, dict[str, Any]]:
+    ) -> tuple[Tensor, dict[str, float]]:
         require(config is not None, "config", "verl's ActorConfig", None)
         mask = response_mask.bool()
         batch = Batch(old_log_prob, log_prob.detach(), advantages, mask, rollout_is_weights)

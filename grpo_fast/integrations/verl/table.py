@@ -7,18 +7,22 @@ multiplies the loss of a token by a weight, we multiply the token's advantage by
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.errors import conflict, require
 
+if TYPE_CHECKING:
+    from verl.workers.config import ActorConfig
+
 LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio of a token to [-20, 20]
 GSPO_BOUND = 10.0  # verl clamps the log ratio of a sequence to at most 10
 DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
 
 Metrics = dict[str, Tensor]  # verl's metric name -> 0-d tensor
+LossFields = dict[str, Any]  # fields of `LossConfig`
 
 
 class Batch(NamedTuple):
@@ -80,20 +84,20 @@ class Recipe(NamedTuple):
         has_old: True if the objective reads old_log_prob.
     """
 
-    options: Callable[[Any], dict[str, Any]]
-    metrics: Callable[[Batch, Any], Metrics]
-    advantages: Callable[[Batch, Any], Tensor]
+    options: Callable[[ActorConfig], LossFields]
+    metrics: Callable[[Batch, ActorConfig], Metrics]
+    advantages: Callable[[Batch, ActorConfig], Tensor]
     aggregation: str | None = None
     has_old: bool = True
 
 
-def option(config: Any, name: str, default: Any = None) -> Any:
+def option(config: ActorConfig, name: str, default: object = None) -> Any:
     """Return an option of verl's config, or the default if the option is missing or None."""
     value = config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
     return default if value is None else value
 
 
-def clip_range(config: Any) -> dict[str, Any]:
+def clip_range(config: ActorConfig) -> dict[str, float]:
     """Return epsilon_low and epsilon_high of `LossConfig` for verl's clip range.
 
     verl's config has clip_ratio_low and clip_ratio_high, or clip_ratio for both.
@@ -108,14 +112,14 @@ def clip_range(config: Any) -> dict[str, Any]:
     return bounds
 
 
-def ratio_cap(config: Any, default: float, least: float = 0.0) -> float:
+def ratio_cap(config: ActorConfig, default: float, least: float = 0.0) -> float:
     """Return verl's option clip_ratio_c. Raise a ValueError unless it is above `least`."""
     cap = float(option(config, "clip_ratio_c", default))
     require(cap > least, "clip_ratio_c", f"a number > {least:g}", f"{cap:g}")
     return cap
 
 
-def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
+def named(loss_type: str, **options: float | str) -> Callable[[ActorConfig], LossFields]:
     """Return a function from verl's config to fields of `LossConfig`.
 
     The fields are the loss type, `options`, and the clip range of the config.
@@ -123,18 +127,18 @@ def named(loss_type: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
     return lambda config: {"loss_type": loss_type, **options, **clip_range(config)}
 
 
-def vanilla(config: Any) -> dict[str, Any]:
+def vanilla(config: ActorConfig) -> LossFields:
     """Return the fields of `LossConfig` for PPO with dual clip."""
     return named("dual_clip", dual_clip_c=ratio_cap(config, 3.0, least=1.0))(config)
 
 
-def sapo(config: Any) -> dict[str, Any]:
+def sapo(config: ActorConfig) -> LossFields:
     """Return the fields of `LossConfig` for SAPO."""
     pos, neg = (float(option(config, f"tau_{sign}")) for sign in ("pos", "neg"))
     return {"loss_type": "sapo", "sapo_temperature_pos": pos, "sapo_temperature_neg": neg}
 
 
-def dro(config: Any) -> dict[str, Any]:
+def dro(config: ActorConfig) -> LossFields:
     """Return the fields of `LossConfig` for DRO."""
     beta = option(option(config, "policy_loss"), "dro_beta")
     fits = beta is not None and beta > 0
@@ -142,13 +146,13 @@ def dro(config: Any) -> dict[str, Any]:
     return {"loss_type": "dro", "beta": float(beta)}
 
 
-def weighted(batch: Batch, config: Any) -> Tensor:
+def weighted(batch: Batch, config: ActorConfig) -> Tensor:
     """Multiply each token's advantage by its rollout importance weight, shape (B, L)."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
 
-def weighted_rows(batch: Batch, config: Any) -> Tensor:
+def weighted_rows(batch: Batch, config: ActorConfig) -> Tensor:
     """Multiply each completion's advantages by the geometric mean of its importance weights.
 
     Raises:
@@ -163,7 +167,7 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
     return a * torch.exp(batch.row_mean(torch.log(batch.rollout_is_weights + 1e-10)))
 
 
-def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
+def weighted_to_cap(batch: Batch, config: ActorConfig) -> Tensor:
     """Return advantages for dppo, multiplied by the importance weights and by a correction.
 
     The correction replaces our cap of the importance ratio with verl's cap.
@@ -176,14 +180,14 @@ def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
     return weighted(batch, config) * (theirs / ours)
 
 
-def unweighted(batch: Batch, config: Any) -> Tensor:
+def unweighted(batch: Batch, config: ActorConfig) -> Tensor:
     """Return the advantages. Raise a ValueError if the batch has importance weights."""
     if batch.rollout_is_weights is not None:
         raise conflict("rollout_is_weights", "dro", "its quadratic term has one weight; pass None")
     return batch.advantages
 
 
-def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
+def outside_clip(ratio: Tensor, batch: Batch, config: ActorConfig) -> Tensor:
     """Return True at tokens whose loss is clipped, shape (B, L).
 
     A token is clipped if its ratio left the clip range in the direction of its advantage.
@@ -193,7 +197,7 @@ def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low))
 
 
-def clipped_twice(batch: Batch, config: Any) -> Metrics:
+def clipped_twice(batch: Batch, config: ActorConfig) -> Metrics:
     """Return verl's metrics for PPO with dual clip."""
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
@@ -202,7 +206,7 @@ def clipped_twice(batch: Batch, config: Any) -> Metrics:
     return batch.metrics(batch.log_ratio, outside_clip(ratio, batch, config), lower)
 
 
-def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
+def clipped_by_completion(batch: Batch, config: ActorConfig) -> Metrics:
     """Return verl's metrics for GSPO.
 
     The importance ratio of GSPO is the geometric mean of the token ratios of a completion.
@@ -211,7 +215,7 @@ def clipped_by_completion(batch: Batch, config: Any) -> Metrics:
     return batch.metrics(batch.raw_log_ratio, outside_clip(ratio, batch, config))
 
 
-def clipped_by_token(batch: Batch, config: Any) -> Metrics:
+def clipped_by_token(batch: Batch, config: ActorConfig) -> Metrics:
     """Return verl's metrics for geo_mean. This loss clips the log ratio of each token."""
     log_ratio = batch.raw_log_ratio
     low, high = clip_range(config).values()
@@ -220,14 +224,16 @@ def clipped_by_token(batch: Batch, config: Any) -> Metrics:
     return batch.metrics(log_ratio, clipped & (a > 0), clipped & (a < 0))
 
 
-def clipped_weight(batch: Batch, config: Any) -> Metrics:
+def clipped_weight(batch: Batch, config: ActorConfig) -> Metrics:
     """Return verl's metrics for CISPO. This loss clips the weight of a token on both sides."""
     ratio = batch.log_ratio.exp()
     low, high = clip_range(config).values()
     return batch.metrics(batch.log_ratio, (ratio < 1 - low) | (ratio > 1 + high))
 
 
-def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, Any], Metrics]:
+def too_far(
+    distance: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Batch, ActorConfig], Metrics]:
     """Return a function that computes verl's metrics for dppo.
 
     dppo masks a token if its new probability is far from its old probability, and the update would
@@ -237,7 +243,7 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
         distance: Function that returns the distance between the new and the old probability.
     """
 
-    def metrics(batch: Batch, config: Any) -> Metrics:
+    def metrics(batch: Batch, config: ActorConfig) -> Metrics:
         low, high = clip_range(config).values()
         p, p_old, is_good = batch.log_prob.exp(), batch.old_log_prob.exp(), batch.advantages > 0
         far = distance(p, p_old)

@@ -12,7 +12,7 @@ import reprlib
 import signal
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 FP32_MAX = 3.4028234663852886e38  # Largest finite fp32 number. The kernels compute in fp32.
 # Smallest log-probability that is accepted as a real value. vLLM writes -9999 in place of NaN and
@@ -111,7 +111,7 @@ def nearest_hint(word: str, known: Iterable[str]) -> str:
     return f"; nearest: {near}" if near else ""
 
 
-Target = TypeVar("Target", bound=Callable[..., Any])
+Target = TypeVar("Target", bound=Callable[..., object])
 
 
 def names_nearest(target: Target) -> Target:
@@ -123,7 +123,7 @@ def names_nearest(target: Target) -> Target:
     return cast(Target, target)
 
 
-def _checks_keywords(build: Callable[..., Any], owner: str) -> Callable[..., Any]:
+def _checks_keywords(build: Callable[..., object], owner: str) -> Callable[..., object]:
     """Wrap `build` with a check for unknown keywords.
 
     The error message calls the function or class `owner`.
@@ -132,7 +132,7 @@ def _checks_keywords(build: Callable[..., Any], owner: str) -> Callable[..., Any
     fields = frozenset(known)
 
     @functools.wraps(build)
-    def checked(*arguments: object, **keywords: object) -> Any:
+    def checked(*arguments: object, **keywords: object) -> object:
         if not keywords.keys() <= fields:
             raise unknown_keyword(owner, next(x for x in keywords if x not in fields), known)
         return build(*arguments, **keywords)

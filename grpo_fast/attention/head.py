@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The logps computed with a `Head` may differ from the model's own logps by this many nats,
 # depending on the dtype of the computation.
@@ -40,7 +43,7 @@ def check_tolerance(dtype: torch.dtype) -> float:
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 
-def head_of(lm: Any) -> Head:
+def head_of(lm: PreTrainedModel) -> Head:
     """Return the LM head of a transformers causal LM.
 
     The result includes the transforms that models apply after the head: `final_logit_softcapping`

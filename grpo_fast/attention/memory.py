@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def offload_checkpoints(model: Any) -> None:
+
+def offload_checkpoints(model: PreTrainedModel) -> None:
     """Store the inputs of checkpointed layers in host memory until the backward pass.
 
     transformers has a similar option, but it requires pinned memory and therefore a GPU. Calling
@@ -31,7 +34,7 @@ def offload_checkpoints(model: Any) -> None:
             module._gradient_checkpointing_func = functools.partial(_offloaded, recompute)
 
 
-def _offloaded(recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _offloaded(recompute: Callable[..., object], *args: object, **kwargs: object) -> object:
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
         return recompute(*args, **kwargs)
 
@@ -56,8 +59,7 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
     for module in mlps:
         # Bind the method to the module, because the reference model is a deep copy. Copying a bound
         # method binds the copy to the copied module, but a closure would still use the original.
-        tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
-        module.forward = tiled
+        module.forward = types.MethodType(functools.partial(_tiled, rows), module)
 
 
 def _is_dense(module: nn.Module) -> bool:

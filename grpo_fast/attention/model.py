@@ -10,7 +10,7 @@ checkpointing calls it again.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.windows import window_as_mask, window_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +59,14 @@ def packed_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Any,  # the result of `window_as_mask`
+    attention_mask: object,  # the result of `window_as_mask`
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     packed_layout: TreeLayout | None = None,
-    **extra: Any,
+    **extra: object,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer, where each segment attends to itself and its ancestors.
 
@@ -120,13 +123,13 @@ def packed_attention(
     return out[None, ..., : value.shape[-1]], None
 
 
-def check_supported(model: nn.Module) -> None:
+def check_supported(model: PreTrainedModel) -> None:
     """Raise a ValueError for models that packed attention would compute incorrectly.
 
     These are models with state-space or linear-attention layers, models whose RoPE depends on the
     sequence length, and models with M-RoPE.
     """
-    config: Any = model.config
+    config = model.config
     if getattr(model, "_is_stateful", False):
         name = f"model_type {config.model_type}"
         raise ValueError(f"{name}: its recurrent state would run across packed segments")
@@ -142,7 +145,7 @@ def check_supported(model: nn.Module) -> None:
             raise ValueError("mrope_section: packed attention has positions in one dimension only")
 
 
-def shared_prompt_supported(model: nn.Module) -> str | None:
+def shared_prompt_supported(model: PreTrainedModel) -> str | None:
     """Return the reason why packed attention does not support a model, or None if it does."""
     try:
         check_supported(model)

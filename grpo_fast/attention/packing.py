@@ -17,6 +17,7 @@ from torch import Tensor
 from grpo_fast.attention.layout import Copies, TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
 from grpo_fast.errors import names_nearest, require
+from grpo_fast.kernels.types import Context
 
 # Token ids, as a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
@@ -52,7 +53,7 @@ class PackedTree:
     lengths: tuple[int, ...]  # B numbers, on the host
 
     @property
-    def model_inputs(self) -> dict[str, Any]:
+    def model_inputs(self) -> dict[str, object]:
         """Keyword arguments of `model(...)`.
 
         They are input_ids, position_ids, use_cache=False and packed_layout.
@@ -110,12 +111,12 @@ class _Spread(torch.autograd.Function):
     """Compute logps[terms] with a reproducible backward, which adds gradients in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, logps: Tensor, terms: Tensor) -> Tensor:
+    def forward(ctx: Context, logps: Tensor, terms: Tensor) -> Tensor:
         ctx.copies = terms, len(logps)
         return logps[terms]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return Copies.of(*ctx.copies).sum_copies(grad), None
 
 
@@ -276,7 +277,7 @@ def _pack(
     }
 
 
-def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
+def check_sample(name: str, ids: Any, trained: object) -> tuple[Tensor, Tensor]:
     """Return the ids of a sample (n,) and the positions of its trained tokens, both int64.
 
     An invalid sample raises a ValueError that calls the sample `name`.

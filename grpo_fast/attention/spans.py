@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 
 class AttentionParams(NamedTuple):
@@ -48,7 +49,7 @@ class Spans:
 
     @classmethod
     def of(
-        cls, queries: Sequence[int], keys: Sequence[int], device: Any = "cpu", *, causal: bool
+        cls, queries: Sequence[int], keys: Sequence[int], device: Device = "cpu", *, causal: bool
     ) -> Spans:
         """Build spans from their lengths.
 

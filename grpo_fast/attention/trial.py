@@ -36,7 +36,7 @@ WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
 
 
-def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
+def limits_of(config: object, names: re.Pattern[str] = LIMITS) -> list[int]:
     """Return the limits of positions, lengths and windows in a configuration, sorted."""
     found: set[int] = set()
     fields = list(vars(config).items())
@@ -80,7 +80,7 @@ def room_of(lm: nn.Module, bound: float) -> float:
     """
     if not any("rotary" in type(m).__name__.lower() for m in lm.modules()):
         return min([bound, FARTHEST, *limits_of(lm.config, TABLES)])
-    tables: list[Any] = [m.weight for m in lm.modules() if isinstance(m, nn.Embedding)]
+    tables: list[Tensor] = [m.weight for m in lm.modules() if isinstance(m, nn.Embedding)]
     tables += [x for x in lm.buffers() if x.dim() > 1]
     sizes = (size for table in tables for size in table.shape[:2])
     return bound if any(bound <= size < bound + 8 for size in sizes) else FARTHEST
@@ -156,7 +156,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
         if fits:
             # 2. Share one tensor between layers with equal shapes, so that memory does not grow
             # with depth.
-            shared: dict[Any, Tensor] = {}
+            shared: dict[tuple[object, ...], Tensor] = {}
             for name, p in named:
                 key = re.sub(r"\.\d+\.", ".", name), p.shape, p.dtype, p.device
                 if key not in shared:

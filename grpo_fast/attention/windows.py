@@ -19,7 +19,7 @@ NAMES = re.compile("window|chunk|floor|original_max")  # attributes that may cop
 
 
 def window_as_mask(
-    *_: Any, config: Any, mask_function: Callable, **request: Any
+    *_: object, config: object, mask_function: Callable, **request: Any
 ) -> int | Callable | None:
     """Return a description of the mask that a model requests.
 
@@ -46,7 +46,7 @@ def window_as_mask(
     return size if is_plain and not request.get("use_vmap") else mask_function
 
 
-def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
+def window_of(attention_mask: object, sliding_window: int | None) -> int | None:
     """Return the window of a layer from its mask or, without a mask, from its keyword argument.
 
     Args:

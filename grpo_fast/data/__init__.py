@@ -8,7 +8,7 @@ from typing import Any
 from grpo_fast.data.escape import escape_control, reason
 from grpo_fast.data.example import DatasetError, DataSource, Example, Prompt, need, words_of
 from grpo_fast.data.files import load_file_examples, read_examples
-from grpo_fast.data.generated import ArithmeticTask, SortTask, open_examples
+from grpo_fast.data.generated import ArithmeticTask, GeneratedTask, SortTask, open_examples
 from grpo_fast.data.readers import is_local
 from grpo_fast.data.traces import load_traces, read_traces, trace_examples
 
@@ -30,7 +30,7 @@ __all__ = [
     "task_symbols",
 ]
 
-GENERATED: dict[str, Any] = {"sort": SortTask, "arithmetic": ArithmeticTask}
+GENERATED: dict[str, type[GeneratedTask]] = {"sort": SortTask, "arithmetic": ArithmeticTask}
 TRACES = "traces"
 FILES = ("gsm8k", "jsonl")
 TASKS = (*GENERATED, "open", *FILES, TRACES)

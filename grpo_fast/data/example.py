@@ -11,6 +11,8 @@ from grpo_fast.errors import require
 
 # A prompt is plain text, or a list of chat messages for the tokenizer's chat template.
 Prompt = str | list[dict[str, str]]
+# A parsed JSON object, or the columns of a row.
+Fields = Mapping[str, Any]
 
 
 class Example(NamedTuple):
@@ -27,8 +29,8 @@ class Example(NamedTuple):
     prompt: Prompt
     answer: str | None
     solution: str | None
-    fields: Mapping[str, Any] = MappingProxyType({})
-    label: Any = None
+    fields: Fields = MappingProxyType({})
+    label: object = None
 
 
 def words_of(example: Example) -> set[str]:
@@ -43,7 +45,7 @@ class DatasetError(ValueError):
     """A data source is missing or invalid. The message names the file and line, or the argument."""
 
 
-def need(fits: Any, where: str, expected: str, came: Any) -> None:
+def need(fits: object, where: str, expected: str, came: object) -> None:
     """Raise a DatasetError unless `fits` is true.
 
     The message names the location `where`, the expected value and the actual value `came`.
@@ -74,4 +76,5 @@ class LazySequence(Sequence[Item]):
 class DataSource(Protocol):
     """Protocol for the argument `data` of `load_examples`, whose docstring lists the attributes."""
 
-    task: Any
+    @property
+    def task(self) -> str: ...

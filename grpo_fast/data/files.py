@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_fast.data.answers import parse_number
 from grpo_fast.data.example import DatasetError, DataSource, Example, need
@@ -132,12 +132,12 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
     return Survey(different or train, test, notes)
 
 
-def _settings(data: DataSource | None) -> Any:
+def _settings(data: DataSource | None) -> SimpleNamespace:
     """Return the attributes of `data` that file sources use. A missing attribute becomes None."""
     return SimpleNamespace(**{name: getattr(data, name, None) for name in SETTINGS})
 
 
-def _form(settings: Any) -> Form:
+def _form(settings: SimpleNamespace) -> Form:
     return Form.of(settings.prompt_template, settings.system_prompt, bool(settings.chat))
 
 
@@ -154,7 +154,7 @@ def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
 
 
 def _hold_out(
-    examples: list[Example], n_test: int | None, source: Any
+    examples: list[Example], n_test: int | None, source: object
 ) -> tuple[list[Example], list[Example]]:
     """Split the examples at random, and return the training and the test examples.
 

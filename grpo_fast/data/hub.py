@@ -6,8 +6,8 @@ import functools
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -49,7 +49,7 @@ def is_offline() -> bool:
     return False
 
 
-def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
+def check_fields(fields: Mapping[str, object], allow_code: bool = False) -> None:
     """Check the fields of a model's config.json, including nested ones.
 
     Args:
@@ -69,7 +69,7 @@ def check_fields(fields: dict[str, Any], allow_code: bool = False) -> None:
             check_fields(value, allow_code)
 
 
-def read_fields(path: str, allow_code: bool = False) -> dict[str, Any]:
+def read_fields(path: str, allow_code: bool = False) -> dict[str, object]:
     """Return the checked fields of a model's config.json. See `check_fields`.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import gzip
+import io
 import json
 import os
 from codecs import BOM_UTF8
@@ -149,7 +150,7 @@ def _read_table(path: Path) -> Rows:
             yield f"{path}:{reader.line_num}", fields
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> io.BufferedIOBase:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
@@ -163,9 +164,9 @@ def _parse_json(where: str, raw: bytes) -> Any:
         raise DatasetError(f"{where}: not a JSON object ({error})") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Build a dict from JSON keys and values. Raise a ValueError if a key is repeated."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     for name, value in pairs:
         if name in fields:
             raise ValueError(f"the key {name!r} occurs twice")
@@ -173,7 +174,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Splits:
+def _datasets(source: str, function: str, *arguments: object, **options: object) -> Splits:
     """Return the splits that a function of the package `datasets` loads.
 
     Args:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpo_fast.data.answers import (
@@ -142,12 +142,12 @@ def _plain(number: Number) -> str:
     return f"{number:f}" if hasattr(number, "as_tuple") else str(number)
 
 
-def _find(fields: Mapping[str, Any], names: Any) -> str | None:
+def _find(fields: object, names: Iterable[str]) -> str | None:
     """Return the first column name that has a value in the row, or None."""
     return next((name for name in names if _value(fields, name) is not None), None)
 
 
-def _value(fields: Any, name: str) -> Any:
+def _value(fields: object, name: str) -> Any:
     """Return the value of a column or of a key inside it (`a.b`), or None if it is missing."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
@@ -184,7 +184,7 @@ def _prompt_of(value: Any, where: str) -> Prompt:
     return messages
 
 
-def _no_prompt(fields: Mapping[str, Any], given: Mapping[str, str]) -> str:
+def _no_prompt(fields: Mapping[str, object], given: Mapping[str, str]) -> str:
     if "prompt" in given:
         return f"expected a field {given['prompt']!r} ({_listed(fields)})"
     listed = ", ".join(map(repr, fields)) or "none"
@@ -194,5 +194,5 @@ def _no_prompt(fields: Mapping[str, Any], given: Mapping[str, str]) -> str:
     return f"{message}; say which columns they are: '{words}'" if fields else message
 
 
-def _listed(fields: Mapping[str, Any]) -> str:
+def _listed(fields: Mapping[str, object]) -> str:
     return f"found {', '.join(map(repr, fields)) or 'none'}"

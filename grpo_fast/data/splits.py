@@ -7,11 +7,14 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import FILES, TRACES, Example, load_examples, task_symbols
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template, token_counter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 GENERATED_SAMPLE = 256  # number of generated examples that a fingerprint includes
 
@@ -26,7 +29,9 @@ class Splits:
             examples are added.
     """
 
-    def __init__(self, data: Any, seed: int, tokenizer: Any = None) -> None:
+    def __init__(
+        self, data: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
         self.data = data
         self.seed = seed
         if tokenizer is None:
@@ -35,7 +40,7 @@ class Splits:
         self.train = load_examples(data, split="train", seed=seed, count_tokens=count)
         self.test = load_examples(data, split="test", seed=seed, count_tokens=count)
 
-    def for_tokenizer(self, tokenizer: Any) -> Splits:
+    def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
 
         If `data.chat` is None and the tokenizer has a chat template, questions from a file become
@@ -48,7 +53,7 @@ class Splits:
             splits.test = [in_chat(example) for example in self.test]
         return splits
 
-    def with_shots(self, tokenizer: Any) -> Splits:
+    def with_shots(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with worked examples before each question if `shots_tokens` is set."""
         return self if self.data.shots_tokens is None else Splits(self.data, self.seed, tokenizer)
 
@@ -72,7 +77,7 @@ class Splits:
         return {"data.train": _fingerprint(self.train), "data.test": _fingerprint(self.test)}
 
 
-def asks_in_chat(data: Any, tokenizer: Any) -> bool:
+def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether questions become chat messages.
 
     The setting `data.chat` determines this. If it is None, questions from a file become chat
@@ -87,6 +92,6 @@ def _fingerprint(examples: Sequence[Example]) -> str:
     count = len(examples) if isinstance(examples, list) else GENERATED_SAMPLE
     digest = hashlib.sha256()
     for one in itertools.islice(examples, count):
-        row: list[Any] = [one.prompt, one.answer, one.solution, dict(one.fields)]
+        row: list[object] = [one.prompt, one.answer, one.solution, dict(one.fields)]
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
     return f"{len(examples)} examples, sha256 {digest.hexdigest()[:16]}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_fast.errors import require
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
@@ -76,12 +76,12 @@ def build_symbol_tokenizer(symbols: Sequence[str]) -> PreTrainedTokenizerFast:
     return _wrap(tokenizer)
 
 
-def has_chat_template(tokenizer: Any) -> bool:
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a tokenizer has a chat template other than PLAIN_CHAT_TEMPLATE."""
     return getattr(tokenizer, "chat_template", None) not in (None, PLAIN_CHAT_TEMPLATE)
 
 
-def token_counter(tokenizer: Any) -> Callable[[str], int]:
+def token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
     """Return a function that counts the tokens of a text, without special tokens."""
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 

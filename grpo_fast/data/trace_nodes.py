@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fast.data.example import DatasetError, need
+from grpo_fast.data.example import DatasetError, Fields, Item, need
 from grpo_fast.errors import FP32_MAX, LEAST_LOGP
 
 MAX_IDS = 1 << 31  # token ids are less than this
@@ -29,7 +29,7 @@ class Node(NamedTuple):
     routes: int
 
 
-def read_node(name: str, node: Mapping[str, Any]) -> Node:
+def read_node(name: str, node: Fields) -> Node:
     """Check all fields of a trace's message and return them as a `Node`.
 
     Args:
@@ -77,14 +77,14 @@ def is_number(x: Any) -> bool:
     return type(x) in (int, float) and abs(x) <= FP32_MAX
 
 
-def _each(name: str, values: Sequence[Any], expected: str, holds: Callable[[Any], bool]) -> None:
+def _each(name: str, values: Sequence[Item], expected: str, holds: Callable[[Item], bool]) -> None:
     """Raise a DatasetError for the first value that does not satisfy `holds`."""
     for x in values:
         if not holds(x):
             raise DatasetError(f"{name}: expected {expected}, got {reprlib.repr(x)}")
 
 
-def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tensor, Tensor]:
+def _support(name: str, value: Fields, sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Check the recorded support of a message's sampled tokens.
 
     Returns:
@@ -112,7 +112,7 @@ def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tens
     return ids.int(), counts
 
 
-def _array(value: Any) -> Tensor:
+def _array(value: object) -> Tensor:
     """Return a tensor with the values of an array, or of its encoded form (dtype, data)."""
     if isinstance(value, Mapping):
         return torch.frombuffer(bytearray(value["data"]), dtype=DTYPES[value["dtype"]])

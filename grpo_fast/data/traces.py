@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.data.escape import reason
-from grpo_fast.data.example import DatasetError, Example, need
+from grpo_fast.data.example import DatasetError, Example, Fields, need
 from grpo_fast.data.readers import read_jsonl
 from grpo_fast.data.trace_nodes import Node, is_number, read_node
 
@@ -90,7 +90,7 @@ def trace_examples(path: str | Path) -> list[Example]:
 
 
 def read_traces(
-    records: Iterable[Mapping[str, Any]], names: Sequence[str] | None = None
+    records: Iterable[Fields], names: Sequence[str] | None = None
 ) -> list[RecordedTrace]:
     """Read traces from their records. Repeated traces are skipped.
 
@@ -158,7 +158,7 @@ def check_traces(traces: Iterable[RecordedTrace], name: str, vocab_size: int, mo
             need(count <= most, name, expected, f"{count} in {trace.task!r}")
 
 
-def _trace(name: str, record: Mapping[str, Any], nodes: list[Node]) -> RecordedTrace:
+def _trace(name: str, record: Fields, nodes: list[Node]) -> RecordedTrace:
     # 1. Sum the weighted rewards.
     task = record.get("task") or {}
     rewards = (record.get("rewards") or {}).values()
@@ -183,7 +183,7 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[Node]) -> RecordedT
     return RecordedTrace(str(task.get("key") or task.get("hash") or name), reward, branches)
 
 
-def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def _paths(name: str, nodes: list[Node], raw: Sequence[Fields]) -> list[list[int]]:
     """Return the path from the root to each leaf. Skip abandoned attempts at a compaction."""
     # 1. Check that every parent exists and that following the parents always ends at a root. Each
     #    node is visited only once, which keeps the time linear in the number of nodes.

@@ -6,13 +6,15 @@ chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.support import SupportRows
 
+Values = TypeVar("Values", Tensor, Tensor | None)  # None stays None
+Context = Any  # an autograd context, on which torch and our functions set attributes
 # Row statistics (lse, logps, entropy or None), each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
@@ -67,7 +69,7 @@ class ActiveRows(NamedTuple):
         targets = self.target_ids[index]
         return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)
 
-    def active(self, x: Any) -> Any:
+    def active(self, x: Values) -> Values:
         """Return the T active rows of x, which has N rows. None stays None."""
         return x if self.active_index is None or x is None else x.index_select(0, self.active_index)
 

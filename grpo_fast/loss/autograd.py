@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_fast.kernels.head.support import linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
-from grpo_fast.kernels.types import ActiveRows, HeadTensors, RowStats, Wanted
+from grpo_fast.kernels.types import ActiveRows, Context, HeadTensors, RowStats, Wanted
 from grpo_fast.loss import values
 from grpo_fast.loss.arguments import RowOptions, Targets
 from grpo_fast.loss.batch import active_target_rows
@@ -38,7 +38,6 @@ def needs_gradient(*tensors: Tensor | None) -> list[bool]:
     return [on and x is not None and x.requires_grad for x in tensors]
 
 
-Context = Any  # an autograd context: torch and this module set attributes on it
 RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]

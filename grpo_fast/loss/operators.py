@@ -15,11 +15,10 @@ from torch import Tensor
 
 from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.head.half_range import needs_range
-from grpo_fast.kernels.types import Wanted
+from grpo_fast.kernels.types import Context, Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
 from grpo_fast.loss.autograd import (
     NO_DOUBLE_BACKWARD,
-    Context,
     FormedOutputs,
     Gradients,
     LogpsPass,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -22,7 +22,13 @@ from grpo_fast.errors import argument_error, require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
+from grpo_fast.kernels.types import Context
 from grpo_fast.kernels.workspace import workspace_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Parameter = TypeVar("Parameter", Tensor, Tensor | None)
 
 # Names of mesh dimensions that are tensor parallel.
 TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")
@@ -31,13 +37,13 @@ OK = b"+"
 ERROR = b"-"
 
 
-def is_sharded(x: object) -> bool:
+def is_sharded(x: object) -> TypeGuard[DTensor]:
     """Return whether x is a DTensor, without importing torch.distributed.tensor."""
     # Importing torch.distributed.tensor is slow, so test an attribute that only DTensors have.
     return hasattr(type(x), "full_tensor")
 
 
-def gather_parameter(name: str, x: Any) -> Any:
+def gather_parameter(name: str, x: Parameter) -> Parameter:
     """Return the full tensor of a parameter over one data-parallel mesh dimension.
 
     The parameter may be sharded or replicated. The call is collective. Its backward averages the
@@ -80,7 +86,7 @@ def process_group(group: Any) -> distributed.ProcessGroup:
     return group
 
 
-def local_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any:
+def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) -> Parameter:
     """Return this rank's rows of a parameter, or the full parameter if there is no group.
 
     Raises a ValueError for a DTensor that is not sharded by rows over the ranks of the group.
@@ -103,14 +109,14 @@ class _Gather(torch.autograd.Function):
     """All-gather in the forward pass. The backward averages and scatters the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Tensor:
+    def forward(ctx: Context, x: DTensor) -> Tensor:
         ctx.mesh = x.device_mesh
         ctx.placements = x.placements
         full: Tensor = x.full_tensor()
         return full
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Context, gradient: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
         # Partial() marks a sum that is not reduced yet. redistribute() then reduces and scatters it
@@ -120,7 +126,7 @@ class _Gather(torch.autograd.Function):
         return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
 
 
-_gather: Callable[[Any], Tensor] = _Gather.apply
+_gather: Callable[[DTensor], Tensor] = _Gather.apply
 
 
 class Agreement:

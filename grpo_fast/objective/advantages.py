@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, kind_of, nearest_hint, number, require
 
+Options = Mapping[str, Any]  # options of a mode
 # The function of a mode expects (N, G) fp64 rewards, where NaN marks a completion without a reward.
 # Such completions are excluded from means, deviations and counts. A mode may return any advantage
 # for them, because `group_advantages` replaces it with 0.
@@ -318,7 +319,7 @@ def check_group_size(mode: str, group_size: int) -> None:
     require(fits, "group_size", expected, "1: all advantages would be 0")
 
 
-def check_options(mode: str, options: Mapping[str, Any]) -> None:
+def check_options(mode: str, options: Options) -> None:
     """Raise a ValueError for an option that the mode does not have, or for an invalid value."""
     known = {*(MODES[mode].__kwdefaults__ or {}), "clip_low", "clip_high"}
     known |= {"lengths"} if mode == "opo" else set()

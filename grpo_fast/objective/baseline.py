@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.errors import conflict, number, require
+from grpo_fast.objective.advantages import Options
 
 
 class RunningBaseline:
@@ -50,7 +51,7 @@ class RunningBaseline:
         self.mean = state["mean"]
 
 
-def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline | None:
+def running_baseline(mode: str, options: Options) -> RunningBaseline | None:
     """Return the running baseline that a configuration selects, or None.
 
     Mode "baseline" uses a running baseline by default, unless `value` sets a constant.
@@ -61,7 +62,7 @@ def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline |
     return RunningBaseline(known.get("value", 0.0), **running)
 
 
-def split_options(mode: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_options(mode: str, options: Options) -> tuple[Options, dict[str, Any]]:
     """Split the options of a mode into options of `group_advantages` and of a running baseline.
 
     Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -64,7 +62,7 @@ def gae(
     if isinstance(lam, Tensor):
         fits = lam.shape == (count,) and bool(((lam >= 0) & (lam <= 1)).all())
         require(fits, "lam", f"(B,) = ({count},) numbers in [0, 1]", kind_of(lam))
-        decay: Any = gamma * lam.double()[:, None]
+        decay: Tensor | float = gamma * lam.double()[:, None]
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         decay = gamma * lam

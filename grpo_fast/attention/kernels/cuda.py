@@ -12,7 +12,6 @@ flash_attn.cute (FA4). The backward pass is deterministic if torch uses determin
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +111,7 @@ def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     )[:3]  # fmt: skip
 
 
-def _options(spans: Spans, params: AttentionParams, *, none: bool = False) -> dict[str, Any]:
+def _options(spans: Spans, params: AttentionParams, *, none: bool = False) -> dict[str, object]:
     max_q, max_k = longest(spans)
     left, right = window_of(spans, params)
     return {

@@ -6,8 +6,9 @@ entries.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from torch import Tensor
 from grpo_fast.attention.kernels.reference import visible
 from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.spans import AttentionParams
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 
@@ -44,14 +48,14 @@ def _function(is_compiled: bool) -> Any:
 
 
 @cache
-def _score_mod(softcap: float | None) -> Any:
+def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     return None if softcap is None else cap
 
 
-def _block_mask(layout: TreeLayout, window: int | None) -> Any:
+def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     """Return the BlockMask of a layout.
 
     It contains the blocks with a visible key, the blocks that need no mask, and the mask function.

@@ -19,14 +19,13 @@ preceded by copies of the keys inside the window (`TreeLayout.window_calls`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from grpo_fast.attention.kernels.kernel import Kernel, Saved
 from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import AttentionParams
+from grpo_fast.kernels.types import Context
 
 Work = tuple[tuple[Call, ...], AttentionParams, Kernel]
 # Number of output elements to merge at once. Merging makes fp32 copies of two 16-bit outputs, and
@@ -54,7 +53,7 @@ class PackedAttention(torch.autograd.Function):
     """Autograd function that saves q, k, v, the merged output and the merged log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
         (first, *others), params, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
         out = _to_fp32(out, others)
@@ -69,7 +68,7 @@ class PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("packed attention has no double backward (create_graph=True)")
         (first, *others), params, kernel = ctx.work

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.types import LogitTransform, RowStats
 
+if TYPE_CHECKING:
+    from triton import JITFunction
 
-def launch(kernel: Any, programs: int, *args: object, **options: object) -> None:
+
+def launch(kernel: JITFunction, programs: int, *args: object, **options: object) -> None:
     """Launch `programs` programs of a kernel on the device of its first tensor.
 
     Tests replace this function.

@@ -17,7 +17,7 @@ batch. Accumulation is in fp32, and fp32 inputs are multiplied in IEEE precision
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -29,6 +29,9 @@ from grpo_fast.kernels.gpu.epilogue import fold_tile
 from grpo_fast.kernels.gpu.launch import HeadInputs, is_aligned, launch, outputs
 from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exceeds_max_nll, exp_fp32, finish
 from grpo_fast.kernels.types import LogitTransform, RowStats, transform_arguments
+
+if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
@@ -196,7 +199,7 @@ def join_kernel(
         tl.store(entropy_ptr + rows, entropy, mask=in_rows)
 
 
-def tiles(matrix: Tensor, rows: int, columns: int) -> Any:
+def tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a tensor descriptor (TMA) of a matrix, with tiles of rows x columns elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -20,13 +20,14 @@ from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, rep
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
+# The type checker sees TRL's trainer as the base of OwnRollouts. At run time, it has no base.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
     from grpo_fast.integrations.trl.packed import Pack
 
-else:  # at run time, OwnRollouts is a plain mixin, which TRL's trainer follows in the bases
+else:
     GRPOTrainer = object
 
 # Fields of a generation config that our sampler reads, or that do not change tokens. If another

@@ -120,7 +120,6 @@ def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
     """Return the configuration of a model type, with tiny values in all known size fields.
 
     Args:
-
         kind: Model type, such as "qwen2".
         rope: Key of ROPES, which replaces the RoPE type of the family.
         **changes: Further fields of the configuration.

@@ -20,7 +20,6 @@ def two_levels(
     """Build a layout of two levels, prompts and completions.
 
     Args:
-
         lengths: Numbers of tokens of the prompts, then of their completions, then of separate
             sequences.
         sharing: Number of completions of each prompt.
@@ -46,7 +45,6 @@ def inputs(
     """Return random tensors q, k, v and the gradient of the output, on the CPU.
 
     Args:
-
         layout: Layout whose number of tokens the tensors have.
         heads: Numbers of query heads and of key heads.
         dim: Head dimension.
@@ -67,7 +65,6 @@ def results(
     """Run an attention function on the tensors of `inputs`.
 
     Args:
-
         attention: Function (q, k, v, layout, params) → output.
         given: q, k, v and the gradient of the output.
         layout: Layout of the tokens.
@@ -75,7 +72,6 @@ def results(
         dtype: Dtype of the computation, or None for the dtype of the inputs.
 
     Returns:
-
         The output, dq, dk and dv.
     """
     *qkv, grad = (x.to(dtype or x.dtype) for x in given)

@@ -90,7 +90,6 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
     """Capture a step on static inputs in a CUDA graph, after a warm-up on a side stream.
 
     Returns:
-
         The graph, and the outputs of the captured step.
     """
     side = torch.cuda.Stream()

@@ -212,7 +212,6 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
     """Compare this rank's loss and gradients with the expected loss and gradients.
 
     Returns:
-
         Dictionary with the mean loss of all ranks, the expected loss, the relative error of each
         gradient, and the names of missing gradients.
     """

@@ -43,7 +43,6 @@ def both(
     """Call TRL's function and ours with the same random inputs.
 
     Returns:
-
         (loss, sum of entropies, number of tokens, gradients) of TRL's function, then of ours.
     """
     random = torch.Generator().manual_seed(4)

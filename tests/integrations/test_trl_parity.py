@@ -76,7 +76,6 @@ def compare_runs(
     """Train with TRL's trainer and with ours, and check that logs and weights are equal.
 
     Args:
-
         model_path: Folder of the model.
         tmp_path: Folder of the runs.
         mixins: Classes to add before the first base class of both trainers.

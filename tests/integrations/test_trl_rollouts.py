@@ -294,7 +294,6 @@ def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor
     """Compute logps from all logits of the model after transformers' logits warpers.
 
     Returns:
-
         The logps of the completion tokens, (B, K).
     """
     from transformers import generation as hf

@@ -74,7 +74,6 @@ def compared(
     before the loss is computed.
 
     Returns:
-
         Our trainer.
     """
     found = []

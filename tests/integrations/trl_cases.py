@@ -111,7 +111,6 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
     """Build a trainer for the model in `path`.
 
     Args:
-
         cls: GRPOTrainer or a subclass.
         path: Folder of the model.
         output: Folder of the run.

@@ -43,7 +43,6 @@ def final(
     """Apply the scale, the soft cap and the temperature to raw logits in fp64.
 
     Returns:
-
         The transformed logits z and the derivative dz/draw, each (C, V) fp64.
     """
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
@@ -62,7 +61,6 @@ def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     all digits of 1 − p even in fp64. A row with +inf has no distribution, so its results are NaN.
 
     Returns:
-
         lse, logp of the target and entropy, each (C,) fp64.
     """
     lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
@@ -79,7 +77,6 @@ def gradient(
     """Compute the gradient of Σ g·logp + g_entropy·H with respect to the raw logits.
 
     Args:
-
         z: Transformed logits, (C, V) fp64.
         slope: Derivative of `z` with respect to the raw logits, (C, V).
         target: Target ids, (C,).
@@ -87,7 +84,6 @@ def gradient(
         g_entropy: Gradient with respect to the entropy H, (C,). None means 0.
 
     Returns:
-
         The gradient, (C, V) fp64.
     """
     lse, lp, entropy = statistics(z, target)
@@ -108,7 +104,6 @@ def loss_and_slope(
     completion. This is allowed, because rows do not depend on each other in a token-level loss.
 
     Returns:
-
         Losses and derivatives, each (C,) fp64.
     """
     lp = lp.detach().double().requires_grad_()

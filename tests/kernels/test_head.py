@@ -79,7 +79,6 @@ def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
     The exponentials are a view of a larger buffer of NaN, and the rest of the buffer must stay NaN.
 
     Returns:
-
         The statistics, the factors of the gradient (2, T), and the exponentials (T, V).
     """
     rows, vocab = len(hidden), len(weight)

@@ -67,7 +67,6 @@ def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
     """Return random inputs of a head.
 
     Returns:
-
         hidden (N, width), the row of `hidden` for each support (R,), weight (V, width), bias (V,).
     """
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
@@ -78,7 +77,6 @@ def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
     """Compute the expected results in fp64 from masked logits.
 
     Returns:
-
         The raw logits (nnz,), the statistics, the gradient of the raw logits (nnz,), and the
         derivative of each logp with respect to its hidden row (R, width). The first and the third
         have one entry for each id of each support.

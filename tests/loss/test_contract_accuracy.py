@@ -25,7 +25,6 @@ def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     contract. At std 2.5 they are larger, so tests compare them with the errors of torch.
 
     Returns:
-
         hidden (N, H), weight (V, H), target ids (N,) and advantages (N,).
     """
     g = torch.Generator().manual_seed(seed)

@@ -44,14 +44,12 @@ def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
     Columns in which both distributions have probability 0 are excluded from the sum.
 
     Args:
-
         lp: Log-probabilities of the student, (N, V).
         lq: Log-probabilities of the teacher, (N, V).
         kind: Name of the divergence, for example "jsd".
         beta: Interpolation weight of "jsd".
 
     Returns:
-
         The divergences, (N,).
     """
     here = (lp > -math.inf) | (lq > -math.inf)

@@ -156,7 +156,6 @@ def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
     Some rows have a long support and some a short one. If `some`, other rows have all ids.
 
     Returns:
-
         hidden (T, H), weight (V, H), bias (V,), target ids (T,) and the mask (T, V).
     """
     g = torch.Generator().manual_seed(seed)
@@ -174,7 +173,6 @@ def masked_truth(hidden, weight, bias, ids, kept, **rule):
     """Compute logps and entropies from masked logits in fp64.
 
     Returns:
-
         The fp64 leaves (hidden, weight, bias), the logps and the entropies.
     """
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]

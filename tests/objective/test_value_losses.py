@@ -19,7 +19,6 @@ def by_hand(kind, v, old, target):
     """Compute a value loss from its definition, one number at a time.
 
     Returns:
-
         The loss, its derivative with respect to v, and whether the clipped term is the larger one.
     """
     error = v - target

@@ -152,7 +152,7 @@ def problem(n: int, h: int, v: int) -> tuple:
     workspace=["1024", "0"],
 )  # fmt: skip
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
-    """Check logps, dH and dW in bf16 against fp64, in one chunk and in chunks of 32 rows.
+    """Check that logps, dH and dW in bf16 agree with fp64, in one chunk and in chunks of 32 rows.
 
     The backward pass uses stored exponentials.
     """
@@ -169,7 +169,7 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
 
 
 def test_weights_of_unlikely_targets_and_of_nan():
-    """Check gradients against fp64 if targets are very unlikely, and that NaN does not spread.
+    """Check that gradients agree with fp64 if targets are unlikely, and that NaN does not spread.
 
     Four targets have a -logp of up to 1000. One row has advantage 0. Setting one of its hidden
     values to NaN must not change any gradient.

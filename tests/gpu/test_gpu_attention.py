@@ -47,7 +47,7 @@ def problem(name, kind, heads=(6, 2)):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_provider_is_the_dense_reference(kind):
-    """Check outputs and gradients of every attention provider against the dense reference.
+    """Check that outputs and gradients of every attention provider agree with the dense reference.
 
     The test covers ragged layouts, grouped heads, windows and soft caps, and reports all failures
     together. A provider that raises an exception is skipped, as in `choose`, and its name is

@@ -138,8 +138,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
     """
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
-    # Some models set this flag to False. The loss must be divided by the tokens of the step all the
-    # same.
+    # Some models set this flag to False. The loss must still be divided by the tokens of the step.
     model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     rows = {"train_dataset": data, "eval_dataset": data[:2]}

@@ -32,9 +32,8 @@ def tensors() -> tuple:
     hidden = 0.6 * torch.randn(tokens, width, generator=random)
     weight = torch.randn(vocabulary, width, generator=random)
     bias = torch.randn(vocabulary, generator=random)
-    # Use the id with the largest logit as the target of a third of the rows, so that is_top1 is
-    # True there. For a third, use the smallest logit, which becomes the largest if the scale is
-    # negative.
+    # In a third of the rows the target has the largest logit, so that is_top1 is True. In a third
+    # it has the smallest logit, which becomes the largest if the scale is negative.
     targets = torch.randint(0, vocabulary, (tokens,), generator=random)
     targets[::3] = (hidden @ weight.T + bias).argmax(-1)[::3]
     targets[1::3] = (hidden @ weight.T + bias).argmin(-1)[1::3]

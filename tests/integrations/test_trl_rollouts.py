@@ -19,7 +19,7 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 ENDS = list(range(1, 130))  # half of the vocabulary, so that lengths differ
-HALF = "choose half of the vocabulary so that lengths differ"  # calls `spreading_ends`
+HALF = "choose half of the vocabulary so that lengths differ"  # replaced by `spreading_ends`
 
 
 @pytest.fixture(scope="module")

@@ -122,8 +122,8 @@ def nobody(folder: Path) -> None:
 def give_away(path: Path) -> None:
     """Make `path` belong to a different user.
 
-    Only root can change the owner. A process without root changes its own user id instead, as
-    `os.geteuid` returns it, so that all files appear to belong to a different user.
+    Without root, the owner cannot be changed. Then `os.geteuid` is replaced, so that all files
+    appear to belong to a different user.
     """
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)

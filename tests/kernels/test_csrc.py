@@ -203,9 +203,9 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Check that the tests of rows and products also pass without AVX and with AVX2.
+    """Check that the tests of rows and products also pass in a generic build and with AVX2.
 
-    The build without AVX has 4 lanes. If the native build has AVX-512, AVX2 runs with 8 lanes.
+    The generic build has 4 lanes. If the native build has AVX-512, AVX2 runs with 8 lanes.
     Otherwise AVX2 runs with 16 lanes, so that the compiler splits each vector of the AVX-512 source
     into two vectors.
     """

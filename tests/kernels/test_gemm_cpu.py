@@ -249,9 +249,9 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
-    """Check the product for dH, which scales its rows and then adds one row of W to each row.
+    """Check that the product for dH scales its rows, and then adds one row of W to each row.
 
-    A scale of 0 must give zeros, even for NaN.
+    A scale of 0 must give zeros, even if the row is NaN.
     """
     torch.manual_seed(0)
     m, n, k = 700, 130, 40  # several blocks of rows

@@ -101,10 +101,10 @@ def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
 
 @pairs(columns=SIZES, transform_name=TRANSFORMS, dtype=DTYPES)
 def test_numerics(rows, columns, transform_name, dtype) -> None:
-    """Check statistics and gradients against fp64. A 16-bit gradient is rounded only once.
+    """Check that statistics and gradients of rows of logits agree with fp64.
 
-    Requesting the entropy, or an entropy coefficient of 0, must not change a bit. Memory around the
-    views must not be written.
+    A 16-bit gradient must be the fp32 gradient, rounded once. Requesting the entropy, or an entropy
+    coefficient of 0, must not change a bit. Memory around the views must not be written.
     """
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
@@ -319,7 +319,7 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(rows, loss_type: str) -> None:
-    """Check every loss function against the oracle, with three logit transforms.
+    """Check that every loss function agrees with the oracle, with three logit transforms.
 
     The calls also leave out old_logps or the reference, and some weights are 0.
     """

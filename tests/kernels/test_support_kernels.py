@@ -1,7 +1,8 @@
-"""Tests of the kernels for token sets, for every engine against fp64.
+"""Tests of the kernels for `support`, the sets of ids of a sampler, against fp64.
 
-They cover sizes around tiles, vectors and runs of rows, the order of sums, factors of 0 with NaN,
-and uninitialised memory. test_triton_interpreter.py runs them again in Triton's interpreter.
+They cover sizes around tiles and vectors, the order of sums, factors of 0 with NaN, and
+uninitialised memory. All backends are tested. test_triton_interpreter.py runs the tests again in
+Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ def test_compiled_code(arch):
 
 @WHERE_ALL
 def test_the_candidate_loop_compiles():
-    """Check that the proposed faster loop, which is not shipped, compiles without spills.
+    """Check that a candidate for the loop of `slice_kernel` compiles without register spills.
 
-    Its tile is 128 x 256.
+    The candidate is not shipped. Its tile is 128 x 256.
     """
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
@@ -120,7 +120,7 @@ print("compiled")
 
 @WHERE_ALL
 def test_live_tiles_compile():
-    """Check that the proposed kernels for `grad_filter` compile without spills."""
+    """Check that the candidate kernels for `grad_filter` compile without register spills."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 

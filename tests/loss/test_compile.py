@@ -29,7 +29,7 @@ def compiled(step, backend="aot_eager"):
 
 
 def training_step(case, backend="torch"):
-    """Return a training step that computes a scaled loss after a layer, and a metric."""
+    """Return a training step: a linear layer, `linear_grpo_loss` times a factor, and a metric."""
 
     def step(x, layer, weight, bias):
         own = {"hidden": torch.tanh(x @ layer), "lm_head_weight": weight, "bias": bias}

@@ -127,10 +127,10 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """Check a teacher with top-k ids, with and without a tail, against the textbook formula.
+    """Check that a teacher with top-k ids gives the divergence of the textbook formula.
 
-    The tail category has the remaining probability. Without it, the K probabilities are
-    renormalised. In the inputs, unused entries of the K have id 0.
+    With a tail, one additional category has the remaining probability. Without a tail, the K
+    probabilities are renormalised. In the inputs, unused entries of the K have id 0.
     """
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
     y = sides[3] @ sides[4].T + sides[5]
@@ -273,7 +273,7 @@ def test_it_is_zero_at_the_teacher_itself(way, dtype):
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_that_one_side_excludes(kind, beta, backend):
-    """Check vocabulary columns in which the student, the teacher or both have logit -inf.
+    """Check the divergence if some vocabulary columns of student or teacher have the logit -inf.
 
     A column that is -inf on both sides must contribute 0. If only one side is -inf, the divergence
     must be infinite or finite, as the docstring of `linear_divergence` says.

@@ -108,7 +108,7 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 
 def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
-    """Check that an error is reported exactly once if its event completes between two queries."""
+    """Check that a delayed error is raised once, by the first query after its CUDA event."""
     check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
     monkeypatch.setattr(values, "_pending", [check])
     values.raise_pending()

@@ -87,10 +87,10 @@ def test_a_correction_is_refused_without_the_logps_that_it_reads():
 
 
 def test_what_the_corrections_report():
-    """Check the metrics that sampling corrections report.
+    """Check that sampling corrections report how many tokens they mask and clip.
 
-    They are "masked", "clipped" and "effective_sample_size". The ratios of the four tokens are 0.4,
-    0.8, 6 and 1.5. The effective sample size is a share of the tokens, (Σw)²/(n·Σw²).
+    The metrics are "masked", "clipped" and "effective_sample_size". The ratios of the four tokens
+    are 0.4, 0.8, 6 and 1.5. The effective sample size is a share of the tokens, (Σw)²/(n·Σw²).
     """
     sampling = -torch.tensor([[0.4, 0.8, 6.0, 1.5]]).log()
     zeros, advantages = torch.zeros(1, 4), torch.ones(1)
@@ -201,9 +201,10 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
 
 @pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
 def test_the_mean_over_prompts(loss_type, layout, function):
-    """Check the aggregation "prompt_mean" on three prompts with two completions each.
+    """Check that "prompt_mean" agrees with the oracle, and with a sum over micro-batches.
 
-    One completion is empty. The sum over micro-batches that split a prompt must be the same loss.
+    Three prompts have two completions each, and one completion is empty. Some micro-batches split a
+    prompt.
     """
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
     options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)

@@ -36,7 +36,7 @@ NAN, INF = math.nan, math.inf
 def assert_refused(name: str, function, *arguments, **keywords) -> str:
     """Check that a call raises a ValueError with a complete message, and return the message.
 
-    It must name the argument, the expected value and the actual value.
+    The message must name the argument, the expected value and the actual value.
     """
     with pytest.raises(ValueError) as caught:
         function(*arguments, **keywords)

@@ -57,7 +57,7 @@ LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo_token"
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 @pytest.mark.parametrize("delta", [None, 1.1, 2.0])
 def test_leaf_value_and_slope(loss_type, delta):
-    """Check value and slope of each loss function against the fp64 oracle.
+    """Check that value and slope of each loss function agree with the fp64 oracle.
 
     A grid of log ratios and advantages reaches every branch. Losses whose ratio depends on all
     tokens of a completion are tested elsewhere. The tolerance is 1e-6, because hyperparameters such

@@ -159,7 +159,8 @@ PUBLISHED = [
     Row(NEMO_PPO, "test_gae_carry_forward_interior_gap", "values",
         {"rewards": [0.0, 0.0, 0.0, 0.0, 1.0], "values": [0.1, 0.2, 999.0, 0.4, 0.5],
          "mask": [1, 1, 0, 1, 1], "gamma": 0.99, "lam": 0.95}, [0.7823, 0.7276, 0.5653, 0.5]),
-    # The options of SkyRL are off_policy_correction.tis_ratio_type, token_tis_ratio_clip_high, ….
+    # The options of SkyRL have the prefix off_policy_correction, such as tis_ratio_type and
+    # token_tis_ratio_clip_high.
     Row(SKY_CORRECTION, "test_compute_tis_ratio_token_level", "weights",
         {"log_ratios": [[0.5, -0.5, 1.0]], "corrections": {"high": 2.0}}, [1.6487, 0.6065, 2.0]),
     Row(SKY_CORRECTION, "test_compute_tis_ratio_sequence_level", "weights",
@@ -254,8 +255,8 @@ PUBLISHED = [
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": reject("token", 1 / 2, 1 / 0.5)},
         [0.0] * 5 + [1.0] * 5),
-    # The options of slime are eps_clip and eps_clip_high of "cispo". The loss is -clamped
-    # ratio·A·logp.
+    # The options of slime are eps_clip and eps_clip_high of "cispo". The loss of a token is
+    # -(clamped ratio)·A·logp.
     *[
         Row(SLIME, "test_compute_cispo_loss_matches_closed_form_surrogate", "loss",
             {"lp": [[lp]], "old": [[lp - math.log(ratio)]], "advantages": [[a]],

@@ -64,10 +64,10 @@ def test_explained_variance():
 
 
 def test_gae_against_its_recursion():
-    """Check `gae` against the recursion A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t.
+    """Check that `gae` follows the recursion A_t = δ_t + γλ·A_{t+1}.
 
-    Padding must not change the result. The value V after the last token is `following` for a
-    truncated completion, and 0 for a completion that ended.
+    In it, δ_t = r_t + γ·V_{t+1} − V_t. The value V after the last token is `following` for a
+    truncated completion, and 0 for a completion that ended. Padding must not change the result.
     """
     g = torch.Generator().manual_seed(1)
     rewards, values = torch.randn(4, 9, generator=g), torch.randn(4, 9, generator=g)

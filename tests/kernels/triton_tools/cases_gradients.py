@@ -115,10 +115,10 @@ def test_target_rows_in_fp32():
 
 
 def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
-    """Check that the error is at most 3% larger than the error of rounding the exact result once.
+    """Check that a bf16 result of `add_targets_` is rounded only once.
 
-    The product and the rows that are added to it nearly cancel, so the test would notice an earlier
-    rounding.
+    Its error may be 3% larger than that of rounding the exact result. The product and the rows that
+    are added to it nearly cancel, so the test would notice an earlier rounding.
     """
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)

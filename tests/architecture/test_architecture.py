@@ -18,20 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Layers ("floors") of the package, lowest first. A module may import modules on the same floor and
-# on lower floors.
+# Layers ("floors") of the package, lowest first. A module may import modules of the same floor and
+# of lower floors.
 FLOORS = (
     ("errors",),
     ("objective",),
     ("kernels",),
     ("loss",),
-    ("",),  # grpo_fast/__init__.py, which exports the public names
+    ("",),  # grpo_fast/__init__.py, which has the public names
     ("attention", "rollout", "rewards", "data"),
     ("train",),
     ("doctor",),
     ("cli", "__main__"),
 )
-# Folders above all floors. They may import only public names from modules with a floor.
+# Folders above all floors. From modules with a floor, they may import only public names.
 OUTSIDE = ("integrations", "examples")
 FOR_EXAMPLES = {"grpo_fast.integrations.causal_lm"}
 # Floors inside train/, lowest first. A room is a folder or a single file of train/.
@@ -39,13 +39,13 @@ TRAIN_FLOORS = (
     ("config", "files", "ranks"), ("models", "planning", "metrics"), ("collect", "evaluation"),
     ("update", "report"), ("runs",), ("loop",),
 )  # fmt: skip
-MOST_ARROWS = 55  # largest number of pairs (room, imported room) in train/
+MOST_ARROWS = 55  # maximum number of pairs (room, imported room) in train/
 MAX_LINES = 300
-LONG = ("kernels", "recipes")  # folders whose files may be longer
+LONG = ("kernels", "recipes")  # files in these folders may be longer
 
 
 def floor_of(module: str) -> int | None:
-    """Return the index of a module's floor, or None for modules without a floor.
+    """Return the index of a module's floor, or None if the module has no floor.
 
     For example, 'grpo_fast.kernels.head.loop' is on the floor of "kernels".
     """
@@ -69,7 +69,8 @@ def is_module(name: str) -> bool:
 def imports_of(path: Path) -> list[tuple[str, int]]:
     """Return (imported module, line) for every import in a file.
 
-    Imports inside functions and imports for type checking count too. Relative imports are resolved.
+    Imports inside functions and imports for type checking count, too. Relative imports are
+    resolved.
     """
     found = []
     package = path.relative_to(ROOT).parts[:-1]
@@ -90,10 +91,9 @@ def test_every_module_has_a_floor():
 
 
 def test_every_module_that_is_imported_exists():
-    """Check that all imported modules exist.
+    """Check that all imported modules exist, even those that are imported inside functions.
 
-    The test also covers imports inside functions, because a wrong import there would fail only when
-    a command runs.
+    A wrong import inside a function would otherwise fail only when a command runs.
     """
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -147,11 +147,11 @@ def test_the_rooms_of_the_trainer_have_floors():
 
 
 def test_imports_make_no_cycle():
-    """Check that no two files import each other, not even inside functions or for types."""
+    """Check that imports form no cycle, including imports inside functions and for types."""
     graph = {module_of(path): {m for m, _ in imports_of(path)} for path in SOURCES}
-    graph["grpo_fast"] = set()  # its imports are lazy, so they cannot form a cycle
+    graph["grpo_fast"] = set()  # its imports are lazy, so they form no cycle
     others = {module: imported - {module} for module, imported in graph.items()}
-    graphlib.TopologicalSorter(others).prepare()  # raises a CycleError with the modules
+    graphlib.TopologicalSorter(others).prepare()  # raises a CycleError if there is a cycle
 
 
 def test_tests_share_no_code_with_the_oracle():
@@ -198,8 +198,8 @@ def test_import_is_light_and_quick():
     """Check that importing the package and calling a loss is quick and has no side effects.
 
     It must not load optional packages or start processes. After `import torch`, the import of the
-    package must take less than 2 s in at least one of three processes. A single fast import is
-    enough, because the machine may be busy.
+    package must take less than 2 s. One of three attempts must succeed, because the machine may be
+    busy.
     """
     seconds = [math.inf]
     while min(seconds) >= 2.0 and len(seconds) <= 3:
@@ -249,7 +249,7 @@ def test_nothing_is_left_to_do():
 
 
 def test_adding_a_loss_touches_one_place():
-    """Check that only the table of losses contains code that branches on a loss type."""
+    """Check that only the table of losses has code that depends on the name of a loss."""
     table = PACKAGE / "objective" / "losses.py"
     assert {"grpo", "dapo", "gspo"} <= {*re.findall(r'^    "(\w+)":', table.read_text(), re.M)}
     for path in SOURCES:

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"mypy", "ruff"}  # they run only with current versions, so they have no oldest version
+TOOLS = {"mypy", "ruff"}  # only current versions are used
 REQUIREMENT = re.compile(r"([\w-]+)>=([\d.]+)")
 PIN = re.compile(r"^([\w-]+)==([\d.]+)$", re.MULTILINE)
 

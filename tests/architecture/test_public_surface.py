@@ -29,7 +29,7 @@ SIGNATURES = {
         "logits target_ids advantages config", TOKENS | LOSS | dict(inplace=False)
     ),
 }  # fmt: skip
-# Keyword arguments that were added after the signatures above. Each has a default, so that existing
+# Keyword arguments that were added after the signatures above. Each has a default, so existing
 # calls give the same result.
 ADDED = {
     "linear_logps": dict(entropy_over="support", hidden_rows=None, support=None, group=None),
@@ -85,4 +85,4 @@ def test_output_fields():
 
 
 def test_the_package_says_that_it_is_typed():
-    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # marks the package as typed
+    assert (Path(grpo_fast.__file__).parent / "py.typed").is_file()  # type checkers need it

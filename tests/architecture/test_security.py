@@ -31,7 +31,7 @@ ARGUMENTS = {
     ("shell", True), ("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True),
     ("safe_serialization", False), ("use_safetensors", False),
 }  # fmt: skip
-# Uses of forbidden functions that are allowed: (file, function) and the reason.
+# Allowed uses of forbidden functions: (file, function) and the reason why the use is safe.
 RANKS = "grpo_fast/train/ranks/distributed.py"
 ALLOWED = {
     (RANKS, "torch.distributed.all_gather_object"): "between the processes of one launch",
@@ -49,7 +49,7 @@ class Hit(NamedTuple):
 
 
 def names_of(tree: ast.AST) -> dict[str, str]:
-    """Return a dictionary from every imported name of a file to its full name."""
+    """Return a dictionary from every name that a file imports to the full name."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,7 +73,7 @@ def is_weights_only(call: ast.Call) -> bool:
 
 
 def hits(source: str) -> Iterator[Hit]:
-    """Yield every forbidden call, argument and import in a source text."""
+    """Yield every forbidden call, argument and import in the source code of a module."""
     tree = ast.parse(source)
     names = names_of(tree)
     for module in {x.split(".")[0] for x in names.values()} & MODULES:
@@ -132,7 +132,7 @@ def test_the_scan_passes(source):
 
 # ---------------------------------------------------------- regular expressions
 LENGTH, SECONDS = 1 << 16, 0.05
-# Modules that compile patterns from a configuration. The value is the reason why this is safe.
+# Modules that compile patterns from a configuration, with the reason why this is safe.
 GIVEN = {"grpo_fast.rewards.workers.pattern": "a recipe's, in a process that a timeout ends"}
 UNITS = (
     *("1", "1,", "1.", ",", ".", "-", "-$", "$", "-1", "a", "a1", " ", "\t", "\n", " \n"),
@@ -161,7 +161,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
             if id(node) in top:
                 yield where, getattr(importlib.import_module(module), top[id(node)])
             elif node.func.attr != "escape" and module not in GIVEN:
-                text = ast.literal_eval(node.args[0])  # fails unless the pattern is a constant
+                text = ast.literal_eval(node.args[0])  # fails if the pattern is not a constant
                 flags = re.MULTILINE if "MULTILINE" in ast.unparse(node) else 0
                 yield where, re.compile(text, flags)
 
@@ -177,7 +177,7 @@ def test_the_patterns_are_found():
 
 
 def seconds(pattern: re.Pattern[str], text: str) -> float:
-    """Return the CPU time of this thread for a search.
+    """Return the CPU time of this thread for matching `text` in three ways.
 
     Unlike the elapsed time, the CPU time does not depend on the load of the machine.
     """

@@ -11,9 +11,9 @@ import torch
 
 from tests import tiny
 
-# The window of all models must be shorter than most prompts of the sweep, so that it has an effect.
+# Sliding window of all models. It is shorter than most test prompts, so that it has an effect.
 WINDOW = 16
-LARGEST = 20_000_000  # parameters; a larger model has an unknown size field
+LARGEST = 20_000_000  # parameters; a larger model has an unknown size
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
     **dict.fromkeys(("embedding_dim", "embedding_size", "hidden_dim", "word_embed_proj_dim"), 32),
@@ -41,8 +41,8 @@ SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input"), 61),
-    # At these positions a model changes its computation. The sequences of the sweep are longer, so
-    # that they reach the changed computation.
+    # At these positions a model changes its computation. The test sequences are longer, so that
+    # they reach the changed computation.
     **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 24),
     "original_max_position_embeddings": 64,
     "hidden_size_per_layer_input": 8,
@@ -63,7 +63,7 @@ SIZES = {
     "bos_token_id": 2,
     "pad_token_id": 0,
 }
-# Some families need other sizes than the generic ones. The next constants have their fields.
+# The next constants have fields that replace the generic sizes for some families.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
 # In latent attention, queries and keys have width 16, and values have width 8.
 MLA = {"head_dim": 8, "num_key_value_heads": 4}
@@ -84,17 +84,17 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-# MODELS are used by other tests. They are the models of `tests.tiny`, and families with a special
-# property.
+# MODELS is for other tests. It has the models of `tests.tiny`, and families with special
+# properties.
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(tiny.FAMILIES, {}),
     # This family has both layer types with different RoPE, and norms of q and k.
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "smollm3": {},  # every other layer without RoPE
-    "phi3": {},  # fused projections
-    "deepseek_v3": {},  # latent attention: values narrower than keys; experts after a dense layer
-    "olmo2": {},  # norms after the sublayers
-    "qwen3_moe": {},  # dropless routing: the experts of a token depend on that token only
+    "smollm3": {},  # every second layer has no RoPE
+    "phi3": {},  # has fused projections
+    "deepseek_v3": {},  # has latent attention, and experts after a dense layer
+    "olmo2": {},  # has norms after the sublayers
+    "qwen3_moe": {},  # never drops tokens in its router
 }
 
 
@@ -105,8 +105,8 @@ def causal_lms() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-# These RoPE types have angles or attention that change with the position. Each family is tested
-# with all of these types.
+# In these RoPE types, angles or attention scores change with the position. Each family is tested
+# with all of them.
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
     "llama3": {
@@ -117,10 +117,12 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
-    """Return the configuration of a model type in which all known sizes are tiny.
+    """Return the configuration of a model type, with tiny values in all known size fields.
 
     Args:
-        rope: a key of ROPES, which replaces the RoPE type of the family.
+        kind: Model type, such as "qwen2".
+        rope: Key of ROPES, which replaces the RoPE type of the family.
+        **changes: Further fields of the configuration.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -128,7 +130,7 @@ def tiny_config(kind: str, *, rope: str | None = None, **changes: Any) -> Any:
 
 
 def _small_rope(known: dict[str, Any], rope: str | None) -> dict[str, Any]:
-    """Return RoPE parameters with small limits.
+    """Return a copy of the RoPE parameters `known` with a small original context length.
 
     The parameters are nested by layer type if the family has several RoPE types.
     """
@@ -157,7 +159,7 @@ def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
 
 
 def family_model(kind: str, *, seed: int = 0, **changes: Any) -> Any:
-    """Return a random causal LM of this type in evaluation mode.
+    """Return a random causal LM of this model type in evaluation mode.
 
     Its weights are large enough that a wrong mask changes the logps. If the class rejects the
     generic sizes, its error is raised.
@@ -182,6 +184,6 @@ def small_model(kind: str) -> Any:
     if kind in tiny.FAMILIES:
         return tiny.tiny_model(kind)
     model = family_model(kind, num_hidden_layers=2, sliding_window=6, **MODELS[kind])
-    # Use eager experts, because torch's grouped matrix product does not support fp64.
+    # Use the eager experts, because torch's grouped matrix product does not support fp64.
     model.set_experts_implementation("eager")
     return model

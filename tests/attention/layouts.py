@@ -1,4 +1,4 @@
-"""Layouts, inputs and calls for the tests of packed attention."""
+"""Layouts, random inputs and function calls for the tests of packed attention."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from torch import Tensor
 from grpo_fast.attention import TreeLayout, dispatch
 from grpo_fast.attention.spans import AttentionParams
 
-# ATTENTION has for each provider name the function (q, k, v, layout, params) → output.
+# ATTENTION maps each provider name to its function (q, k, v, layout, params) → output.
 ATTENTION: dict[str, Callable] = {p.name: p.attend for p in dispatch.PROVIDERS}
 
 
 def two_levels(
     lengths: Sequence[int], sharing: Sequence[int] = (), device: str = "cpu"
 ) -> TreeLayout:
-    """Build a layout of two levels. `sharing` lists the number of completions of each prompt."""
+    """Build a layout of two levels, prompts and completions.
+
+    Args:
+        lengths: Numbers of tokens of the prompts, then of their completions, then of separate
+            sequences.
+        sharing: Number of completions of each prompt.
+        device: Device of the layout.
+    """
     parents = [-1] * len(sharing) + [p for p, count in enumerate(sharing) for _ in range(count)]
     parents += [-1] * (len(lengths) - len(parents))
     return TreeLayout.of(lengths, device, parents=parents)
 
 
 def layout_of(lengths: Sequence[int], shape: Sequence[int]) -> TreeLayout:
-    """Build a layout from `shape`, which lists either parents or numbers of completions.
+    """Build a layout from `lengths` and `shape`.
 
-    If it contains a root (-1), it is the list of parents. Otherwise it is the argument `sharing` of
-    `two_levels`.
+    If `shape` contains a root (-1), it is the list of parents. Otherwise it is the argument
+    `sharing` of `two_levels`.
     """
     return TreeLayout.of(lengths, parents=shape) if -1 in shape else two_levels(lengths, shape)
 
@@ -35,10 +42,13 @@ def layout_of(lengths: Sequence[int], shape: Sequence[int]) -> TreeLayout:
 def inputs(
     layout: TreeLayout, heads: tuple[int, int] = (4, 2), dim: int = 8, dtype=torch.float64
 ) -> list[Tensor]:
-    """Return q, k, v and the gradient of the output on the CPU.
+    """Return random tensors q, k, v and the gradient of the output, on the CPU.
 
     Args:
-        heads: (query heads, key heads).
+        layout: Layout whose number of tokens the tensors have.
+        heads: Numbers of query heads and of key heads.
+        dim: Head dimension.
+        dtype: Dtype of the tensors.
     """
     generator = torch.Generator().manual_seed(3)
     shapes = [(layout.total, n, dim) for n in (heads[0], heads[1], heads[1], heads[0])]
@@ -52,10 +62,17 @@ def results(
     params: AttentionParams,
     dtype=None,
 ) -> list[Tensor]:
-    """Run an attention function on the tensors of `inputs`, and return output, dq, dk and dv.
+    """Run an attention function on the tensors of `inputs`.
 
     Args:
-        dtype: the dtype of the computation. None: the dtype of the inputs.
+        attention: Function (q, k, v, layout, params) → output.
+        given: q, k, v and the gradient of the output.
+        layout: Layout of the tokens.
+        params: Scale, window and softcap.
+        dtype: Dtype of the computation, or None for the dtype of the inputs.
+
+    Returns:
+        The output, dq, dk and dv.
     """
     *qkv, grad = (x.to(dtype or x.dtype) for x in given)
     leaves = [x.detach().requires_grad_() for x in qkv]

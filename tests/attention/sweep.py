@@ -1,10 +1,10 @@
 """Compare packed rows and our sampling loop with transformers for every causal LM class.
 
 Usage: `python -m tests.attention.sweep`. The reference is the padded eager attention of
-transformers. The sweep builds each class from a generic tiny configuration. Sequences exceed every
-limit of the configuration, and each type of RoPE is tested.
+transformers. The sweep builds a tiny model of each class from one generic configuration. Sequences
+exceed every limit of the configuration, and each type of RoPE is tested.
 
-    --only NAME     this family; may be repeated
+    --only NAME     test only this family; may be repeated
     --write         write the table to grpo_fast/attention/README.md
 
 The verdict on a family is right, slower path (transformers' generate runs its rollouts), refused
@@ -35,10 +35,10 @@ from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
-TOLERANCE = 2e-3  # nats in fp32; a wrong mask differs by tenths
-# The lengths vary. Most prompts and completions exceed the window, and groups with one completion
-# share nothing. Some sequences are shorter and some longer than each limit of `families.SIZES`: 16,
-# 24, 64 and 256.
+TOLERANCE = 2e-3  # in nats, for fp32; a wrong mask differs by tenths
+# Each entry has the length of a prompt and of its completions. Most of them exceed the window of
+# 16, and some sequences are longer than the other limits of `families.SIZES`, 24, 64 and 256. A
+# group with one completion shares nothing.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
@@ -61,7 +61,7 @@ class Verdict(NamedTuple):
 
 
 def groups_of(model: Any) -> list[Group]:
-    """Return random groups with those LENGTHS that fit into the model's table of positions."""
+    """Return random groups with the lengths in LENGTHS that fit into the model's position table."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     room = trial.room_of(model, positions(model.config.get_text_config()))
     generator = torch.Generator().manual_seed(1)
@@ -75,7 +75,7 @@ def groups_of(model: Any) -> list[Group]:
 
 @torch.no_grad()
 def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
-    """Return logps (R,) of the completion tokens from the eager attention of transformers.
+    """Return the logps (R,) of the completion tokens, computed by transformers' eager attention.
 
     The batch is padded on the right.
     """
@@ -99,11 +99,11 @@ def judge(family: str, **changes: Any) -> Verdict:
         model = family_model(family, **changes)
         groups = groups_of(model)
         truth = padded_logps(model, groups)
-    except Exception as error:  # warnings of transformers about our configuration
+    except Exception as error:  # transformers rejects our configuration
         return Verdict(family, NOT_BUILT, _line(error))
     try:
         policy = Policy(model, build_symbol_tokenizer(["0", "1"]))
-        policy.eos_ids = frozenset()  # no end token, so that every completion exceeds the window
+        policy.eos_ids = frozenset()  # no end token, so completions exceed the window
         self_check(policy)
     except Exception as error:
         return Verdict(family, REFUSED, _line(error))
@@ -116,7 +116,10 @@ def judge(family: str, **changes: Any) -> Verdict:
 
 
 def judge_ropes(family: str) -> Verdict:
-    """Judge a family with its own RoPE and, if our code supports the family, with each of ROPES."""
+    """Judge a family with its default RoPE and, if the family is supported, with each of ROPES.
+
+    Return the first wrong verdict, or the verdict for the default RoPE.
+    """
     verdict = judge(family)
     if verdict.kind in (RIGHT, SLOWER):
         for rope in ROPES:
@@ -128,10 +131,10 @@ def judge_ropes(family: str) -> Verdict:
 
 @torch.no_grad()
 def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
-    """Return the largest differences from the reference logps `truth`, in nats, by name.
+    """Return the largest differences in nats from the reference logps `truth`.
 
-    The compared logps come from packed rows, with and without shared prompts, and from the sampling
-    loop.
+    The keys "shared" and "unshared" are packed rows with and without shared prompts. The key
+    "sampled" is our sampling loop, which is compared with the padded logps of its samples.
     """
     found = {}
     for name, shared in (("shared", True), ("unshared", False)):
@@ -168,7 +171,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _without_numbers(reason: str) -> str:
-    """Remove model names and measured numbers from a reason, so that equal reasons share a line."""
+    """Remove model names and measured numbers from a reason, so that equal reasons share a row."""
     reason = re.sub(r"^model_type \S+: ", "", reason)
     reason = re.sub(r"[\d.]+(e-?\d+)? nats", "some nats", reason)
     reason = re.sub(r"^\w+(Attention: packed attention is causal)", r"\1", reason)
@@ -176,7 +179,7 @@ def _without_numbers(reason: str) -> str:
 
 
 def write(verdicts: Sequence[Verdict]) -> None:
-    """Write the table between its two markers in the README."""
+    """Write the table of verdicts between its two markers in the README."""
     import transformers
 
     text = README.read_text(encoding="utf-8")

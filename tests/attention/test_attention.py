@@ -1,6 +1,6 @@
 """Test the registered attention function: its errors, and the selection of its kernel.
 
-A wrong kernel must be skipped.
+A kernel with wrong results must be skipped.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
         (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
         (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
-        # FA2 and FA4 both install a module named flash_attn. Installing one must not make the other
-        # appear available.
+        # FA2 and FA4 both install a module named flash_attn. If one is installed, the other must
+        # not appear available.
         (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
         (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (90, "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
@@ -116,9 +116,9 @@ def test_a_kernel_that_fails_or_lies_is_passed_over_with_one_line(
 def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch, index, expected):
     """Check that the thread of the self-test selects the GPU of the tensors.
 
-    A new thread starts with GPU 0, which belongs to a different rank.
+    A new thread starts with GPU 0, which may belong to a different rank.
     """
-    current = threading.local()  # CUDA's device is per thread, 0 at first
+    current = threading.local()  # CUDA's current device is per thread
 
     @contextmanager
     def device(index):
@@ -141,7 +141,10 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Record for which kinds of input a kernel is selected. No kernel is run."""
+    """Return a list that records for which kinds of input a kernel is selected.
+
+    No kernel is run.
+    """
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)
@@ -166,7 +169,8 @@ def test_the_first_call_may_come_without_gradients(fresh_choice, mode):
 
 
 def test_a_window_that_no_query_reaches_is_none(kinds):
-    # The longest context has 4 + 3 keys, so a window of 7 or more must be dropped.
+    # The longest context has 4 + 3 keys, so a window of 7 or more has no effect and must be
+    # dropped.
     q, layout = (torch.ones(9, 1, 8), two_levels([4, 3, 2], [2]))
     for window in (None, 8, 7, 6):
         dispatch.packed_rows_attention(q, q, q, layout, scale=1.0, window=window)

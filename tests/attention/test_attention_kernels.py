@@ -1,4 +1,4 @@
-"""Test every kernel of packed attention that runs on a CPU against the definition."""
+"""Test every kernel of packed attention that runs on a CPU against the definition of attention."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def layout(request):
 
 
 def definition(q, k, v, layout, params):
-    """Compute attention row by row from the definition, without code of the package.
+    """Compute attention row by row from its definition, without code of the package.
 
-    A query sees its segment and the ancestors of the segment, up to the query's own position.
+    A query sees its segment and the ancestors of the segment, up to the query's position.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, start, paths = [], 0, {-1: []}
@@ -73,7 +73,10 @@ def test_explicit_and_the_dense_reference_are_the_definition(layout, params):
 @pytest.mark.parametrize("params", [AttentionParams(0.4), AttentionParams(0.4, 4, 2.0)], ids=str)
 @pytest.mark.parametrize("name", ["groups and plain segments", *list(LAYOUTS)[-2:]])
 def test_flex_is_explicit(name, params):
-    """Check the forward of flex_attention, which has no backward on a CPU."""
+    """Check that flex_attention gives the output of the explicit kernel.
+
+    Only the forward pass is tested, because flex_attention has no backward pass on a CPU.
+    """
     layout = layout_of(*LAYOUTS[name])
     *qkv, _ = inputs(layout)
     assert_equal([flex.attend(*qkv, layout, params)], [EXPLICIT(*qkv, layout, params)])
@@ -101,14 +104,15 @@ def test_the_merge_in_pieces_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("attention", [FLASH, EXPLICIT], ids=["flash_cpu", "explicit"])
 def test_strided_inputs(layout, attention):
-    """Check strided inputs.
+    """Check that attention accepts strided q, k, v and gradients.
 
-    q, k and v are slices of a fused projection, and the gradient is an expanded scalar.
+    q, k and v are slices of a fused projection, and the gradient of the output is an expanded
+    scalar.
     """
     kernel = attention.keywords["kernel"]
 
     def backward(grad, *rest):
-        assert grad.stride()[-2:] == (8, 1)  # FlashAttention accepts no other strides
+        assert grad.stride()[-2:] == (8, 1)  # FlashAttention requires this layout
         return kernel.backward(grad, *rest)
 
     *qkv, grad = inputs(layout)
@@ -121,9 +125,9 @@ def test_strided_inputs(layout, attention):
 
 
 def test_explicit_chunks_change_nothing(monkeypatch):
-    """Check that splitting long prompts into chunks of queries does not change the results.
+    """Check that the explicit kernel gives the same results if it processes queries in chunks.
 
-    A chunk skips the keys that its queries cannot see.
+    A chunk must also skip the keys that none of its queries sees.
     """
     layout = two_levels([150, 140, 3, 130], [2])
     given = inputs(layout)
@@ -148,9 +152,9 @@ def test_explicit_under_autocast_stays_in_fp32():
 
 
 def test_blocks_of_flex_cover_what_is_visible(layout):
-    """Check that a block of keys is listed if and only if a query sees one of its keys.
+    """Check that flex lists a block of keys if and only if a query sees one of its keys.
 
-    A block that is listed as full must need no mask.
+    In a block that is listed as full, every query must see every key, because no mask is applied.
     """
     for window in (None, 1, 4, 100, 128, 129, 200):
         number = -(-layout.total // flex.BLOCK)

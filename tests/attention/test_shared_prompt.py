@@ -16,16 +16,16 @@ from grpo_fast.attention import pack_groups, plan_packs, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
-# The completions have different lengths, from one token on. Some groups have only one completion,
-# so they share nothing.
+# Each group has the length of a prompt and of its completions. Lengths start at one token. A group
+# with a single completion shares nothing.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
 @pytest.fixture
 def everything_in_fp64(monkeypatch):
-    """Use fp64 where transformers uses fp32, in norms, RoPE and softmax.
+    """Make transformers compute norms, RoPE and softmax in fp64 instead of fp32.
 
-    The results can then be equal up to fp64 rounding.
+    Otherwise the results could not be equal up to fp64 rounding.
     """
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
@@ -42,12 +42,12 @@ def random_groups():
 
 
 def samples_of(groups):
-    """Return the completions of all groups as samples for `pack_tree`, pairs (ids, trained)."""
+    """Return the completions of all groups as samples (ids, trained) for `pack_tree`."""
     return [(p + c, [0] * len(p) + [1] * len(c)) for p, completions in groups for c in completions]
 
 
 def by_sample(model, samples):
-    """Return the logps (R,) of the trained tokens from a dense forward pass for each sample."""
+    """Return the logps (R,) of the trained tokens from a separate forward pass for each sample."""
     model.set_attn_implementation("eager")
     logps = []
     for ids, trained in samples:
@@ -59,7 +59,10 @@ def by_sample(model, samples):
 
 
 def by_pack(model, pack, *, distinct=False):
-    """Return the logps (R,) of the trained tokens from one packed row."""
+    """Return the logps (R,) of the trained tokens from one packed row.
+
+    If `distinct`, compute each distinct logp only once, and copy it to the samples that share it.
+    """
     model.set_attn_implementation(register())
     logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
     if distinct:
@@ -75,9 +78,10 @@ def gradients(model, loss):
 
 
 def assert_close(got, expected, bar=1e-12):
-    """Check that the differences are small relative to the largest entry.
+    """Check that differences are small relative to the largest entry of each tensor.
 
-    The same tolerance then suits logps and gradients.
+    The tolerance is `bar` times the largest entry, or `bar` if this entry is below 1. It suits
+    logps and gradients.
     """
     for name, value in expected.items():
         error = float((got[name] - value).detach().abs().max())
@@ -119,7 +123,10 @@ def test_groups_split_over_packs(everything_in_fp64, family, shared):
 
 
 def test_lora(everything_in_fp64):
-    """Check a LoRA model, in which some of q, k and v do not require grad."""
+    """Check that shared prompts give the right gradients of a LoRA adapter.
+
+    The adapter is only in q_proj, so k and v of the first layer do not require grad.
+    """
     import peft
 
     config = peft.LoraConfig(
@@ -143,7 +150,10 @@ def test_fp32_and_autocast_stay_within_rounding():
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "granite"])
 def test_the_readme_runs_as_it_stands(family):
-    """Check that the README's example runs with a plain head, a softcap and a logit scale."""
+    """Check that the README's example gives the right logps and gradients.
+
+    The families have a plain head, a softcap and a logit scale.
+    """
     text = (Path(attention.__file__).parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 15

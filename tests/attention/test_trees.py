@@ -45,10 +45,10 @@ __all__ = ["everything_in_fp64"]
 
 
 def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
-    """Return samples whose ids are paths through random tries.
+    """Return random samples (ids, trained) that share prefixes.
 
-    Samples may end inside nodes, be equal, or be prefixes of other samples. They have different
-    masks.
+    Their ids are paths through random tries. Samples may end inside nodes, be equal, or be prefixes
+    of other samples, and they train different tokens.
     """
     paths = []
     for _ in range(rng.randint(1, 3)):
@@ -74,7 +74,10 @@ def random_samples(rng, depth=5, most=20, ids=VOCABULARY):
 
 
 def comb(turns, tokens=3):
-    """Return the samples of a conversation that branches at each turn."""
+    """Return the samples of a conversation in which each turn has a different continuation.
+
+    Sample n has the first n turns and a branch, whose tokens are trained.
+    """
     numbers = iter(range(10**7))
     history, samples = [next(numbers)], []
     for _ in range(turns):
@@ -85,9 +88,10 @@ def comb(turns, tokens=3):
 
 
 def objective(logps, lengths, old, advantages, kind):
-    """Return a PPO clip loss per token, or a GSPO loss per sample.
+    """Return the sum of a PPO clip loss per token, or of a GSPO loss per sample.
 
-    With both losses, a model that adds up the advantages of a shared token would be wrong.
+    Both losses depend on each sample's advantage, so adding up the advantages of the samples that
+    share a token would give a wrong loss.
     """
     total = logps.sum() * 0
     for lp, before, advantage in zip(
@@ -102,9 +106,9 @@ def objective(logps, lengths, old, advantages, kind):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
-    """Check random trees against one forward pass per sample.
+    """Check that packed random trees give the logps and gradients of one forward pass per sample.
 
-    The test covers windows, softcaps, both objectives, copied nodes and recomputed gradients.
+    The test covers windows, softcaps, both losses of `objective`, copied nodes and checkpointing.
     """
     model, rng = small_model(family).double(), random.Random(family)
     for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
@@ -138,7 +142,7 @@ def test_the_same_bits_every_time_and_with_gradients_recomputed(family):
 
 
 def contexts(pack):
-    """Yield the context of each loss term, the ids that its predicting row sees, in order."""
+    """Yield the context of each loss term: the ids that the predicting row sees, in order."""
     seen, position, ids = visible(pack.layout), pack.layout.position_ids[0], pack.input_ids[0]
     for row in pack.predicting.tolist():
         rows = seen[row].nonzero()[:, 0]
@@ -184,15 +188,16 @@ def test_rows_by_hand():
     # Samples with different numbers in `apart` share no rows.
     pack = pack_tree(samples, apart=[1, 1, 1, 2, 1], merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 3, 5, 6, 7, 8]]
-    # With numbers for each token, samples share rows up to the first token with a different number.
+    # If `apart` has a number for each token, samples share rows only before the first token whose
+    # numbers differ.
     later = [
         torch.tensor([0, 0, *[int(n == 3)] * (len(ids) - 2)]) for n, (ids, _) in enumerate(samples)
     ]
     pack = pack_tree(samples, apart=later, merge_cost=0)
     assert pack.input_ids.tolist() == [[5, 6, 7, 8, 1, 7, 8, 3]]
     assert pack.predicting.tolist() == [2, 3, 1, 4, 7, 6, 0]
-    # Two shared tokens must become a segment if they save two of a hundred rows. They must be
-    # copied if they save only two of three hundred rows.
+    # A shared prefix of two tokens must become a separate segment if it saves two of a hundred
+    # rows. It must be copied if it saves only two of three hundred rows.
     for tokens, segments in ((50, 3), (200, 2)):
         two = [([1, 2, n, *range(tokens)], [0, 0] + [1] * (tokens + 1)) for n in (3, 4)]
         assert len(pack_tree(two).layout.lengths) == segments
@@ -237,8 +242,8 @@ def test_rows_of_a_budget(seed, budget):
 
 
 def test_a_plan_cuts_below_the_branch_that_exceeds_it():
-    # The tree has a trunk of 4 tokens, a branch of 2 with two leaves of 3, and a leaf of 2. It has
-    # 4 + 2 + 6 + 2 = 14 tokens.
+    # The tree has a trunk of 4 tokens. Below it are a branch of 2 tokens with two leaves of 3
+    # tokens, and a leaf of 2 tokens. These are 4 + 2 + 6 + 2 = 14 tokens.
     paths = [[1, 2, 3, 4, 5, 6, n, n, n, 0] for n in (7, 8)] + [[1, 2, 3, 4, 9, 9, 0]]
     samples = [(path, [0] * (len(path) - 1) + [1]) for path in paths]
     assert plan_trees(samples, 14) == [[0, 1, 2]] and plan_trees(samples, 13) == [[0, 1], [2]]
@@ -262,9 +267,9 @@ def test_thousands_of_turns_take_no_recursion_and_little_time():
 
 @pytest.mark.parametrize("depth", [3, 20])
 def test_depth_costs_no_accuracy_in_16_bits(depth):
-    """Check that in 16 bits a path split into many nodes is as accurate as a single segment.
+    """Check that in bf16 a path split into many nodes is nearly as accurate as a single segment.
 
-    The errors are measured against fp64.
+    The errors against fp64 may be at most 1.5 times as large.
     """
     whole, params = TreeLayout.of([8 * depth]), AttentionParams(0.3)
     cut = TreeLayout.of([8] * depth, parents=range(-1, depth - 1))
@@ -278,7 +283,7 @@ def test_depth_costs_no_accuracy_in_16_bits(depth):
 
 
 def test_supports_and_repeated_rows_in_the_loss(everything_in_fp64):
-    """Check that a fused loss over a tree equals the loss of the separate samples.
+    """Check that a fused loss over a tree equals the fused loss over separate samples.
 
     Each loss term has a support.
     """

@@ -1,4 +1,4 @@
-"""Test trials, which compare a faster computation with the model's own.
+"""Test trials, which compare a faster computation with the model's original computation.
 
 The tests check the limits that a trial reaches, its random weights, and the errors that it finds.
 """
@@ -74,9 +74,9 @@ def test_tables_of_positions_are_not_left():
 
 
 def test_tables_without_a_bound_in_the_configuration_are_not_left():
-    """Check that a trial stays inside position tables whose sizes have different field names.
+    """Check that a trial stays inside the position table if the config does not state its size.
 
-    Whisper's decoder and MPT are examples.
+    In Whisper's decoder and MPT, the field of the size has an unusual name.
     """
     for family, most in (("whisper", 448), ("mpt", 256)):
         starts = trial.starts_of(family_model(family), float("inf"))
@@ -147,7 +147,7 @@ def test_positions_of_groups_that_begin_elsewhere():
         assert torch.equal((places - own).unique(), torch.tensor([0, 7, 100]))
 
 
-# Faults that trials find
+# Errors that trials find
 
 
 def changed_attention(monkeypatch: Any, scale: Any) -> None:
@@ -162,13 +162,19 @@ def changed_attention(monkeypatch: Any, scale: Any) -> None:
 
 
 def by_length(module: Any, positions: Any, tokens: int) -> Any:
-    """Scale by the index in the row, as Llama 4 does, instead of by position_ids."""
+    """Return a scale that depends on the index in the row, as in Llama 4, instead of position_ids.
+
+    This is an error in a packed row.
+    """
     places = torch.arange(tokens)
     return 1 + 0.1 * (places // module.config.floor_scale).log1p()[None, :, None]
 
 
 def by_largest(module: Any, positions: Any, tokens: int) -> Any:
-    """Scale all tokens of a row if one position exceeds the limit, as long RoPE does."""
+    """Return a scale for all tokens that depends on the largest position, as in long RoPE.
+
+    In a packed row, a long sequence would change the other sequences.
+    """
     return 1.0 + 0.5 * float(positions.max() >= module.config.original_max_position_embeddings)
 
 
@@ -238,9 +244,12 @@ def test_checks_put_modes_weights_and_attention_back():
 
 
 def test_limits_of_the_sweep_are_small():
-    """Check that the limits are at most 256, so that sequences of the sweep exceed them."""
+    """Check that the position limits of the tiny models are at most 256.
+
+    The sequences of the sweep then exceed them.
+    """
     for family in ("ministral3", "llama", "phi3", "gemma3_text", "llama4_text"):
         limits = trial.limits_of(tiny_config(family).get_text_config())
-        # Ignore 262144. The RoPE parameters of ministral3 contain this maximum length, but no code
-        # reads it.
+        # Ignore 262144. It is the maximum length in the RoPE parameters of ministral3, but no code
+        # uses it.
         assert limits and max({*limits} - {262144}) <= 256, (family, limits)

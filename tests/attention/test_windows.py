@@ -29,19 +29,19 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("qwen2_moe", {}),  # the window is only in the mask, in every other layer
+        ("qwen2_moe", {}),  # only the mask has the window, in every other layer
         ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
-        # In training mode the router adds random numbers to its input. Disable this noise.
+        # In training mode the router would add random noise. Our code must switch it off.
         ("mixtral", {"router_jitter_noise": 0.5}),
-        ("seed_oss", {}),  # dropout under a different name
-        ("qwen2", {"max_window_layers": 1}),  # in the mask, and as a keyword of some layers
+        ("seed_oss", {}),  # its dropout has a different name
+        ("qwen2", {"max_window_layers": 1}),  # in the mask, and a keyword of some layers
         ("mistral", {"sliding_window": 1}),
         ("mistral", {"sliding_window": 4096}),  # longer than any sequence
         ("mistral", {"sliding_window": None}),
-        ("gemma2", {"attn_logit_softcapping": 5.0}),  # with a softcap
-        ("smollm3", {}),  # with layers that have no RoPE
+        ("gemma2", {"attn_logit_softcapping": 5.0}),  # has a softcap
+        ("smollm3", {}),  # some layers have no RoPE
         ("exaone4", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
-        ("deepseek_v3", {}),  # latent attention: values narrower than keys
+        ("deepseek_v3", {}),  # latent attention has narrow values
     ],
     ids=str,
 )
@@ -54,7 +54,7 @@ def test_right(family, changes):
     ("family", "changes", "reason"),
     [
         ("llama4_text", {}, "chunked_attention"),
-        ("gpt_oss", {}, "s_aux"),  # attention sinks in addition to windows
+        ("gpt_oss", {}, "s_aux"),  # has attention sinks and windows
         ("mistral", {"sliding_window": 0}, "at least one token, got 0"),
         ("doge", {}, "packed attention fails: 'int' object"),  # adds its mask to the scores
         ("mamba", {}, "recurrent state"),
@@ -176,9 +176,9 @@ def test_sizes_that_are_no_window_stay():
 # ------------------------------------------------------------------------------------------------
 # the sweep itself
 def test_the_sweep_sees_a_wrong_window(monkeypatch):
-    """Check that the sweep notices a wrong window.
+    """Check that the sweep judges a model as wrong if its window in the mask is ignored.
 
-    Its sequences exceed the window, and its weights make a wrong mask change the logps.
+    The sequences of the sweep exceed the window, so a wrong mask changes the logps.
     """
     monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)

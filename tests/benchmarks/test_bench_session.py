@@ -49,9 +49,9 @@ def test_the_parts_fit_into_both_visits():
 
 
 class Simulated:
-    """Session with a fake clock, in which parts are not run but only take up time.
+    """Session with a fake clock, whose parts only advance the clock.
 
-    `durations` has the seconds of the parts. A part is stopped at its time limit.
+    `durations` has the seconds of each part. A part is stopped at its time limit.
     """
 
     def __init__(self, durations, monkeypatch, tmp_path):
@@ -80,7 +80,10 @@ class Simulated:
 
 @pytest.mark.parametrize("slow", [(), ("bars",), ("tests",), ("bars", "tests", "step", "peers")])
 def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
-    """Check that parts that hang are stopped at their time limits, and that all parts are run."""
+    """Check that a visit ends in time and runs all its parts, even if some parts hang.
+
+    A hanging part must be stopped at its time limit.
+    """
     simulated = Simulated(dict.fromkeys(slow, 10_000), monkeypatch, tmp_path)
     for number, seconds in parts.VISIT_SECONDS.items():
         status, taken = simulated.visit(number)
@@ -91,7 +94,7 @@ def test_both_visits_end_in_time_by_a_fake_clock(slow, monkeypatch, tmp_path):
 
 
 def test_a_dry_run_has_only_the_packages_of_the_machine(small, tmp_path, monkeypatch, capsys):
-    """Check that a dry run detects missing packages.
+    """Check that a dry run reports packages that the GPU machine does not have.
 
     The GPU machine has no pydantic unless it was copied as a wheel.
     """
@@ -118,9 +121,9 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """Replace the parts of the session: one writes a report, one fails, and one exceeds its limit.
+    """Replace the session's parts by three short parts, and return the output folder.
 
-    Return the output folder.
+    One part writes a report, one fails, and one exceeds its time limit.
     """
 
     def part(seconds, code, *words, measures=False):
@@ -169,7 +172,7 @@ def test_results_in_the_checkout_count_too(small, monkeypatch, tmp_path, capsys)
 
 @pytest.fixture
 def two_visits(small, monkeypatch):
-    """Replace the parts of the session with a smoke test and one part for each of two visits.
+    """Replace the session's parts by a smoke test and one part for each of two visits.
 
     A visit is one loan of a GPU machine. Return the path of a file whose existence makes the smoke
     test fail.
@@ -230,7 +233,10 @@ def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_test_file(tmp_path, monkeypatch):
-    """Return a function that writes five GPU tests with a given body, and returns their file."""
+    """Return a function that writes a file with five GPU tests and returns its path.
+
+    The function's argument is the body of the tests.
+    """
     monkeypatch.setattr(shards, "ROOT", tmp_path)
     monkeypatch.setattr(shards, "RESULTS", tmp_path)
     monkeypatch.setenv("OUT", str(tmp_path))
@@ -300,8 +306,8 @@ def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
 def measured_session(tmp_path, ours_ms):
     """Write a result file like that of a GPU session, and return its path.
 
-    The file has the times of the loss at H = 4096 (`ours_ms` for grpo_fast), of a step and of
-    single kernels.
+    It has the times of a training step, of single kernels, and of the loss at H = 4096, where
+    grpo_fast takes `ours_ms`.
     """
     case = {
         "operation": "linear_grpo_loss", "shape": [8192, 4096, 151936], "active": 1.0,

@@ -25,7 +25,7 @@ from tests.command_line import invoke, refused
 from tests.pairs import pairs
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens; the vocabulary size is a prime number
+SHAPE = Shape(32, 16, 97)  # 8 completions of 4 tokens, and a prime V
 FP32 = torch.float32
 
 
@@ -55,7 +55,7 @@ def test_the_exact_answer_is_autograds_in_fp64():
     problem = make_problem(SHAPE, torch.float64)
     step = provider("linear_grpo_loss", "plain torch").prepare(problem)
     errors = problem.truth("loss").errors(step())
-    assert max(errors.values()) < 1e-6  # plain torch converts the fp64 logits to fp32
+    assert max(errors.values()) < 1e-6  # plain torch converts the logits to fp32
     variant = make_problem(SHAPE, FP32, variant=Variant(0.5, "clipped"))
     idle = variant.truth("loss").values["grad_hidden"].abs().sum(-1) == 0
     assert 0.2 < idle.double().mean() < 0.8
@@ -104,7 +104,7 @@ def test_an_in_place_step_gets_its_input_back():
     step = provider("logits_grpo_loss_inplace", "grpo_fast (auto)").prepare(problem)
     first, second = step()["grad_logits"].clone(), step()["grad_logits"].clone()
     assert torch.equal(first, second) and step.owned_bytes == problem.logits.nbytes
-    again = step.run()["grad_logits"]  # without `reset`, the input is the gradient of the last call
+    again = step.run()["grad_logits"]  # without `reset`, the input is the gradient
     assert not torch.equal(first, again)
 
 
@@ -234,7 +234,7 @@ def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, cap
 
     assert run_with(1.14) == 0 and len(attempts) == len(ratios)
     assert run_with(1.16) == 1 and "REGRESSED" in capsys.readouterr().out
-    again = len(ratios) * gate.ATTEMPTS  # each case is measured ATTEMPTS times before it fails
+    again = len(ratios) * gate.ATTEMPTS  # ATTEMPTS runs before a case fails
     assert len(attempts) == len(ratios) + again
     file.write_text(json.dumps({"ratios": {}}))
     assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out
@@ -303,7 +303,7 @@ def test_benchmarks_import_nothing_from_the_tests():
     for path in (ROOT / "benchmarks").rglob("*.py"):
         assert not pattern.search(path.read_text()), path
     pattern = re.compile(r"^\s*(?:from|import) benchmarks\b", re.M)
-    package = (ROOT / "grpo_fast").rglob("*.py")  # only cli.py may import the benchmarks
+    package = (ROOT / "grpo_fast").rglob("*.py")  # only cli.py may import benchmarks
     assert [path.name for path in package if pattern.search(path.read_text())] == ["cli.py"]
 
 
@@ -317,7 +317,10 @@ def test_the_tables_of_the_page_are_those_of_the_committed_results():
 
 
 def test_nothing_measured_lies_above_its_roof():
-    """Check that no rate exceeds the roofline of its machine, as a wrong measurement would."""
+    """Check that no plotted rate exceeds the roofline of its machine.
+
+    Such a rate would show a wrong measurement.
+    """
     chosen = [readme.file_of(name) for name in readme.PLOTTED]
     cases = [case for case in files.cases_of(chosen) if case["dtype"] == "fp32"]
     flops, copied = plots.ceiling(cases)

@@ -21,9 +21,9 @@ def budgets():
 
 @pytest.mark.parametrize("name", [*TRAINED, "with KL", "frozen head (LoRA)", "head alone"])
 def test_launches_and_waits(budgets, name):
-    """Check the numbers of kernel launches, synchronizations and reads from the GPU.
+    """Check that a call launches few kernels, never syncs, and reads from the GPU at most once.
 
-    A call may read from the GPU at most once, after the launch of a matrix product.
+    At most 20 kernels per chunk and 60 other kernels are allowed.
     """
     found = budgets[name]
     assert found["per_chunk"] <= 20 and found["outside"] <= 60
@@ -41,8 +41,9 @@ def test_a_mask_costs_one_wait(budgets):
 def test_a_support(budgets, name, gigabytes):
     """Check that a call with a support does not compute the logits of the full vocabulary.
 
-    The memory traffic allows one read of the weight and of `hidden`, and one write of the weight's
-    gradient. The host waits once, before the work, for the number of distinct ids.
+    The limit of the memory traffic allows one read of the weight and of `hidden`, and one write of
+    the weight's gradient. The host may wait only once, at the start, for the number of distinct
+    ids.
     """
     found = budgets[name]
     assert found["outside"] <= 125 and found["gigabytes"] <= gigabytes

@@ -8,12 +8,15 @@ from benchmarks.experiments.loss_curves import clip_range, config_of, curve, mai
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
 
-RATIOS = torch.linspace(0.103, 1.997, 96)  # no point is exactly on a clipping bound
+RATIOS = torch.linspace(0.103, 1.997, 96)  # no point is exactly on a clip bound
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_the_clipped_objective_is_the_tutorials_drawing(advantage):
-    """Check the loss -min(r·A, clip(r)·A). It is flat above 1.2 for A > 0, below 0.8 for A < 0."""
+    """Check that the curve of "grpo" is the loss -min(r·A, clip(r)·A) of the PPO paper.
+
+    Its slope must be 0 above the ratio 1.2 for A > 0, and below 0.8 for A < 0.
+    """
     values, slopes = curve(LossConfig("grpo"), RATIOS, advantage, 0.4)
     expected = -torch.minimum(RATIOS * advantage, RATIOS.clamp(0.8, 1.2) * advantage)
     torch.testing.assert_close(values, expected)

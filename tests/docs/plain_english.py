@@ -36,7 +36,8 @@ OLD = {
     r"\bhalf of what\b|\bas it is\b": "unchanged",
 }
 OPENINGS = ("what", "whether", "where", "of", "how", "which", "as", "those", "that")
-# Functions whose string arguments are messages. Classes of errors are recognised by their names.
+# Functions whose string arguments are messages. Calls of exception classes need no entry, because
+# their names end in "Error".
 MESSAGES = "require", "conflict", "argument_error", "choice", "number", "warn", "warning", "info"
 FOLDERS = "grpo_fast", "csrc", "benchmarks", "tests"
 KINDS = {".py", ".h", ".cpp", ".yaml", ".sh"}
@@ -69,7 +70,7 @@ def texts(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def found(path: Path) -> Iterator[str]:
-    """Yield one line for each old construction in a file."""
+    """Yield a line for each old construction in the texts of a file."""
     for line, kind, text in texts(path):
         small = " ".join(text.lower().split())
         for pattern, better in OLD.items():
@@ -82,7 +83,7 @@ def found(path: Path) -> Iterator[str]:
 
 
 def found_in(roots: Iterable[Path]) -> list[str]:
-    """Return a line for each old construction in files, and in the files of folders."""
+    """Return a line for each old construction in the files and folders `roots`."""
     paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     return [line for path in sorted(paths) if path.suffix in KINDS for line in found(path)]
 

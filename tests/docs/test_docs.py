@@ -48,7 +48,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     blocks = BLOCK.findall(page.read_text())
     assert blocks
     known: dict = {}
-    if page.stem == "index":  # its code uses variables that the reader must define
+    if page.stem == "index":  # the reader must define its variables
         blocks = [f"{NOT_RUN}them\n{block}" for block in blocks]
     for block in blocks:
         code = compile(block, page.name, "exec")
@@ -57,7 +57,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Check that the notebook runs with two steps.
+    """Check that the quickstart notebook runs with two training steps.
 
     `make notebook` runs all steps.
     """
@@ -70,7 +70,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 
 
 def documented() -> list[str]:
-    """Return the full names that the API reference lists."""
+    """Return the full names of all objects that the API reference documents."""
     text = (DOCS / "api.md").read_text()
     listed = re.findall(r"\.\. auto(?:function|class|exception|data):: (\S+)", text)
     for module, options in re.findall(r"\.\. automodule:: (\S+)\n((?:   :.*\n)*)", text):
@@ -99,7 +99,7 @@ def test_the_reference_has_every_public_name(door):
 
 
 def test_the_reference_has_every_name_that_a_page_imports():
-    """Check that the reference lists every name that a code block imports from grpo_fast."""
+    """Check that the API reference has every name that a code block imports from grpo_fast."""
     listed = documented()
     shown = set()
     for page in [*WRITTEN, *READMES]:
@@ -140,7 +140,7 @@ def test_every_command_that_is_shown_exists():
             seen.add(command)
             if command == "train" and words and words[0] in recipe_names() and "'" not in line:
                 local = [w for w in words[1:] if "=" in w and not w.startswith(("data=", "model="))]
-                load_recipe(words[0], local)  # fails if a key or a value is invalid
+                load_recipe(words[0], local)  # raises an error for an invalid key or value
     assert {"train", "eval", "plan", "plot", "doctor"} <= seen
 
 
@@ -148,7 +148,7 @@ KEY = re.compile(r"[`'\s]([a-z_]+\.[a-z_0-9.]*(?:\{[a-z_, ]+\}|[a-z_0-9]))(?=[`=
 
 
 def has_key(model: object, key: list[str]) -> bool:
-    """Return True if the path `key` exists in a type of the configuration."""
+    """Return True if the path `key` exists in the configuration type `model`."""
     if not key:
         return True
     fields = getattr(model, "model_fields", None)
@@ -196,7 +196,10 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
 
 
 def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Check that the built pages do not scroll sideways and follow the reader's color scheme."""
+    """Check that the built pages do not scroll sideways and follow the reader's color scheme.
+
+    The test opens them in Chromium at the widths of a phone and of a desktop screen.
+    """
     built = DOCS / "_build" / "html"
     if not chromium.COMMAND or not built.is_dir():
         pytest.skip("needs Chromium, and the site built by `make docs`")
@@ -295,6 +298,6 @@ def test_every_recipe_is_listed():
 
 
 def test_texts_have_none_of_the_old_constructions():
-    """Check docstrings, comments and messages against the list in plain_english.py."""
+    """Check that docstrings, comments and messages have no construction of plain_english.py."""
     lines = plain_english.found_in(ROOT / folder for folder in plain_english.FOLDERS)
     assert not lines, "\n".join(lines)

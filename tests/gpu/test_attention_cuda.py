@@ -1,6 +1,6 @@
 """Tests of the arguments that our code passes to CUDA attention kernels, without a GPU.
 
-torch's kernels run on meta tensors. Fake packages with the documented signatures replace
+The kernels of torch run on meta tensors. Fake packages with the documented signatures replace
 flash-attn.
 """
 
@@ -27,7 +27,7 @@ EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
-    """Check the spans, windows and lengths that a bf16 model passes to torch's attention kernels.
+    """Check that a bf16 model passes valid spans, windows and lengths to torch's attention kernels.
 
     The model runs forward and backward on meta tensors, which have shapes but no values.
     """
@@ -50,8 +50,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     kernel = Kernel(spy, dispatch.cuda.aten_backward)
     provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
-    # Disable the search for packed sequences in transformers. It reads the values of position_ids,
-    # but meta tensors have no values. Our attention does not use the mask that depends on it.
+    # transformers searches position_ids for packed sequences, but meta tensors have no values.
+    # Disable the search, because our attention does not use the mask that depends on it.
     monkeypatch.setattr(
         "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
     )
@@ -63,8 +63,8 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     assert logits.shape == (1, pack.layout.total, 61) and logits.dtype == torch.bfloat16
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    # Expect two calls per layer: every segment attends to itself, and completions attend to their
-    # prompt. With a window, expect one call, which does both with copied keys.
+    # Without a window, expect two calls per layer: every segment attends to itself, and completions
+    # attend to their prompt. With a window, expect one call, which does both with copied keys.
     per_layer = (
         [(True, (3, 0), 9, 10)] if window else [(True, (-1, 0), 9, 9), (False, (-1, -1), 12, 9)]
     )
@@ -74,7 +74,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 def spans_of(cu_q, cu_k, causal):
     """Return the spans that a package would derive from its arguments.
 
-    Check that every span has keys, because the packages do not support queries without keys.
+    Also check that every span has keys, because the packages do not support queries without keys.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
     return Spans.of(cu_q.diff().tolist(), cu_k.diff().tolist(), causal=causal)
@@ -108,7 +108,7 @@ FA4_KEYS = "window_size_left=None, window_size_right=None"
 
 
 def aten_signature(name: str) -> str:
-    """Return an operator's signature as Python source."""
+    """Return the parameter list of a torch operator as Python source."""
     arguments = getattr(torch.ops.aten, name).default._schema.arguments
     words = [x.name + "=None" * x.has_default_value() for x in arguments]
     first = next(i for i, x in enumerate(arguments) if x.kwarg_only)
@@ -150,7 +150,7 @@ RENAMED = {
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
     "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# Results of each forward function in addition to (out, lse). STATE imitates torch's random state,
+# Results that each forward function returns after (out, lse). STATE imitates torch's random state,
 # which the backward function must receive.
 STATE = torch.zeros(2, dtype=torch.uint64)
 MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
@@ -188,7 +188,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
         x, spans, rule = backward_arguments(*given, **named)
         cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
         check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
-        assert name != "fa4" or 0 not in spans.queries  # not supported by its first releases
+        assert name != "fa4" or 0 not in spans.queries  # FA4's first releases do not support it
         if name == "flash_aten":
             assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == (
                 (2,), torch.uint64, (0,)

@@ -1,8 +1,8 @@
 """Tests of CUDA graph capture without a GPU: the GPU path must not read values on the host.
 
 A meta tensor has no values, so every operation that reads one (`nonzero`, `item`, `bool`, `cpu`, a
-mask as index) raises, as it would during capture. In these tests, meta tensors report that they are
-on a GPU. Triton kernels are not launched, because a launch reads no values on the host.
+mask as index) raises an error, as it would during capture. In these tests, meta tensors report that
+they are on a GPU. Triton kernels are not launched, because a launch reads no values on the host.
 tests/gpu/test_gpu_graphs.py captures and replays on a real GPU.
 """
 
@@ -40,7 +40,7 @@ class OnGpu(TorchFunctionMode):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Simulate an active capture. Calling `recorded(False)` ends the simulation."""
+    """Simulate an active capture, and yield a function that switches it on and off."""
     pytest.importorskip("triton")
     gpu = "grpo_fast.kernels.gpu"
     for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
@@ -104,7 +104,7 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    # Set both limits so that a single product writes dW in 16 bits even at this small size.
+    # Change two limits so that one product writes dW in 16 bits, as at large sizes.
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
@@ -143,13 +143,13 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):
-    """Check that these tests would notice a read on the host.
+    """Check that reading a value on the host raises an error in these tests.
 
     Without a capture, the same calls read the number of inactive rows or look for targets of -100.
-    On meta tensors, these reads must raise.
+    On meta tensors, these reads must raise an error.
     """
     recorded(False)
-    # Disable the value checks. They copy flags to the host asynchronously, which needs a GPU.
+    # Disable the value checks, which need a GPU to copy flags to the host asynchronously.
     monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
 
     def copy_to_host_async(x):  # pinned memory needs a GPU
@@ -172,7 +172,7 @@ def test_what_is_selected_away(monkeypatch, return_entropy):
     """Check that a simulated capture on the CPU gives the same results as a normal call.
 
     Some rows have a target of -100 or an advantage of 0. A normal call skips these rows, and a
-    capture keeps them as zeros.
+    capture computes them with a coefficient of 0.
     """
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g) / 4

@@ -18,11 +18,11 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
-# The tested sizes (H, V) of an LM head: a small head with unaligned rows of W, a vocabulary of one
-# block, a realistic vocabulary, and an odd vocabulary, whose rows of logits are unaligned.
+# Sizes (H, V) of an LM head: unaligned rows of W, a vocabulary of one block, a realistic size, and
+# an odd vocabulary, whose rows of logits are unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Largest allowed relative L2 errors of gradients. The bf16 limit equals the numerical contract's.
-# The fp32 limit is twice the contract's, because the GPU and the CPU reference both round.
+# Maximum relative L2 errors of gradients. The bf16 limit is that of the numerical contract. The
+# fp32 limit is twice the contract's, because both the GPU and the CPU reference round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
 
@@ -52,7 +52,7 @@ def config_of(loss_type: str, **options) -> LossConfig:
 
 
 def run(function, positional: dict, keywords: dict, config: LossConfig, device: str, backend: str):
-    """Run a loss function on a device. Return (loss, logps, gradients) in fp64 on the CPU."""
+    """Run a loss function on a device, and return (loss, logps, *gradients) in fp64 on the CPU."""
     inputs = [value.to(device) for value in positional.values()]
     trained = ("hidden", "weight", "logits")
     leaves = [x.requires_grad_() for x, n in zip(inputs, positional, strict=True) if n in trained]
@@ -67,7 +67,7 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
     `width` is the hidden size if tensor cores compute the logits, and 0 if the logits are given.
     """
-    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both sides round
+    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both GPU and reference round
     assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
     for value, exact in zip(actual[2:], expected[2:], strict=True):
@@ -75,7 +75,7 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
 
 def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Convert floating tensors to `dtype`."""
+    """Convert all floating-point tensors to `dtype`, and return all tensors."""
     return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
 
 
@@ -91,10 +91,10 @@ def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
 def test_every_objective(loss_type, dtype):
-    """Check that every objective agrees with torch.
+    """Check that every loss type on the GPU agrees with torch on the CPU.
 
-    The loss includes a KL term if the objective uses a reference model. In kimi, beta is the weight
-    of the squared log ratio.
+    Losses with a reference model include a KL term. In kimi, beta is the weight of the squared log
+    ratio.
     """
     positional, keywords = make_batch(64, 1024, dtype)
     has_reference = OBJECTIVES[loss_type].reference
@@ -120,7 +120,7 @@ def test_logits(vocab, dtype):
 
 
 def linear_gradients(hidden, weight, target_ids, advantages, backend, **options):
-    """Compute a token-level loss on the device of the tensors. Return (logps, dH, dW)."""
+    """Compute a token-level loss on the device of the tensors, and return (logps, dH, dW)."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
     config = config_of(
         options.pop("loss_type", "dapo"), epsilon_low=0.9, epsilon_high=9.0, **options
@@ -141,8 +141,8 @@ def problem(n: int, h: int, v: int) -> tuple:
     return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
 
 
-# The sizes are just below, at and above the block sizes of the kernels, to test the edges: a tile
-# (128 x 256, in pieces of 64 columns), a slice (2048 columns) and an aligned row (16 bytes).
+# The sizes are just below, at and above the block sizes of the kernels: a tile (128 x 256, in
+# pieces of 64 columns), a slice (2048 columns) and an aligned row (16 bytes).
 @pairs(
     n__h__v=[
         (1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
@@ -152,7 +152,10 @@ def problem(n: int, h: int, v: int) -> tuple:
     workspace=["1024", "0"],
 )  # fmt: skip
 def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
-    """Check the bf16 path with exponentials against fp64, in one chunk and in chunks of 32 rows."""
+    """Check that logps, dH and dW in bf16 agree with fp64, in one chunk and in chunks of 32 rows.
+
+    The backward pass uses stored exponentials.
+    """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     inputs = problem(n, h, v)
     exact = linear_gradients(*wide(inputs, torch.float64), "torch", softcap=softcap)
@@ -166,10 +169,10 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
 
 
 def test_weights_of_unlikely_targets_and_of_nan():
-    """Check gradients against fp64 if targets are very unlikely, and that NaN does not spread.
+    """Check that gradients agree with fp64 if targets are unlikely, and that NaN does not spread.
 
-    Four targets have a -logp of up to 1000. One row has advantage 0: replacing a hidden value of
-    this row with NaN must not change any gradient.
+    Four targets have a -logp of up to 1000. One row has advantage 0. Setting one of its hidden
+    values to NaN must not change any gradient.
     """
     hidden, weight, target_ids, advantages = problem(300, 64, 5000)
     weight[7], target_ids[:4] = 0.0, 7
@@ -189,7 +192,7 @@ def test_weights_of_unlikely_targets_and_of_nan():
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_row_does_not_depend_on_its_batch(entropy):
-    """Check that the logps of a row are bitwise equal in every batch, with and without gradients.
+    """Check that the logps of a row have the same bits in every batch, with and without gradients.
 
     With an entropy, the kernel uses a different tile size, so both cases are tested. dH is not
     tested, because the vendor's GEMM may split its sums depending on the number of rows.
@@ -206,7 +209,7 @@ def test_a_row_does_not_depend_on_its_batch(entropy):
 
 
 def test_deterministic_algorithms_change_no_bit():
-    """Check that torch's deterministic mode raises no error and changes no result."""
+    """Check that torch's deterministic mode raises no error and changes no bit of the results."""
     inputs = [x.to(DEVICE) for x in problem(400, 128, 9000)]
     plain = linear_gradients(*inputs, BACKEND)
     torch.use_deterministic_algorithms(True)

@@ -20,8 +20,8 @@ from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Limits of the relative L2 error of outputs and gradients, for each input dtype. The errors are
-# measured against fp64 results for the same inputs.
+# Maximum relative L2 errors of outputs and gradients, for each input dtype. The errors are measured
+# against fp64 results for the same inputs.
 BARS = {BF16: 1e-2, FP16: 1.5e-3, FP32: 2e-5}
 LAYOUTS = {
     "packed": ([257, 64, 1, 640, 129], []),
@@ -30,7 +30,7 @@ LAYOUTS = {
     "long prompt": ([2048, 64, 63, 1, 64, 64, 64, 64, 5], [8]),
 }
 SIZES = (BF16, 64), (FP16, 64), (BF16, 128), (BF16, 256), (BF16, 96), (BF16, 60), (FP32, 64)
-LIMITS = (True, False), (False, True), (True, True)  # has_window, has_softcap
+LIMITS = (True, False), (False, True), (True, True)  # (has_window, has_softcap)
 KINDS = [Kind("cuda", BF16, 64, *limits) for limits in LIMITS]
 KINDS += [Kind("cuda", *size) for size in SIZES]
 
@@ -47,11 +47,11 @@ def problem(name, kind, heads=(6, 2)):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_provider_is_the_dense_reference(kind):
-    """Check outputs and gradients of every attention provider against the dense reference.
+    """Check that outputs and gradients of every attention provider agree with the dense reference.
 
     The test covers ragged layouts, grouped heads, windows and soft caps, and reports all failures
     together. A provider that raises an exception is skipped, as in `choose`, and its name is
-    printed (visible with pytest -rP). flex takes 15 seconds to compile, so it is tested separately.
+    printed (pytest -rP shows it). flex takes 15 seconds to compile, so it is tested separately.
     """
     wrong, rule = [], rule_of(kind)
     providers = [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]
@@ -83,9 +83,9 @@ def test_every_provider_is_the_dense_reference(kind):
     ids=str,
 )
 def test_flex_is_the_dense_reference(kind, bar):
-    """Check flex, the fallback on CUDA, against the dense reference.
+    """Check that flex, the fallback on CUDA, agrees with the dense reference.
 
-    It runs on the tiny packed row of the self-test and on a long packed row.
+    The test uses the tiny packed row of the self-test and a long packed row.
     """
     assert dispatch.self_test(flex.attend, kind) <= bar
     (given, layout), rule = problem("shared", kind), rule_of(kind)
@@ -121,9 +121,9 @@ def test_deterministic_where_asked_for(has_window):
 def test_a_bf16_model_shared_packed_and_split(family, checkpointing):
     """Check that sharing prompts and splitting groups hardly increase the error of a bf16 model.
 
-    The layouts are: shared (one pack, each prompt once), packed (one pack, a prompt copy for each
-    completion) and split (shared prompts in several packs). All are compared with fp32 on the CPU.
-    The errors of the shared and the split layout may be at most 1.3 times those of the packed one.
+    There are three layouts: shared (one pack, each prompt once), packed (one pack, a prompt copy
+    for each completion) and split (shared prompts in several packs). All are compared with fp32 on
+    the CPU. The errors of shared and split may be at most 1.3 times those of packed.
     """
     g = torch.Generator().manual_seed(1)
     lengths = [(200, (30, 1, 64, 17)), (90, (5, 40))]
@@ -139,7 +139,7 @@ def test_a_bf16_model_shared_packed_and_split(family, checkpointing):
     model.set_attn_implementation(register())
 
     def run(device, plan, shared=True):
-        """Return the logits that predict the completions, and all gradients."""
+        """Return the logits that predict the completion tokens, and all gradients, on the CPU."""
         logits = torch.empty(157, 61)
         model.zero_grad()
         for shares in plan:

@@ -1,5 +1,6 @@
-"""Stress tests on a real GPU: repeated calls next to a busy stream, long completions, and more than
-2³¹ logits.
+"""Stress tests on a real GPU.
+
+They cover repeated calls next to a busy stream, long completions, and more than 2³¹ logits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ REPEATS = 1000
 # Number of tokens in one completion. It exceeds 65535, the limit of a grid dimension on a GPU, and
 # LONG·V exceeds the range of int32. Both could break the indexing of a kernel.
 LONG = 131072
-# BAR is the largest allowed relative L2 error of gradients. It equals the limit of the numerical
-# contract for bf16. LOSS_BAR is the largest allowed error of the loss, relative to the loss of one
-# token.
+# BAR is the maximum relative L2 error of gradients, the limit of the numerical contract for bf16.
+# LOSS_BAR is the maximum error of the loss, relative to the loss of one token.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
@@ -49,7 +49,7 @@ def linear_inputs(
 
 
 def linear_call(hidden, weight, tokens, old_logps) -> tuple[torch.Tensor, ...]:
-    """Return loss, logps, dH and dW."""
+    """Call `linear_grpo_loss` on a GPU, and return loss, logps, dH and dW."""
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     out = linear_grpo_loss(
         hidden, weight, tokens["target_ids"], tokens["advantages"], CONFIG,
@@ -59,7 +59,7 @@ def linear_call(hidden, weight, tokens, old_logps) -> tuple[torch.Tensor, ...]:
 
 
 def logits_call(logits, tokens, old_logps, inplace: bool) -> tuple[torch.Tensor, ...]:
-    """Return loss, logps and d logits."""
+    """Call `logits_grpo_loss` on a GPU, and return loss, logps and the gradient of the logits."""
     leaf = logits.detach().requires_grad_()
     out = logits_grpo_loss(
         leaf, tokens["target_ids"], tokens["advantages"], CONFIG, cu_seqlens=tokens["cu_seqlens"],
@@ -87,8 +87,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # Run an independent matrix product at the same time, which changes the timing of the
-        # kernels. A race would then give different bits.
+        # An independent matrix product at the same time changes the timing of the kernels. A race
+        # would then give different bits.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):
@@ -100,7 +100,7 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
 @pytest.mark.parametrize(
     ("rows", "vocab"),
     # The first case is a long completion with an odd vocabulary size, so rows are not aligned. The
-    # second case has 2.16e9 logits, more than an int32 index can address (4.3 GB in bf16).
+    # second case has 2.16e9 logits (4.3 GB in bf16), more than an int32 index can address.
     [(LONG, 1003), (16500, LONG)],
     ids=["L131072", "NV-above-2**31"],
 )

@@ -42,9 +42,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
-    """Return a step function that calls `function` on a batch.
+    """Return a step function that calls the loss function `function` on a batch.
 
-    It returns loss, logps, metrics and the gradients of the tensors in `names`.
+    The step returns loss, logps, metrics and the gradients of the tensors in `names`.
     """
     config = LossConfig(beta=0.1, **options)
 
@@ -87,7 +87,7 @@ STEPS = {
 
 
 def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUDAGraph, list]:
-    """Capture a step on static inputs, after a warm-up on a side stream.
+    """Capture a step on static inputs in a CUDA graph, after a warm-up on a side stream.
 
     Returns:
         The graph, and the outputs of the captured step.
@@ -109,7 +109,7 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
 def test_replay(name, workspace, monkeypatch):
     """Check that a replay and a normal call give the same bits for new input values.
 
-    The workspace size selects one chunk or chunks of 32 rows.
+    The workspace size selects a single chunk, or chunks of 32 rows.
     """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     step, static = STEPS[name], values(0)
@@ -127,8 +127,8 @@ def test_replay(name, workspace, monkeypatch):
 def test_rows_without_a_target_or_coefficient():
     """Check that a replay and a normal call agree if some rows have no target.
 
-    The graph masks these rows, and the normal call skips them. The logps must be bitwise equal. The
-    gradients may differ by rounding, because the vendor's GEMM adds in a different order.
+    The graph masks these rows, and the normal call skips them. The logps must have the same bits.
+    The gradients may differ by rounding, because the vendor's GEMM adds in a different order.
     """
     static = values(0)
     static["target_ids"][5:60] = -100
@@ -141,7 +141,7 @@ def test_rows_without_a_target_or_coefficient():
 
 
 def test_refused_and_usable_afterwards():
-    """Check that an argument that cannot be captured raises, and that the next call works."""
+    """Check that an argument that cannot be captured raises an error, and that later calls work."""
     x = values(0)
     given = {
         "cu_seqlens": x["cu_seqlens"],

@@ -14,7 +14,7 @@ from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
 T, V, K = 512, 32000, 50
-# Largest allowed relative L2 errors of gradients. The bf16 limit equals the numerical contract's.
+# Maximum relative L2 errors of gradients. The bf16 limit is that of the numerical contract.
 BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
@@ -25,10 +25,10 @@ CONFIGS = {
 
 
 def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tuple:
-    """Return hidden, weight, the token arguments and the token sets.
+    """Return hidden, weight, the other arguments of the loss, and a support of K ids per row.
 
-    One id is in every set. Half of the other ids come from a hundred frequent ids. With
-    `some_dense`, every fifth set is empty.
+    One id is in every row's support. Half of the other ids come from a hundred frequent ids. If
+    `some_dense`, the support of every fifth row is empty, that is, unrestricted.
     """
     g = torch.Generator().manual_seed(width)
     hidden, weight = torch.randn(T, width, generator=g), torch.randn(V, width, generator=g)
@@ -53,7 +53,7 @@ def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tupl
 
 
 def call(tensors, tokens, support, config, old, backend):
-    """Compute a loss over token sets. Return logps and the gradients of `tensors`.
+    """Compute a loss with a support, and return logps and the gradients of `tensors`.
 
     `tensors` is (hidden, weight) or (logits,).
     """
@@ -110,7 +110,7 @@ def test_given_logits(dtype):
 
 
 def test_the_same_bits():
-    """Check that repeated runs agree bit for bit, and that logps equal those without a gradient."""
+    """Check that repeated runs have the same bits, and that logps do not depend on gradients."""
     hidden, weight, tokens, support = problem(4096, torch.bfloat16)
     old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
     runs = [

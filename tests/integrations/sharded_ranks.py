@@ -1,6 +1,6 @@
-"""Job of `test_sharded_heads.py`, which runs on several ranks.
+"""Cases of `test_sharded_heads.py`, which run on several ranks.
 
-It computes losses and gradients of tiny models whose parameters are sharded over the ranks.
+They compute losses and gradients of tiny models whose parameters are sharded over the ranks.
 """
 
 import os
@@ -24,17 +24,17 @@ from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
-ROWS, PROMPT, COMPLETION = 4, 5, 6  # rows and tokens in the micro-batch of a rank
+ROWS, PROMPT, COMPLETION = 4, 5, 6  # sizes of the micro-batch of a rank
 PACKED = {"forward": "packed", "loss": "single pass"}
 Gradients = dict[str, Tensor]
 Batch = dict[str, Tensor]
-Work = tuple[Any, Any, Tensor]  # model, wrapped model, loss
+Work = tuple[Any, Any, Tensor]  # (model, wrapped model, loss)
 
 
 def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options: Any) -> Any:
-    """Apply FSDP2 to each layer, to each group, and to the rest of the model.
+    """Apply FSDP2 to each layer, to each group, and to the rest of the model, and return the model.
 
-    A group is a module or a list of modules. With `kept`, the weights of the groups stay unsharded
+    A group is a module or a list of modules. If `kept`, the weights of the groups stay unsharded
     after the forward pass.
     """
     root = options.pop("root", None)
@@ -46,7 +46,7 @@ def shard(lm: Any, mesh: DeviceMesh, *groups: Any, kept: bool = False, **options
 
 
 def replicated(lm: Any, mesh: DeviceMesh) -> Any:
-    """Shard the model over two ranks, and replicate it on two further ranks (HSDP)."""
+    """Shard the model over two ranks, and replicate the shards on two further ranks (HSDP)."""
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return shard(lm, two, lm.lm_head)
 
@@ -76,8 +76,9 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# The wrappers (keys of WRAPS) to test for each loss. "dapo" uses the single pass. "vespo" uses
-# TRL's objective with our logps. "empty" uses a single pass, and the last rank has no scored token.
+# For each case, the wrappers (keys of WRAPS) to test. "dapo" computes the loss in a single pass.
+# "vespo" uses TRL's loss function with our logps. "empty" is a single pass in which the last rank
+# has no scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -89,15 +90,15 @@ COMPUTED = {
 
 
 def names(world: int) -> list[str]:
-    """Return the names of all test cases for `world` ranks."""
+    """Return the names of all test cases that can run on `world` ranks."""
     cases = [f"{what}-{wrap}" for what, wraps in COMPUTED.items() for wrap in wraps]
     return [case for case in cases if world == 4 or "replicated" not in case]
 
 
 def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
-    """Return the micro-batch of a rank.
+    """Return the micro-batch of a rank, or of all ranks as one batch if `rank` is None.
 
-    If `rank` is None, return the rows of all ranks as one batch.
+    If `empty`, the last rank has no scored token.
     """
     random = torch.Generator().manual_seed(5)
     count = ROWS * world
@@ -120,7 +121,7 @@ def rows(world: int, rank: int | None, empty: bool = False) -> Batch:
 
 
 def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Compute the loss of `FastGRPOTrainer`."""
+    """Compute the loss of `FastGRPOTrainer`, and return (model, wrapped model, loss)."""
     loss_type = "vespo" if what == "vespo" else "dapo"
     trainer = trl_cases.trainer(FastGRPOTrainer, str(folder), folder, loss_type=loss_type)
     trainer.current_gradient_accumulation_steps = 1
@@ -132,7 +133,10 @@ def trainer_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 
 
 def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Compute the loss of TRL's DistillationTrainer with a wrapped student and teacher."""
+    """Compute the loss of TRL's DistillationTrainer with our fast head.
+
+    `wrap` is applied to student and teacher. Return the student, the wrapped student and the loss.
+    """
     trainer = trl_cases.distillation((str(folder), str(folder)), folder, beta=0.3)
     for parameter in trainer.teacher_model.parameters():
         parameter.data *= 1.5
@@ -146,7 +150,10 @@ def distillation_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> 
 
 
 def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
-    """Compute the loss of `policy_loss`, or of TRL's fused head without a trainer."""
+    """Compute a loss without a trainer, with TRL's fused head or with `policy_loss`.
+
+    Return the model, the wrapped model and the loss.
+    """
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     counts = torch.cat([torch.zeros_like(batch["prompt_ids"]), batch["completion_mask"]], 1)
@@ -166,7 +173,7 @@ def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 def compute(
     case: str, world: int, folder: Path, rank: int | None = None, mesh: DeviceMesh | None = None
 ) -> tuple[float, Gradients]:
-    """Compute the loss of this rank and the reduced gradients.
+    """Compute the loss of this rank and the reduced gradients of all parameters.
 
     If `rank` is None, compute the loss and the gradients of the rows of all ranks in this process.
     """
@@ -177,7 +184,7 @@ def compute(
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
-    del wrapped  # keep DDP alive until here, because it reduces gradients in the backward pass
+    del wrapped  # until backward, DDP must exist to reduce gradients
     found = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     return loss.item(), {name: whole(gradient) for name, gradient in found.items()}
 
@@ -186,10 +193,10 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
-# First version of transformers whose Trainer accepts sharded models.
+# transformers' Trainer accepts sharded models since version 5.23.
 TRAINS_SHARDED = Version(transformers.__version__) >= Version("5.23")
-# The vocabulary is odd, so shards of rows have different sizes on two ranks. The width is even, so
-# shards of columns have the same size.
+# The vocabulary is odd, so two ranks have row shards of different sizes. The width is even, so they
+# have column shards of the same size.
 VOCABULARY, WIDTH, TOKENS = 61, 12, 7
 PLACEMENTS = {
     "rows": (Shard(0), Shard(0)),
@@ -220,7 +227,10 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
 
 
 def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """Compare the public functions on DTensors with plain torch on the rows of all ranks."""
+    """Run the public functions on DTensors, and compare them with plain torch.
+
+    Yield the name and the comparison of each case. Plain torch computes the rows of all ranks.
+    """
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random)
@@ -252,7 +262,7 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
         else:
             loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
         loss.backward()
-        if PLACEMENTS[kind][1] is None:  # the caller must reduce the gradient of a plain tensor
+        if PLACEMENTS[kind][1] is None:  # the caller reduces the gradient of a plain tensor
             distributed.all_reduce(b.grad)
             b.grad /= world
         found = {"hidden": h.grad / world, "weight": whole(w.grad), "bias": whole(b.grad)}
@@ -270,7 +280,7 @@ def head_loss(name: str, h: Tensor, w: Tensor, b: Tensor, ids: Tensor, advantage
 
 
 def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
-    """Train a model that transformers shards, and compare the run with a run under DDP."""
+    """Train a model that transformers shards, and yield the comparison with a run under DDP."""
     from transformers.distributed import DistributedConfig
 
     for name in ("untied", "tied"):
@@ -289,7 +299,10 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
 
 
 def references(worlds: list[int], folder: str) -> None:
-    """Compute loss and gradients of all rows in one process, and save them with the models."""
+    """Save tiny models, and the expected loss and gradients of every case.
+
+    One process computes the expected results from the rows of all ranks.
+    """
     for name, tied in (("tied", True), ("untied", False)):
         trl_cases.folder(Path(folder, name), tie_word_embeddings=tied)
     cases = [(case, world) for world in worlds for case in names(world)]
@@ -300,7 +313,7 @@ def references(worlds: list[int], folder: str) -> None:
 def results_of(folder: str) -> dict[str, Result]:
     """Run every case for this number of ranks, and return the results of this rank."""
     world, rank, place = distributed.get_world_size(), distributed.get_rank(), Path(folder)
-    os.environ["LOCAL_RANK"] = str(rank)  # torchrun would set this variable for accelerate
+    os.environ["LOCAL_RANK"] = str(rank)  # accelerate reads it; torchrun would set it
     mesh = init_device_mesh("cpu", (world,))
     expected = torch.load(place / "references.pt")
     results: dict[str, Result] = {}

@@ -14,7 +14,11 @@ from tests.tiny import FAMILIES, tiny_model
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_policy_loss_of_every_family(family):
-    """Check loss, metrics and gradients for model families with softcaps, scales and tied heads."""
+    """Check that `policy_loss` agrees with the reference for every model family.
+
+    The families have softcaps, scales and tied heads. The test compares loss, metrics and
+    gradients.
+    """
     model, reference = tiny_model(family), tiny_model(family, seed=1)
     causal_lm.check_head(model)
     batch, advantages = grpo_reference.rows(4), torch.tensor([1.0, -0.5, 0.3, -2.0])
@@ -118,12 +122,15 @@ def test_the_model_inside_wrappers():
 
 
 def test_gradients_through_ddp(one_process):
-    """Check that DDP's hooks fire once for each parameter, including the weight of the head."""
-    for family in ("qwen2", "llama"):  # tied and untied
+    """Check that under DDP all gradients are right, including that of the head's weight.
+
+    DDP's hooks must fire exactly once for each parameter.
+    """
+    for family in ("qwen2", "llama"):  # tied and untied head
         model = tiny_model(family, num_hidden_layers=1)
         twin, given = copy.deepcopy(model), (grpo_reference.rows(2), torch.tensor([1.0, -0.5]))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):  # an unfinished reduction raises an error in the second step
+        for _ in range(2):  # an unfinished reduction would raise in step 2
             causal_lm.policy_loss(wrapped, *given, LossConfig()).loss.backward()
             causal_lm.policy_loss(twin, *given, LossConfig()).loss.backward()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -131,9 +138,10 @@ def test_gradients_through_ddp(one_process):
 
 
 def test_models_that_fsdp2_shards(one_process):
-    """Check that `check_head` reshards the model and that a separate head group is refused.
+    """Check that `check_head` leaves an FSDP2 model sharded.
 
-    test_sharded_heads.py tests the gradients.
+    A model whose head is sharded in a separate group must raise an error. test_sharded_heads.py
+    tests the gradients.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -141,8 +149,8 @@ def test_models_that_fsdp2_shards(one_process):
 
     mesh, model = init_device_mesh("cpu", (1,)), tiny_model("llama", num_hidden_layers=1)
     causal_lm.check_head(fully_shard(model, mesh=mesh))
-    # The parameters must be sharded again. An optimizer that is built on unsharded parameters would
-    # update tensors that FSDP2 frees.
+    # The check gathers parameters and must shard them again. Otherwise an optimizer would be built
+    # on unsharded parameters, which FSDP2 frees, and would update nothing.
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model = tiny_model("llama", num_hidden_layers=1)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh)

@@ -1,4 +1,4 @@
-"""Tests of grpo_fast/examples against plain torch or the code of the other trainer.
+"""Tests of grpo_fast/examples against plain torch or against the code of the other trainer.
 
 The Lightning example is tested in test_two_processes.py, and the verifiers example in
 test_recorded_trees.py.
@@ -71,8 +71,8 @@ def test_plain_loop_equals_the_tutorial():
             assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     assert max(h["clip_ratio/region_mean"] for h in history) > 0
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        # Allow a few different weights. AdamW makes a full step even if a gradient is near 0, so
-        # rounding may flip the direction of a few steps.
+        # A few weights may differ. AdamW makes a full step even if a gradient is near 0, so
+        # rounding may flip the direction of some steps.
         assert ((a - b).abs() > 1e-4).float().mean() < 0.01
 
 
@@ -104,8 +104,8 @@ def arguments(folder, **changes):
 
 def examples(model) -> list[dict[str, torch.Tensor]]:
     batch = grpo_reference.rows(8, vocabulary=61)
-    # Give the first micro-batch of each step far fewer tokens than the second, so that a mean of
-    # the two micro-batch means would differ from the mean over all tokens.
+    # The first micro-batch of each step has far fewer tokens than the second. The mean of the two
+    # micro-batch means then differs from the mean over all tokens, which is the right loss.
     batch["labels"][[0, 1, 4, 5], 8:] = -100
     advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def tutorial_step(model, rows) -> torch.Tensor:
-    """Make a step of SGD on these rows, and return the loss.
+    """Take an SGD step on these rows in plain torch, and return the loss.
 
     The gradients remain in the attribute `grad` of the parameters.
     """
@@ -132,10 +132,13 @@ def tutorial_step(model, rows) -> torch.Tensor:
 
 
 def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
-    """Check that two micro-batches give the same weights as one pass over all tokens of a step."""
+    """Check that two micro-batches give the same weights as one pass over all tokens of a step.
+
+    Also check that unsuitable configurations raise an error.
+    """
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples(model)
-    # Some models set this flag to False. The loss must be divided in the same way.
+    # Some models set this flag to False. The loss must still be divided by the tokens of the step.
     model.accepts_loss_kwargs = False
     config = LossConfig(loss_type="dapo", compute_entropy=True)
     rows = {"train_dataset": data, "eval_dataset": data[:2]}
@@ -157,8 +160,7 @@ def test_hf_trainer_equals_the_tutorial(hf_trainer, tmp_path):
         hf_trainer(model, arguments(tmp_path, remove_unused_columns=True), loss_config=LossConfig())
 
 
-# Options of OpenRLHF for every correction. The bounds exclude some tokens or sequences, but not
-# all.
+# The bounds of all corrections of OpenRLHF exclude some tokens or sequences, but not all.
 BANDS = {"ratio": (0.8, 1.2), "binary_kl": (0.0, 0.02), "tv": [0.0, 0.06]}
 CORRECTIONS = [{"is_correction_level": "off"}]
 CORRECTIONS += [
@@ -190,9 +192,9 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 
 
 def test_openrlhfs_loss():
-    """Check every correction against the loss of OpenRLHF.
+    """Check that our loss equals OpenRLHF's for every correction and option.
 
-    The changes of the log-probabilities are small or large. The loss is divided by counts of this
+    The test uses small and large changes of the logps. The loss is divided by the counts of this
     call or by given counts.
     """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
@@ -233,7 +235,7 @@ class LossOutputs:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_prime_rls_documented_loss(beta):
-    """Check our loss against the PPO loss in prime-rl's documentation plus a KL to the teacher."""
+    """Check that our loss equals the PPO loss in prime-rl's documentation plus a teacher KL."""
     random = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(11, generator=random)
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()

@@ -1,4 +1,4 @@
-"""The folder of `make hub`, loaded by the package `kernels` next to the installed grpo_fast."""
+"""Tests of the folder of `make hub`, which the package `kernels` loads next to grpo_fast."""
 
 import importlib
 from types import ModuleType

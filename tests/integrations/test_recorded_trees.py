@@ -38,7 +38,10 @@ def records():
 
 
 def run_example(module, names):
-    """Run the example in a module's docstring, and check that it has at most ten lines."""
+    """Run the example in a module's docstring, and return its variables.
+
+    Also check that the example has at most ten lines.
+    """
     lines = [line[4:] for line in module.__doc__.splitlines() if line.startswith("    ")]
     assert len(lines) <= 10
     exec(compile("\n".join(lines), module.__name__, "exec"), names)
@@ -46,10 +49,7 @@ def run_example(module, names):
 
 
 def flattened(model, samples, advantages, old, support=None):
-    """Compute the loss of samples in separate rows.
-
-    Return the loss and the gradients of the model.
-    """
+    """Compute the loss of samples in separate rows, and return it with the model's gradients."""
     model.set_attn_implementation("eager")
     hidden, targets = [], []
     for ids, trained in samples:
@@ -87,8 +87,8 @@ def test_traces_of_verifiers():
     # not be packed, because it predicts nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # Build one separate sample for each branch, with all its turns. A turn that two branches share
-    # is trained in only one of the two samples.
+    # For comparison, build one sample for each branch, with all its turns. A turn that two branches
+    # share is trained in only one of the two samples.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -111,9 +111,9 @@ def wire(values, dtype):
 
 
 def test_sampling_masks_and_routes_come_over_the_wire():
-    """Check that a recorded sampling mask restricts the loss to the ids in the mask.
+    """Check that a recorded sampling mask becomes the support of the loss.
 
-    Check also that equal ids with different expert routes do not share rows.
+    Also check that tokens with equal ids but different expert routes do not share rows.
     """
     traces, model = records()[:2], tiny_model("llama")
     plain, inputs = pack_traces(traces, [1, -1])
@@ -146,7 +146,7 @@ def test_sampling_masks_and_routes_come_over_the_wire():
 def broken(*changes):
     """Return two traces, with changes to the second trace.
 
-    Each change has a path, such as "nodes.3.mask", and the value to set there.
+    Each change is (path, value), where a path such as "nodes.3.mask" names the field to set.
     """
     traces = copy.deepcopy(records()[:2])
     for path, value in changes:
@@ -171,7 +171,7 @@ MASKS = [
 ]  # fmt: skip
 BINARY = [{"dtype": "int32", "data": b"abc"}, {"dtype": "int32", "data": b""},
           {"dtype": "float", "data": b"abcd"}]  # fmt: skip
-# Each entry has a path in the second trace, bad values to set there, and the expected message.
+# Each entry has a path in the second trace, invalid values to set there, and the expected message.
 BAD = [
     ("nodes.0.parent", [2], ".nodes[0].parent: expected a path to a root, got a"),
     ("nodes.3.parent", [9, -1, 8, 1 << 63, 1.0, True, "0", []],
@@ -225,9 +225,9 @@ def test_a_sampled_first_token_is_refused():
 
 
 def chain(count: int, parents: list[int | None] | None = None) -> dict:
-    """Return a trace of `count` nodes with two tokens each.
+    """Return a trace of `count` nodes with two tokens each, of which the second is sampled.
 
-    The second token of each node is sampled.
+    `parents` has the parent of each node. By default each node follows the previous node.
     """
     above = parents or [None, *range(count - 1)]
     nodes = [
@@ -245,11 +245,9 @@ def test_a_long_chain_is_read_in_one_pass():
     seconds = []
     for count in (2000, 16000):
         records_of_chain = chain(count)
-        gc.disable()  # a collection of the process's whole heap takes longer than the short chain
+        gc.disable()  # a collection could take longer than a short chain
         try:
-            start = (
-                time.process_time()
-            )  # measure CPU time, because other processes use the core too
+            start = time.process_time()  # CPU time, because other processes use the core
             (trace,) = read_traces([records_of_chain])
             seconds.append(time.process_time() - start)
         finally:
@@ -276,8 +274,8 @@ def test_what_a_trace_says_about_itself(tmp_path):
     assert [t.task for t in again] == ["task-0", "task-0", "task-1", "task-1"]
     assert [t.reward for t in again] == [1, 0, 0, 1]
 
-    # Check that advantages are read from the nodes. Then check that an agent that is not trained
-    # and an abandoned compaction are skipped.
+    # Advantages must come from the nodes. Branches of an untrained agent and of an abandoned
+    # compaction must be skipped.
     nodes = enumerate(records()[1]["nodes"])
     credit = [(f"nodes.{i}.advantages", [0.5 * k for k, _ in enumerate(node["logprobs"])])
               for i, node in nodes]  # fmt: skip
@@ -298,9 +296,9 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Check that samples of TRL give the tensors of TRL's own tree.
+    """Check that packed samples of TRL give the tensors of TRL's tree.
 
-    Check also that the loss equals the loss of the samples in separate rows.
+    The loss must equal the loss of the samples in separate rows.
     """
     packing = pytest.importorskip("trl.experimental.async_grpo.packing")
     generator, row = torch.Generator().manual_seed(3), packing.TreeRow()
@@ -323,8 +321,8 @@ def test_samples_of_trl():
     assert batch.pack.lengths == tuple(theirs["segment_id"].bincount().tolist())
     per_token = batch.advantages.repeat_interleave(torch.tensor(batch.pack.lengths))
     assert torch.equal(per_token, theirs["advantages"])
-    # TRL's tree has more tokens than our row. It starts a branch one token earlier, and it includes
-    # the last tokens, which predict nothing.
+    # TRL's tree has more tokens than our row, because it starts a branch one token earlier, and
+    # includes the last tokens, which predict nothing.
     assert batch.pack.layout.total < len(theirs["input_ids"])
     positions = theirs["position_ids"][theirs["token_index"]]
     assert torch.equal(batch.pack.layout.position_ids[0][batch.pack.predicting], positions)

@@ -26,13 +26,13 @@ def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
     # The reward functions get `answer` as a data column in TRL's and in our convention. `answers`
-    # is a special name in our convention, but a data column in TRL's.
+    # is a special name in our convention, but an ordinary data column in TRL's.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 
 
 class Recorded(GRPOTrainer):
-    """TRL's trainer that records all calls of its reward functions in `seen`."""
+    """TRL's trainer, which also records all calls of its reward functions in `seen`."""
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

@@ -1,4 +1,4 @@
-"""Tests of `use_fast_head` on TRL's `DistillationTrainer`: losses, whole runs, refusals."""
+"""Tests of `use_fast_head` on TRL's `DistillationTrainer`: losses, complete runs, errors."""
 
 import importlib
 from typing import Any
@@ -65,7 +65,7 @@ def both(
         if dtype is not None:
             inputs = [x.to(dtype) for x in inputs]
             layer.to(dtype)
-        if not first:  # TRL computes masked rows too, so NaN would reach its loss
+        if not first:  # TRL also computes masked rows and would return NaN
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
         loss, entropy, count = function(
             *first, *inputs, mask, beta, num_items_in_batch=items,
@@ -129,7 +129,7 @@ def test_runs(folders, tmp_path, options, spied):
     head.use_fast_head(other)
     for each in (one, other):
         assert not calls
-        torch.manual_seed(0)  # TRL must distribute the completions over micro-batches alike
+        torch.manual_seed(0)  # both runs need the same order of completions
         each.train()
     assert len(calls) >= 6
     assert any(not torch.equal(x, start[n]) for n, x in other.model.state_dict().items())
@@ -158,9 +158,9 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
 @pytest.mark.parametrize("has_tail", [True, False])
 @pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward_kl"), (0.3, "jsd"), (1.0, "reverse_kl")])
 def test_the_asynchronous_trainers_numbers_are_those_of_a_top_k(has_tail, beta, kind):
-    """Check that TRL's asynchronous loss equals the divergence from a `TeacherTopK`.
+    """Check that the loss of TRL's asynchronous trainer equals the divergence from a `TeacherTopK`.
 
-    Some rows have one candidate less than the others.
+    Every second row has one candidate less than the others.
     """
     name = "trl.experimental.async_distillation.async_distillation_trainer"
     theirs = pytest.importorskip(name)._chunked_jsd_loss

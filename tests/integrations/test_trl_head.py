@@ -32,8 +32,8 @@ def tensors() -> tuple:
     hidden = 0.6 * torch.randn(tokens, width, generator=random)
     weight = torch.randn(vocabulary, width, generator=random)
     bias = torch.randn(vocabulary, generator=random)
-    # Make a third of the targets the largest logit of their row, so that is_top1 is True for some.
-    # Make a third the smallest logit, which becomes the largest if the scale is negative.
+    # In a third of the rows the target has the largest logit, so that is_top1 is True. In a third
+    # it has the smallest logit, which becomes the largest if the scale is negative.
     targets = torch.randint(0, vocabulary, (tokens,), generator=random)
     targets[::3] = (hidden @ weight.T + bias).argmax(-1)[::3]
     targets[1::3] = (hidden @ weight.T + bias).argmin(-1)[1::3]
@@ -74,7 +74,7 @@ def test_outputs_that_are_asked_for_ties_and_no_token():
     for outputs in ((), ("entropy",), ("is_top1",), ("log_probs", "mean_logits")):
         theirs, ours = (call(function, tensors(), outputs) for function in BOTH)
         assert [x is None for x in ours] == [x is None for x in theirs]
-    hidden, weight = torch.ones(2, 4), torch.ones(5, 4)  # all logits are equal; argmax gives 0
+    hidden, weight = torch.ones(2, 4), torch.ones(5, 4)  # all logits are equal, so argmax gives 0
     for function in BOTH:
         top1 = call(function, (hidden, weight, None, torch.tensor([0, 3])))[4]
         assert top1.tolist() == [True, False]
@@ -179,7 +179,7 @@ def test_a_head_that_others_shard_stays_with_trl(caplog, monkeypatch, by):
     if by == "ZeRO-3":
         model.lm_head.weight.ds_id = 0  # DeepSpeed ZeRO-3 sets this attribute
     else:
-        model._tp_size = 2  # transformers sets this attribute for tensor parallelism
+        model._tp_size = 2  # transformers sets it for tensor parallelism
     fast_head._warn_partitioned.cache_clear()
     with caplog.at_level(logging.WARNING):
         ours = model(**labelled())
@@ -219,9 +219,9 @@ def make(cls: type, config: type, path: str, output: Any, data: Any, **options: 
 
 
 def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp_path):
-    """Check that `use_fast_head` refuses GKDTrainer.
+    """Check that `use_fast_head` rejects GKDTrainer and its subclasses.
 
-    GKDTrainer inherits the fused head from SFTTrainer, but its loss computes full logits.
+    GKDTrainer inherits the fused head from SFTTrainer, but its loss uses full logits.
     """
     from datasets import Dataset
 

@@ -1,4 +1,4 @@
-"""Tests that TRL samples if somebody replaced a part of transformers' `generate`.
+"""Tests that TRL samples if a part of transformers' `generate` was replaced.
 
 `fast_path` must name the replaced part.
 """
@@ -41,7 +41,7 @@ def wrapped(function: Any) -> Callable[..., Any]:
 def copied_source(name: str) -> Any:
     """Return a copy of a method of GenerationMixin, compiled again from its source.
 
-    Its code is equal, but it is not the original function.
+    The copy has the same code, but it is not the original function object.
     """
     method = inspect.unwrap(vars(Mixin)[name])
     scope: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def copied_source(name: str) -> Any:
     return scope[name]
 
 
-# Each entry has the class, the method to replace, and the name of this part in the expected reason.
+# Each entry has a class, the method to replace, and the name of this method in the expected reason.
 CLASSES: dict[str, tuple[Any, str, str]] = {
     "mixin": (Mixin, "generate", "model.generate"),
     "pretrained_model": (BASE, "generate", "model.generate"),
@@ -69,9 +69,7 @@ CLASSES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.fixture(scope="module")
 def trainers(model_path, tmp_path_factory):
-    """Return a trainer of a model without LoRA, and trainers with LoRA in two classes of PEFT
-    models.
-    """
+    """Return three trainers: without LoRA, and with LoRA in two classes of PEFT models."""
     out = tmp_path_factory.mktemp("originals")
     options = {"plain": {}, "lora": {"lora": {}}, "task": {"lora": {"task_type": "CAUSAL_LM"}}}
     return {
@@ -92,10 +90,10 @@ def test_a_replaced_method_of_a_class(trainers, monkeypatch, case):
 
 @pytest.mark.parametrize("name", ["generate", "_sample", "forward"])
 def test_what_was_replaced_before_the_trainer_was_built(model_path, tmp_path, monkeypatch, name):
-    """Check that a method that was replaced before the trainer was built is found.
+    """Check that TRL samples if a method was replaced before the trainer was built.
 
-    If `forward` is replaced later, the replacement has no effect, because TRL has already stored
-    the original.
+    The trainer must name the method. A `forward` that is replaced later has no effect, because TRL
+    has already stored the original.
     """
     monkeypatch.setattr(Llama, name, wrapped(getattr(Llama, name)), raising=False)
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path)
@@ -156,9 +154,9 @@ def test_a_hook_of_somebody_else(trainers, name, reason, pre):
 
 
 def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
-    """Check that a replaced forward is found inside the closure of TRL's fused head.
+    """Check that a replaced forward is found although TRL's fused head wraps it.
 
-    The closure stores the forward that it replaces.
+    The closure of the fused head stores the replaced forward.
     """
     model = Llama.from_pretrained(model_path)
     model.forward = wrapped(model.forward)
@@ -171,7 +169,10 @@ def test_a_forward_hidden_by_trls_own_wrapper_is_found(model_path, tmp_path):
     {"gradient_checkpointing": True}, {"gradient_checkpointing": True, "lora": {}},
 ], ids=lambda options: "-".join(options) or "plain")  # fmt: skip
 def test_what_libraries_wrap_is_the_original(model_path, tmp_path, options):
-    """Check that bound methods, and functions that known libraries wrap, count as original code."""
+    """Check that bound methods, and functions that known libraries wrap, count as original code.
+
+    Our rollouts must then be used.
+    """
     trainer = cases.trainer(fast.FastGRPOTrainer, model_path, tmp_path, max_steps=1, **options)
     trainer._lm.generate = trainer._lm.generate
     del trainer._generate_single_turn

@@ -44,9 +44,9 @@ class PerTokenAdvantages:
 
 
 class Sampler:
-    """Mixin that gives a trainer logps of the sampler and their correction, as with vLLM.
+    """Mixin that gives a trainer sampling logps and their correction, as with vLLM.
 
-    One of the sampler logps is NaN.
+    One of the sampling logps is NaN.
     """
 
     def _generate_and_score_completions(self, inputs):
@@ -73,9 +73,11 @@ def compare_runs(
     model_path, tmp_path, *, mixins=(), loss=SINGLE, forward="packed", reaches=None, tolerance=1e-4,
     near_zero=1e-6, weights=1e-5, **options,
 ):  # fmt: skip
-    """Train with TRL's trainer and with ours, and compare logs and weights.
+    """Train with TRL's trainer and with ours, and check that logs and weights are equal.
 
     Args:
+        model_path: Folder of the model.
+        tmp_path: Folder of the runs.
         mixins: Classes to add before the first base class of both trainers.
         loss: Start of the expected `fast_path["loss"]`.
         forward: Start of the expected `fast_path["forward"]`.
@@ -115,7 +117,8 @@ SEQUENCE = {"importance_sampling_level": "sequence", "beta": 0.05, "loss": ON_LO
 BONUS = {"entropy_coef": 0.05}
 SAMPLED = {"mixins": [Sampler], "beta": 0.05, "vllm_importance_sampling_clip_max": 2.0,
            "reaches": "sampling/importance_sampling_ratio/max"}  # fmt: skip
-# Tolerances in bf16. An operation rounds by 2^-9, so sums of gradients differ in the third digit.
+# Tolerances in bf16. Each operation rounds by up to 2^-9, so sums of gradients differ in the third
+# digit.
 IN_BF16 = {"tolerance": 3e-2, "near_zero": 2e-3, "weights": 2e-2, "max_steps": 2,
            "num_iterations": 1}  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
@@ -131,7 +134,7 @@ RUNS: dict[str, dict[str, Any]] = {
             "loss_type": name, **SEQUENCE,
             **({"epsilon_high": 1.05} if name == "cispo" else {"epsilon": 0.05}),
         }
-        for name in ("grpo", "cispo")  # at sequence level, TRL's objective computes every type
+        for name in ("grpo", "cispo")  # at sequence level, TRL's function computes every type
     },
     "vespo": {"loss_type": "vespo", "loss": ON_LOGPS, "reaches": "vespo/phi_seq_mean"},
     "no_kl": {"loss_type": "grpo", "beta": 0.0},
@@ -169,7 +172,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "several_groups": {
         "loss_type": "dapo", "per_device_train_batch_size": 8, "num_generations": 2, "beta": 0.02,
     },
-    # With these options, the gradient of a token depends on other tokens too, so a single pass is
+    # With these options, the gradient of a token depends on other tokens, too, so a single pass is
     # not possible.
     "high_entropy_tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.4, "loss": ON_LOGPS},
     "off_policy_mask": {
@@ -218,11 +221,14 @@ WINDOW_IN_THE_MASK = {
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen2", "cohere", "qwen2_moe"])
 def test_families(tmp_path, family):
-    """Compare runs of models with softcaps, sliding windows, tied heads and scaled heads."""
+    """Check that runs of several model families have TRL's logs and weights.
+
+    The families have softcaps, sliding windows, tied heads and scaled heads.
+    """
     changes = {"gemma2": {"head_dim": 16}, "qwen2_moe": WINDOW_IN_THE_MASK}.get(family, {})
     path = cases.folder(tmp_path / family, family, **changes)
-    # Use eager attention for Gemma 2. transformers 5.17 uses sdpa by default, which ignores the
-    # softcap.
+    # Gemma 2 needs eager attention, because transformers 5.17 uses sdpa by default, which ignores
+    # the softcap.
     loading = {"attn_implementation": "eager"} if family == "gemma2" else {}
     options = {"router_aux_loss_coef": 0.0} if family == "qwen2_moe" else {}
     compare_runs(

@@ -18,8 +18,8 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
-ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
-HALF = "choose half of the vocabulary so that lengths differ"  # call `spreading_ends`
+ENDS = list(range(1, 130))  # half of the vocabulary, so that lengths differ
+HALF = "choose half of the vocabulary so that lengths differ"  # replaced by `spreading_ends`
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,7 @@ def caller(tmp_path_factory):
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
-    """Build a trainer that really samples.
-
-    Its attribute `drawn` collects prompts and completions.
-    """
+    """Build a trainer that really samples, and records prompts and completions in `drawn`."""
     ends = options.pop("ends", None)
     made = cases.trainer(cls, path, output, **options)
     del made._generate_single_turn
@@ -96,7 +93,7 @@ class ChatTemplate:
         {},
         {"ends": HALF, "max_completion_length": 12},
         {"ends": HALF, "mask_truncated_completions": True, "max_completion_length": 3},
-        {"ends": [1, 0], "max_completion_length": 40},  # the padding token is also an end token
+        {"ends": [1, 0], "max_completion_length": 40},  # the padding token also ends
         {"ends": HALF, "evaluation": True, "num_generations_eval": 2},
         {
             "ends": HALF, "num_iterations": 2, "gradient_accumulation_steps": 2,
@@ -190,7 +187,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """Check that settings that are missing in the trainer's config come from the model's config."""
+    """Check that sampling settings that the trainer's config lacks come from the model's config."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -238,7 +235,7 @@ REPLAY = {"more": {"replay_support": True}}
 def test_models_that_our_loop_would_compute_wrongly(tmp_path):
     """Check that TRL samples for models whose head or RoPE type our loop does not support.
 
-    Check also that our loop samples for a model with absolute positions.
+    Our loop must sample for GPT-2, which has absolute positions.
     """
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
     theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
@@ -294,7 +291,11 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
 
 
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Compute logps from all logits of the model and transformers' logits warpers, shape (B, K)."""
+    """Compute logps from all logits of the model after transformers' logits warpers.
+
+    Returns:
+        The logps of the completion tokens, (B, K).
+    """
     from transformers import generation as hf
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -359,16 +360,16 @@ def test_replay_through_turns(caller, tmp_path):
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
 
 
-# Sampling settings under which a single token is possible, so that results do not depend on random
-# numbers.
+# With each of these sampling settings only one token is possible, so results do not depend on
+# random numbers.
 ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temperature": 0.7}]
 
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Compare runs in which the sampler keeps a single token.
+    """Check that a run in which the sampler keeps a single token has TRL's logs.
 
-    Logps must be computed over the full vocabulary.
+    The logps must be computed over the full vocabulary, and one warning must say so.
     """
     more = {"beta": 0.05, "num_iterations": 2, "max_steps": 3, "learning_rate": 0.5}
     with caplog.at_level(logging.WARNING):
@@ -392,7 +393,7 @@ def test_what_is_said_of_replay(model_path, tmp_path, caplog):
         assert trainer.replay_support == ("more" in options)
         return "\n".join(lines)
 
-    assert said() == "" and said(**REPLAY) == ""  # without truncation
+    assert said() == "" and said(**REPLAY) == ""  # the sampler does not truncate
     assert "over the tokens that the sampler kept; TRL's are" in said(top_k=5, **REPLAY)
     noisy = said(top_k=5, neftune_noise_alpha=0.1, **REPLAY)
     assert "replay_support=True has no effect, because the forward pass is TRL's: neft" in noisy

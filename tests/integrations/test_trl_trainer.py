@@ -19,7 +19,7 @@ PACKED = {"forward": "packed", "loss": "single pass"}
 
 
 def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: Any) -> Any:
-    """Build a trainer that allows a direct call of `_compute_loss`."""
+    """Build a trainer, and prepare it for a direct call of `_compute_loss`."""
     made = cases.trainer(cls, path, output, **options)
     made.current_gradient_accumulation_steps = 1
     made.model.train()
@@ -29,7 +29,7 @@ def build(path: str, output: Any, cls: type = fast.FastGRPOTrainer, **options: A
 def micro_batch(**changes: Any) -> dict[str, Any]:
     """Return a micro-batch of four completions of two prompts.
 
-    One prompt is padded, and one completion is empty.
+    One prompt is padded, and one completion is empty. `changes` replaces tensors.
     """
     random = torch.Generator().manual_seed(5)
     short, long = [0, 0, 11, 12, 13], [21, 22, 23, 24, 25]
@@ -127,10 +127,9 @@ def test_fast_path_with_empty_prompts_or_completions(model_path, tmp_path, spied
 
 
 def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path):
-    """Check advantages per token in a batch with as many scored tokens as completions.
+    """Check that advantages per token work in a batch with as many scored tokens as completions.
 
-    In this batch, the number of advantages alone does not show whether they belong to tokens or to
-    completions.
+    The number of advantages then does not show whether they belong to tokens or to completions.
     """
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 0]])
     batch = micro_batch(completion_ids=torch.arange(12).view(4, 3) + 40, completion_mask=mask)
@@ -143,7 +142,7 @@ def test_one_token_per_completion_with_advantages_per_token(model_path, tmp_path
 
 
 def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monkeypatch):
-    """Check a model that is sharded before the trainer is built, as with `distributed_config`.
+    """Check that a model may be sharded before the trainer is built, as with `distributed_config`.
 
     FSDP2 changes the class of the LM head, which must still be recognised as a linear layer.
     """
@@ -172,9 +171,9 @@ def test_a_model_that_was_sharded_before(model_path, tmp_path, one_process, monk
 
 
 def test_mixed_precision_casts_no_logps(model_path, tmp_path, one_process, spied):
-    """Check that old logps stay in fp32 although FSDP2 casts all float arguments of a forward.
+    """Check that old logps stay in fp32, although FSDP2 casts all float arguments of a forward.
 
-    After a cast to bf16, old logps would be wrong by 1%.
+    A cast to bf16 would change old logps by 1%.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -208,12 +207,12 @@ def test_refusals_name_their_option(model_path, tmp_path):
     trainer.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     reason = options_module.forward_reason(trainer, trainer.model)
     assert reason == "lm_head: Linear4bit is no plain linear layer"
-    trainer.model._tp_size = 2  # transformers sets this attribute for tensor parallelism
+    trainer.model._tp_size = 2  # transformers sets it for tensor parallelism
     assert "tp_size: tensor parallelism" in options_module.forward_reason(trainer, trainer.model)
 
 
 def test_attention_dropout_names_what_switches_it_off(tmp_path):
-    """Check that the reason names the option that switches attention dropout off.
+    """Check that the reason for the fallback names the option that disables attention dropout.
 
     TRL's `disable_dropout` sets the rate of dropout modules to 0, but not a dropout rate in the
     model's config.
@@ -289,7 +288,10 @@ def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type
 
 
 def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
-    """Check that the self-check with random weights finds a difference that weights near 0 hide."""
+    """Check that the self-check finds wrong positions even if the model's weights are near 0.
+
+    It uses random weights, because small weights would hide the difference.
+    """
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1e-5)
     with caplog.at_level(logging.WARNING):
         build(path, tmp_path)
@@ -297,7 +299,7 @@ def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
 
 
 def test_without_padding_absolute_positions_are_trls(tmp_path, caplog):
-    """Check that our results equal TRL's for rows without padding, for which TRL is right.
+    """Check that our GPT-2 results equal TRL's for rows without padding, for which TRL is right.
 
     If TRL's forward is used, a warning must say that it would be wrong for padded rows.
     """
@@ -340,7 +342,7 @@ def test_options_that_save_memory_change_no_result(model_path, tmp_path, monkeyp
     for more in ({}, {"tiled_mlp": 4}):
         trainer = build(model_path, tmp_path, more=more)
         sizes: list[int] = []
-        # Count the stored tensors in the forward pass only, because the backward pass stores
+        # Record the stored tensors only in the forward pass, because the backward pass stores
         # tensors again when it recomputes layers.
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, sizes=sizes: sizes.append(x.nbytes) or x, lambda x: x
@@ -373,7 +375,7 @@ def test_a_model_without_trainable_parameters_is_refused(model_path, tmp_path, f
     else:
         trainer = build(model_path, tmp_path, evaluation=True, **options)
         trainer.model.requires_grad_(False)
-        trainer.evaluate()  # works without a trainable parameter
+        trainer.evaluate()  # works without trainable parameters
     with pytest.raises(ValueError, match="model: expected at least one parameter that requires gr"):
         trainer.train()
 
@@ -386,7 +388,7 @@ def lora(path: str, **options: Any) -> Any:
 
 
 def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path):
-    """Check that training fails if the trainable adapter is not the active adapter.
+    """Check that training raises an error if the trainable adapter is not the active adapter.
 
     With gradient checkpointing, the loss requires grad even without an active trainable adapter, so
     TRL would train nothing without an error.
@@ -402,10 +404,9 @@ def test_a_trainable_adapter_that_is_not_active_is_refused(model_path, tmp_path)
 
 
 def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
-    """Check that TRL computes the forward of models with aLoRA.
+    """Check that TRL computes the forward of models with an aLoRA adapter.
 
-    The effect of aLoRA starts at a certain token of the prompt, and a packed row may contain
-    several prompts.
+    aLoRA starts at a certain token of the prompt, but a packed row may contain several prompts.
     """
 
     class Adapted:
@@ -422,8 +423,8 @@ def test_an_adapter_that_looks_at_the_inputs_is_trls(model_path, tmp_path):
 def test_a_hook_that_came_later_is_tried(model_path, tmp_path, last):
     """Check that the self-check runs again after a hook was added.
 
-    If the hook changes every token, packed rows are right. If the hook changes only the last token
-    of a row, they are wrong.
+    If the hook changes every token, packed rows are right. If it changes only the last token of a
+    row, packed rows are wrong, and TRL must compute the forward.
     """
 
     def steer(module: Any, args: Any, output: Any) -> Any:
@@ -460,7 +461,7 @@ def test_a_compiled_model_is_trls(model_path, tmp_path, how):
 
 
 def test_a_changed_objective_is_noticed(model_path, tmp_path, monkeypatch, caplog):
-    """Check that the probe detects before the first step that TRL's objective was changed."""
+    """Check that a change of TRL's loss function is detected before the first step."""
     original = trl.GRPOTrainer._compute_loss
     louder = lambda self, *given: 1.01 * original(self, *given)  # noqa: E731
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", louder)
@@ -485,7 +486,7 @@ def test_generation_runs_with_the_attention_the_model_had(model_path, tmp_path):
     logs, seen = [], []
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
         trainer = cases.trainer(cls, model_path, tmp_path, max_steps=1, beta=0.02)
-        del trainer._generate_single_turn  # use the trainer's own method from here on
+        del trainer._generate_single_turn  # restores the trainer's method
         generate = trainer.model.generate
         trainer.model.generate = lambda *a, g=generate, m=trainer.model, **k: (
             seen.append(m.config._attn_implementation) or g(*a, **k)
@@ -508,7 +509,7 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
     }
     real = batch["attention_mask"].bool()
     ours, theirs = (t.model(**batch).logits[real] for t in (trainer, plain))
-    # Allow a small difference, because our CPU kernels round differently.
+    # Our CPU kernels round differently, so allow a small difference.
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     greedy = {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(*(t.model.generate(**batch, **greedy) for t in (trainer, plain)))
@@ -519,9 +520,9 @@ def test_the_model_goes_on_taking_padded_batches(model_path, tmp_path):
 
 
 def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
-    """Check that TRL computes Gemma 2 with sdpa attention.
+    """Check that TRL computes the forward of Gemma 2 with sdpa attention, as TRL would alone.
 
-    transformers 5.17 ignores the softcap of Gemma 2 with sdpa.
+    transformers 5.17 ignores the softcap of Gemma 2 with sdpa, but our packed attention applies it.
     """
     gemma2 = importlib.import_module("transformers.models.gemma2.modeling_gemma2")
     if not gemma2.Gemma2PreTrainedModel._supports_sdpa:
@@ -533,4 +534,4 @@ def test_attention_that_drops_its_softcap_stays_with_trl(tmp_path):
     assert trainer.model.config._attn_implementation == "sdpa"
     ids = torch.arange(2, 22)[None]
     ours, theirs = (one.model(input_ids=ids).logits for one in (trainer, plain))
-    assert (ours - theirs).abs().max() < 1e-5  # with the softcap, the difference would be larger
+    assert (ours - theirs).abs().max() < 1e-5  # with the softcap they would differ more

@@ -1,4 +1,4 @@
-"""Tests of other trainers on two gloo processes, which run with their loss and with ours.
+"""Tests that run other trainers on two gloo processes, with their loss and with ours.
 
 The logs and weights of the two runs must be equal. The two processes have different numbers of
 tokens, so that a loss divided by the count of one rank differs from a loss divided by the count of
@@ -45,7 +45,7 @@ NOT_RESUMED = (
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Ranks:
-    """Start torchrun once, and return the results of both ranks."""
+    """Run all cases once with torchrun, and return the results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
     trl_cases.folder(folder / "model")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -65,7 +65,7 @@ def ranks(tmp_path_factory) -> Ranks:
 
 
 def both(ranks: Ranks, case: str) -> Ranks:
-    """Return the results of a case on both ranks, after a check that their weights are equal."""
+    """Check that both runs of a case have equal weights, and return the results of both ranks."""
     for found in ranks:
         if case not in found and "missing" in found:
             pytest.skip("; ".join(found["missing"]))
@@ -103,10 +103,10 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
 
 
 def test_the_runs_under_trl_reach_what_they_compare(ranks):
-    """Check that the runs under TRL test what they are for.
+    """Check that the runs under TRL reach the situations that they must test.
 
-    They must have clipped ratios, a KL term, an entropy bonus that changes, and a rank without
-    scored tokens.
+    These are clipped ratios, a KL term, an entropy bonus that changes, and a rank without scored
+    tokens.
     """
     logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in two_trl.CASES}
 

@@ -47,7 +47,8 @@ def batch(
 ) -> dict:
     """Return a batch that reaches every branch of a loss.
 
-    The mask has gaps, and one completion has no active token.
+    The mask has gaps, and one completion has no active token. A larger `step` gives larger log
+    ratios, and `weights` adds weights of the rollout correction.
     """
     random = torch.Generator().manual_seed(seed)
     old = -2.5 * torch.rand(rows, length, generator=random) - 0.01
@@ -85,10 +86,10 @@ def compare(name: str, data: dict, mode: str, config) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_loss_gradient_and_metrics(name, mode):
-    """Check loss, gradient and metrics against verl's.
+    """Check that loss, gradient and metrics equal verl's.
 
-    The test runs with and without the token counts of the whole step, and with and without rollout
-    weights.
+    The test runs with and without the token counts of the complete step, and with and without
+    rollout weights.
     """
     whole_step = {"dp_size": 4, "batch_num_tokens": 230, "global_batch_size": 24}
     whole_step["loss_scale_factor"] = 128
@@ -100,10 +101,12 @@ def test_loss_gradient_and_metrics(name, mode):
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 @pytest.mark.parametrize("step", [0.0, 4.0, 40.0])
 def test_on_policy_and_far_off_policy(name, step):
-    """Check losses at a ratio of exactly 1, and at log ratios above 20, which verl clamps."""
+    """Check that losses equal verl's at a ratio of exactly 1, and at log ratios above 20.
+
+    verl clamps such log ratios.
+    """
     if step == 40.0 and name == "geo_mean":
-        # Use a smaller step. The ratio would otherwise underflow to 0, and both gradients would be
-        # 0.
+        # With a larger step, the ratio would underflow to 0, and both gradients would be 0.
         step = 10.0
     data = batch(step=step, seed=3)
     if name == "dro":
@@ -113,7 +116,7 @@ def test_on_policy_and_far_off_policy(name, step):
 
 @pytest.mark.parametrize("name", list(losses.LOSSES))
 def test_advantages_per_token(name):
-    """Check losses for advantages of both signs within a completion, as GAE gives."""
+    """Check that losses equal verl's if a completion has advantages of both signs, as with GAE."""
     data = batch(weights=name != "dro", seed=5)
     generator = torch.Generator().manual_seed(1)
     data["advantages"] = torch.randn(data["advantages"].shape, generator=generator)
@@ -121,7 +124,7 @@ def test_advantages_per_token(name):
 
 
 def test_the_data_reaches_every_branch():
-    """Check that the losses clip some tokens of the test batch.
+    """Check that the losses clip some tokens of the test batch, but not all.
 
     Otherwise the other tests would not test clipping.
     """
@@ -207,9 +210,9 @@ def test_register_and_undo():
 
 
 def worker_data(prompts: list[int], responses: list[int]):
-    """Return the arguments of verl's worker loss.
+    """Return the arguments of verl's worker loss: a TensorDict and the logps.
 
-    They are nested tensors, and the counts are over all ranks.
+    The tensors are nested, and the counts are over all ranks.
     """
     random = torch.Generator().manual_seed(0)
 
@@ -237,7 +240,10 @@ def worker_data(prompts: list[int], responses: list[int]):
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_in_verls_worker_loss(name):
-    """Check that verl's `ppo_loss` accepts our losses and adds its entropy and KL terms."""
+    """Check that verl's `ppo_loss` gives the same results with our losses as with verl's.
+
+    `ppo_loss` adds an entropy and a KL term.
+    """
     ppo_loss = trainer_packages.load_verl("verl.workers.utils.losses").ppo_loss
     data, log_probs = worker_data([2, 3, 1, 2], [4, 6, 3, 5])
     results = []
@@ -297,7 +303,7 @@ def test_the_head_of_the_process_is_given_back():
      ((9,), 1.0, True)],
 )  # fmt: skip
 def test_head_equals_verls(shape, temperature, autocast):
-    """Check outputs and gradients of our head against verl's.
+    """Check that outputs and gradients of our head equal verl's.
 
     Under autocast, both heads must multiply in bf16.
     """
@@ -375,10 +381,9 @@ def test_fast_head_refusals(patched_model):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_forward_kl_topk_leaves_the_tail_out(chunked):
-    """Check verl's top-k loss against the loss of a `TeacherTopK`.
+    """Check that verl's top-k loss plus its missing tail term equals the loss of a `TeacherTopK`.
 
-    verl omits the tail, which is the set of all tokens outside of the top k. Its loss plus the loss
-    term of the tail must equal our loss.
+    The tail is the set of all tokens outside of the top k, which verl omits.
     """
     module = importlib.import_module("verl.trainer.distillation.fsdp.losses")
     g = torch.Generator().manual_seed(0)

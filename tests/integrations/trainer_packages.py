@@ -1,6 +1,6 @@
-"""Imports of other trainers for tests.
+"""Functions that import other trainers for tests.
 
-If a trainer is not installed, the test module that imports it from here is skipped.
+If a trainer is not installed, the test module that requests it is skipped.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Builders of TRL trainers for parity tests, with a tiny model and fixed completions."""
+"""Functions that build TRL trainers for parity tests, with a tiny model and fixed completions."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,7 @@ def compare_logs(theirs: list[dict], ours: list[dict], tolerance: float, near_ze
                 assert b[key] == wanted, (key, a["step"])
 
 
-# The questions have different lengths. No question is a prefix of another question.
+# The questions have different lengths. No question is a prefix of a different question.
 QUESTIONS = (
     "Ada sold 48 of her clips in April and half", "Weng minds children for $12 an hour, and",
     "Betty saves for a wallet that costs $100.", "Julie read 12 pages of a book yesterday.",
@@ -114,7 +114,7 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
         cls: GRPOTrainer or a subclass.
         path: Folder of the model.
         output: Folder of the run.
-        completions: Replacement for `_generate_single_turn`. None: `Injected`.
+        completions: Replacement for `_generate_single_turn`, or None for `Injected`.
         **options: Fields of GRPOConfig. Further keys are `lora` or `peft_config`, `loading`
             (arguments of `from_pretrained`), `dtype` (of the weights), `data` (rows of the data
             set), `evaluation` (True adds an evaluation set) and `more` (arguments of `cls`).
@@ -145,7 +145,10 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
 
 
 def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
-    """Build a DistillationTrainer (or `cls`) for a student and a teacher model."""
+    """Build a DistillationTrainer (or `cls`) for a student and a teacher model.
+
+    `folders` has the folders of the two models, and `output` is the folder of the run.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DistillationConfig, DistillationTrainer

@@ -46,7 +46,7 @@ async def asynchronous(completions, **kwargs):
 
 
 class Scaled:
-    """Reward object with state. Its instance is passed to the trainers."""
+    """Reward with state. The trainers get an instance of this class."""
 
     def __init__(self, scale=3.0):
         self.scale = scale
@@ -106,9 +106,9 @@ def metrics(completions, log_metric=None, log_extra=None, **kwargs):
 
 
 class FromTheTrainer:
-    """Reward class that the trainers use in different ways.
+    """Reward that uses the trainer's state.
 
-    TRL gets an instance of the class, and our trainer gets the class itself.
+    TRL gets an instance of this class, and our trainer gets the class itself.
     """
 
     __name__ = "FromTheTrainer"

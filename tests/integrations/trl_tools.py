@@ -33,7 +33,7 @@ class Calculator:
         return a * b
 
 
-Calculator.multiply.__doc__ = multiply.__doc__  # TRL passes this docstring to the model
+Calculator.multiply.__doc__ = multiply.__doc__  # TRL passes it to the model
 
 
 def folder(path: Path) -> str:

@@ -21,7 +21,7 @@ from tests.integrations import test_examples as examples
 from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model
 
-SIZES = (8, 4)  # number of completions in a batch, by rank
+SIZES = (8, 4)  # number of completions in a rank's batch
 STEPS = 2
 
 
@@ -112,7 +112,10 @@ def lightning_case(name: str, folder: Path) -> Result:
 
 
 def hf_case(folder: Path) -> Result:
-    """Train `PolicyTrainer` for two steps of two micro-batches on each rank."""
+    """Train with `PolicyTrainer` on two ranks, and return the comparison with plain torch.
+
+    It makes two steps of two micro-batches on each rank.
+    """
     home = importlib.import_module("grpo_fast.examples.hf_trainer")
     model = tiny_model("qwen2", num_hidden_layers=1)
     twin, data = copy.deepcopy(model), examples.examples(model)
@@ -122,7 +125,7 @@ def hf_case(folder: Path) -> Result:
     trainer._get_train_sampler = lambda *_: list(range(8))
     trainer.train()
     expected = []
-    for step in (data[:4], data[4:]):  # accelerate gives the ranks every other row
+    for step in (data[:4], data[4:]):  # accelerate gives the ranks every second row
         loss = examples.tutorial_step(twin, step)
         norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
         expected.append({"loss": float(loss), "grad_norm": float(norm)})

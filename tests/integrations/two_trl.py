@@ -17,7 +17,7 @@ from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
 VOCABULARY = 260
-# Make several updates per generation, so that ratios leave the clip range.
+# Several updates per generation, so that ratios leave the clip range.
 MOVING = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
 ADAPTIVE = {
     "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": 4.8,
@@ -51,8 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 REPLAY = {"replay_support": True}
-# Options of runs that really sample. A greedy run of ours is compared with TRL's run. A random run
-# is compared with a second run of our trainer.
+# Options of runs that really sample. Our greedy run is compared with TRL's run. A random run is
+# compared with a second run of our trainer.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
     # Each group has some of its completions on the first rank and some on the second.
@@ -121,9 +121,9 @@ Weights = dict[str, Tensor]
 def outcome(
     wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
 ) -> Result:
-    """Return the result of a case on this rank.
+    """Return the result of a case on this rank, with the logs and differences of the weights.
 
-    It contains the logs and the differences of the weights.
+    "weights" is the largest difference from the expected weights, and "ranks" from rank 0.
     """
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
@@ -152,7 +152,11 @@ def run(name: str, folder: Path, output: Path) -> Result:
 
 
 def resume(name: str, folder: Path, output: Path) -> Result:
-    """Run both trainers for four steps, then repeat the last two steps from a checkpoint."""
+    """Run both trainers for four steps, and repeat the last two steps from a checkpoint.
+
+    Return the comparison of the resumed runs. "from_start" has the difference between each
+    trainer's resumed and uninterrupted run.
+    """
     options = {"beta": 0.05, **MOVING, **RESUMED[name], "max_steps": 4, "optim": "adamw_torch"}
     options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
     pair, again = [], []
@@ -195,7 +199,7 @@ class Sampled:
 def sampled(name: str, folder: Path, output: Path) -> Result:
     """Run two trainers that really sample, and return the comparison.
 
-    In a greedy case they are TRL's trainer and ours, otherwise ours twice.
+    In a greedy case they are TRL's trainer and ours, otherwise they are two of ours.
     """
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):

@@ -75,7 +75,7 @@ def nested(parts: list[Tensor]) -> Tensor:
 
 
 def batch(seed: int, fused: bool) -> Any:
-    """Return two micro-batches of two completions.
+    """Return two micro-batches of two completions as verl's TensorDict.
 
     The two ranks have different numbers of tokens.
     """
@@ -126,7 +126,10 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Make one training step with each loss. The aggregation alternates between steps."""
+    """Make one training step with each loss, and return the metrics of each step and the weights.
+
+    The aggregation alternates between steps. `prefix` selects verl's losses or ours.
+    """
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss
     logs = []
@@ -165,4 +168,4 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Result]]]:
             trl_cases.folder(path, "qwen2", tie_word_embeddings=name == "fused")
         distributed.barrier()
         yield f"verl-{name}", partial(run, name, str(path))
-        patched.forward = forward  # undo verl's patch, because later cases need the original
+        patched.forward = forward  # undo verl's patch for later cases

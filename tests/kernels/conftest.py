@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests."""
+"""Fixtures that several kernel tests share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_fast.kernels.cpu import gemm, layers
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Use the csrc matrix product on every CPU.
+    """Make layers use the csrc matrix product on every CPU, and record its calls.
 
     Yield a list to which each product appends the shape of its output.
     """

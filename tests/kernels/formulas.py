@@ -1,7 +1,7 @@
 """Expected values of the kernels in fp64, computed with `tests.oracles` and without package code.
 
-In Triton's interpreter, `only_memory_of` checks memory accesses and `reversed_programs` reverses
-the program order (see triton_tools). Elsewhere they do nothing.
+The module also provides `only_memory_of`, which checks memory accesses, and `reversed_programs`,
+which reverses the program order. They only have an effect in Triton's interpreter (triton_tools).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["only_memory_of", "reversed_programs"]
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Set the number of torch threads inside the block."""
+    """Run the block with `count` torch threads, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -40,9 +40,10 @@ def torch_threads(count: int) -> Iterator[None]:
 def final(
     raw: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float | Tensor = 1.0
 ):
-    """Apply the logit transform to raw logits.
+    """Apply the scale, the soft cap and the temperature to raw logits in fp64.
 
-    Return the transformed logits z and the derivative dz/draw, each of shape (C, V) in fp64.
+    Returns:
+        The transformed logits z and the derivative dz/draw, each (C, V) fp64.
     """
     z, slope = raw.double() * scale, torch.full_like(raw, scale, dtype=torch.float64)
     if softcap is not None:
@@ -54,10 +55,13 @@ def final(
 
 
 def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lse, logp and entropy of fp64 logits, each (C,) fp64.
+    """Compute the statistics of each row of fp64 logits.
 
     The logp of the target is computed from the other columns. If p is near 1, z_y − lse would lose
     all digits of 1 − p even in fp64. A row with +inf has no distribution, so its results are NaN.
+
+    Returns:
+        lse, logp of the target and entropy, each (C,) fp64.
     """
     lse, picked = torch.logsumexp(z, -1), z.gather(-1, target[:, None])[:, 0]
     lse = torch.where(lse == torch.inf, torch.nan, lse)
@@ -70,7 +74,18 @@ def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gradient(
     z: Tensor, slope: Tensor, target: Tensor, g: Tensor, g_entropy: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of Σ g·logp + g_entropy·H with respect to the raw logits, (C, V) fp64."""
+    """Compute the gradient of Σ g·logp + g_entropy·H with respect to the raw logits.
+
+    Args:
+        z: Transformed logits, (C, V) fp64.
+        slope: Derivative of `z` with respect to the raw logits, (C, V).
+        target: Target ids, (C,).
+        g: Gradient with respect to logp, (C,).
+        g_entropy: Gradient with respect to the entropy H, (C,). None means 0.
+
+    Returns:
+        The gradient, (C, V) fp64.
+    """
     lse, lp, entropy = statistics(z, target)
     logp = z - lse[:, None]
     p = logp.exp()
@@ -83,11 +98,13 @@ def gradient(
 def loss_and_slope(
     lp, old, ref, advantages, policy_weights, kl_weights, config
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted loss of every row, and its derivative with respect to logp, each (C,)
-    fp64.
+    """Compute the weighted loss of every row, and its derivative with respect to logp.
 
     The weighted loss is policy_weights·ℓ + kl_weights·KL. All rows are passed to the oracle as one
     completion. This is allowed, because rows do not depend on each other in a token-level loss.
+
+    Returns:
+        Losses and derivatives, each (C,) fp64.
     """
     lp = lp.detach().double().requires_grad_()
     known = {x: getattr(config, x) for x in oracles.DEFAULTS if x != "corrections"}

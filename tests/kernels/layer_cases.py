@@ -1,4 +1,4 @@
-"""Models and helpers that the tests of the CPU layers share."""
+"""Models and helper functions for the tests of the fast CPU layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 class TinyRMSNorm(nn.Module):
-    """RMSNorm as in Llama. With `offset` 1, RMSNorm as in Gemma."""
+    """RMSNorm as in Llama, or as in Gemma if `offset` is 1."""
 
     def __init__(self, size, offset=0):
         super().__init__()
@@ -41,7 +41,7 @@ class TinyRMSNorm(nn.Module):
 
 
 def pair_of(family="Llama"):
-    """Return a model with fast CPU layers, and a copy with the original layers.
+    """Return a model with fast CPU layers, and a copy of it with the original layers.
 
     Both use eager attention.
     """

@@ -2,8 +2,8 @@
 
 Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case simulates a different
 machine. It runs in a forked process with a separate cache, so that torch is imported only once.
-LIBRARY is a compiled rows.cpp. Cases that need a compiler use a script that copies LIBRARY instead
-of compiling. Each case writes FOLDER/<case>/{out,err,statuses}.
+LIBRARY is a compiled rows.cpp. In cases that need a compiler, the compiler is a script that copies
+LIBRARY, which saves time. Each case writes the files FOLDER/<case>/out, err and statuses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def case(work: Work) -> Callable[[Prepare], Prepare]:
 
 
 def one_loss() -> None:
-    """Compute a loss twice and print the name of the backend."""
+    """Compute a loss and its gradient twice, and print the name of the backend."""
     hidden, ids = torch.ones(3, 4, requires_grad=True), torch.tensor([1, 2, 3])
     lengths = torch.tensor([0, 3], dtype=torch.int32)
     for _ in range(2):
@@ -77,18 +77,18 @@ def script(folder: Path, text: str) -> str:
     path = folder / f"compiler-{os.getpid()}"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-    return str(path.replace(folder / "compiler"))  # atomic, because another process may run it
+    return str(path.replace(folder / "compiler"))  # atomic: a process may run it
 
 
 def copying(folder: Path, before: str = "true") -> None:
     find_output = 'while [ "$1" != -o ]; do shift; done'
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
     compiler = " ".join(csrc_loader.compiler() or ["false"])
-    # Only rows.cpp is replaced by the copy of LIBRARY. Other sources are really compiled, because a
+    # The script copies LIBRARY only for rows.cpp. It really compiles other sources, because a
     # training run also needs the attention library.
     others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'
     os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
-    os.environ["GRPO_FAST_GEMM"] = "vendor"  # otherwise a loss would also build the gemm library
+    os.environ["GRPO_FAST_GEMM"] = "vendor"  # a loss must not build the gemm library
 
 
 # Cases that only set environment variables. In a value, {} is replaced with the case's folder.
@@ -120,10 +120,10 @@ def nobody(folder: Path) -> None:
 
 
 def give_away(path: Path) -> None:
-    """Make a path belong to a different user.
+    """Make `path` belong to a different user.
 
-    Without root, the owner cannot be changed. Then make every path appear to belong to a different
-    user.
+    Without root, the owner cannot be changed. Then `os.geteuid` is replaced, so that all files
+    appear to belong to a different user.
     """
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
@@ -151,7 +151,7 @@ def not_a_folder(folder: Path) -> None:
 
 
 def compiled() -> Path:
-    """Compile a library into the cache, as an earlier process would have done."""
+    """Compile a library into the cache, as an earlier process would do, and return its path."""
     path, reason = csrc_loader.compile_library("rows")
     assert path is not None, reason
     return path
@@ -212,7 +212,7 @@ def a_fast_run(folder: Path) -> None:
 
 
 def child(folder: Path, prepare: Prepare, work: Work) -> None:
-    """Run one case in this forked process and exit."""
+    """Prepare and run one case in this forked process, and exit."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     status = 1

@@ -35,7 +35,7 @@ needs_library = pytest.mark.skipif(
 
 
 def a_new_loss(logp, log_ratio, advantage, low, high):
-    """Use every statement and every operation that a loss function may contain."""
+    """Compute a made-up loss that uses every statement and operation that a loss may contain."""
     new = tl.minimum(tl.exp(log_ratio), high) - tl.maximum(-tl.abs(logp), low)  # noqa: F821
     near = (new > low) & (new <= high) | (advantage == LIMIT)
     new = tl.where(near, new, tl.sigmoid(new) / 2 + tl.log(high))  # noqa: F821
@@ -57,9 +57,9 @@ tl = torch
 
 @pytest.mark.skipif(csrc_loader.compiler() is None, reason="no C++ compiler")
 def test_a_loss_added_in_python_works_in_cpp(tmp_path: Path) -> None:
-    """Check that compiled C++ loss functions equal the Python functions in fp64.
+    """Check that loss functions translated to C++ give the fp64 results of the Python functions.
 
-    The test covers all losses and one new loss.
+    The test covers all losses and one new loss, which uses every operation.
     """
     leaves = [*loss_codegen.objective_functions(), a_new_loss]
     text = loss_codegen.print_header(leaves, loss_codegen.kl_functions())
@@ -144,13 +144,13 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:
-    """Write a dummy library instead of running the compiler."""
+    """Write a dummy library. This function replaces the compiler."""
     output.write_text("x")
 
 
 @needs_library
 def test_loader_builds_again_what_does_not_load(tmp_path: Path, monkeypatch) -> None:
-    """Check that the loader compiles a library again if the library does not load.
+    """Check that the loader compiles a library again if the cached library does not load.
 
     The test replaces `_open`, which calls dlopen, because a process cannot load the same library
     twice.
@@ -203,10 +203,11 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 @needs_library
 @pytest.mark.skipif("avx2" not in csrc_loader.cpu_flags(), reason="the CPU has no AVX2")
 def test_other_instruction_sets(tmp_path: Path) -> None:
-    """Check that the tests of rows and products also pass with the 4-lane baseline and with AVX2.
+    """Check that the tests of rows and products also pass in a generic build and with AVX2.
 
-    If the native build has AVX-512, AVX2 runs with 8 lanes. Otherwise AVX2 runs with 16 lanes, so
-    that the compiler splits each vector of the AVX-512 source into two vectors.
+    The generic build has 4 lanes. If the native build has AVX-512, AVX2 runs with 8 lanes.
+    Otherwise AVX2 runs with 16 lanes, so that the compiler splits each vector of the AVX-512 source
+    into two vectors.
     """
     command = csrc_loader.compiler()
     assert command is not None

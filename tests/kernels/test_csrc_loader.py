@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason="there is no library 
 OURS = ("GRPO_FAST_", "CXX", "PYTEST_")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
 
-# Each entry has a case and the reason that its only log line must contain.
+# Each entry has the name of a case, and the reason that the case's only log line must contain.
 FALLBACKS = {
     "no_compiler": "no C++ compiler",
     "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
@@ -75,12 +75,12 @@ def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(case, name: st
     assert len(found.told) == 1 and FALLBACKS[name] in found.told[0], found.err
     assert not any("Traceback" in line for line in found.err)
     assert len(found.told[0]) < 600 and found.told[0].isprintable()
-    assert not (found.folder / "planted").exists()  # nothing in CXX reaches a shell
+    assert not (found.folder / "planted").exists()  # no shell runs the text of CXX
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: str) -> None:
-    """Check that a damaged library is removed and built again.
+    """Check that a damaged library, or one of a different user, is removed and compiled again.
 
     Loading a truncated file would cause a SIGBUS.
     """
@@ -102,10 +102,10 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
     ],
 )
 def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
-    """Check that no warning is logged if nothing is wrong.
+    """Check that no warning is logged in valid setups.
 
-    The cases are a disabled library, a library of the wheel without a compiler, three processes
-    that build at the same time, and threads that share one build.
+    These are disabled kernels, a library of the wheel without a compiler, three processes that
+    compile at the same time, and threads that share one build.
     """
     found = case(name)
     assert (found.out, found.told, found.builds) == (out, [], builds)

@@ -33,9 +33,9 @@ class Rollout:
         self.own = ()
 
     def step(self, time, scale, window=None, rows=slice(None)):
-        """Run `decode_` for token `time` of each completion.
+        """Run `decode_` for token `time` of each completion in `rows`, and return its output.
 
-        The cache grows by one tile whenever it is full.
+        The cache of the completions grows by one tile whenever it is full.
         """
         k, v = (x[time][:, rows] for x in self.new)
         if time % decode.TILE == 0:
@@ -58,8 +58,8 @@ class Rollout:
         return torch.stack(out)
 
 
-# Each case has prompt lengths, the number of completions of each prompt, the number of key-value
-# heads, queries per head, and the head dimension D.
+# Each case has the prompt lengths, the number of completions of each prompt, the number of
+# key-value heads, the number of queries per head, and the head dimension D.
 CASES = [
     ([5], [1], 1, 1, 8), ([16, 3, 17], [4, 1, 6], 2, 2, 32), ([40, 33], [3, 5], 1, 3, 20),
     ([1, 70], [2, 9], 3, 1, 64), ([31, 32], [5, 4], 1, 7, 131),
@@ -75,13 +75,16 @@ def test_values_against_fp64(case, window):
         if time in (0, 1, 14, 15, 16, 17, 31, 33):
             exact = rollout.expected(time, 0.3, window)
             of_torch = rollout.expected(time, 0.3, window, torch.float32)
-            rounding = 4 * 2**-23 * case[4] ** 0.5  # for a dot product of D terms
+            rounding = 4 * 2**-23 * case[4] ** 0.5  # rounding of a dot product of D terms
             allowed = 2 * (of_torch - exact).abs().max() + rounding
             assert (found - exact).abs().max() <= allowed
 
 
 def test_large_scores_leave_one_token():
-    """Check that scores in the thousands do not overflow, and give all the weight to one token."""
+    """Check that scores in the thousands do not overflow.
+
+    The softmax then gives all the weight to one token.
+    """
     rollout = Rollout([20], [2], 1, 2, 32, most=2)
     for time in range(2):
         found = rollout.step(time, 1e4)
@@ -101,7 +104,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads():
 
 @pytest.mark.parametrize("which", ["key", "value", "query"])
 def test_nan_stays(which):
-    """Check that a NaN appears in the rows that attend to it, and in no other row."""
+    """Check that a NaN in a key, value or query appears only in the rows that use it."""
     rollout = Rollout([17], [3], 1, 2, 32, most=2)
     rollout.step(0, 0.2)
     if which == "query":

@@ -23,11 +23,11 @@ REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# torch's AMX product can be tested on CPUs on which oneDNN has bf16 instructions.
+# The product with AMX tiles needs a CPU on which oneDNN has bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
-# The shapes leave partial blocks of every kind: of 6 rows of the micro-kernel (32 with AMX), of
-# panels of 16 or 64 columns, and of slices of 256 words of k.
+# The sizes leave a partial last block in every dimension. The micro-kernel has 6 rows (32 with
+# AMX), panels have 16 or 64 columns, and slices have 256 words of k.
 SHAPES = [
     (1, 1, 1), (5, 7, 3), (6, 64, 16), (13, 65, 17), (14, 70, 9), (100, 130, 700), (257, 33, 1025),
     (700, 20, 5), (33, 600, 511),
@@ -36,7 +36,7 @@ SHAPES = [
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Clear the cached decisions about which product to use, before and after a test."""
+    """Clear the cached decisions about which product to use, before and after the test."""
 
     def clear() -> None:
         for cache in (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice):
@@ -55,7 +55,7 @@ def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
     """Return a random (rows, columns) matrix as a view of a larger matrix of NaN.
 
-    If the product reads outside the view, its result becomes NaN. With `transposed`, the larger
+    If the product reads outside the view, its result becomes NaN. If `transposed`, the larger
     matrix stores the transpose.
     """
     stored = (columns, rows) if transposed else (rows, columns)
@@ -65,7 +65,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Ten
 
 
 def positive16(x: Tensor) -> Tensor:
-    """Round x ≥ 0 to the unsigned 16-bit format Positive16.
+    """Round x ≥ 0 to Positive16, an unsigned 16-bit float format with ten significant bits.
 
     Return a view of a larger matrix, in the layout of x.
     """
@@ -90,7 +90,7 @@ def multiply(
 ) -> Tensor:
     (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
     # A matrix with one row or one column can be read in both layouts. Scales are only supported in
-    # the transposed layout, so choose it if there are scales.
+    # the transposed layout, so use this layout if `scales` are given.
     if a.shape[0] == 1 or a.shape[1] == 1:
         a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
     layout = a_transposed, b_transposed, add, tiles
@@ -115,7 +115,7 @@ def test_every_layout_gives_the_fp64_product(
         # Rounding the result to bf16 adds a relative error of at most 2^-8.
         bound += 2**-8 * truth.abs() if out_dtype == torch.bfloat16 else 0
         assert ((out[:, 1:-1].double() - truth).abs() <= bound).all()
-        assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # neighbouring memory is untouched
+        assert torch.equal(out[:, [0, -1]], start[:, [0, -1]])  # other columns are untouched
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
@@ -136,22 +136,22 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
     some = (slice(1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))
     for rows, columns in some:
         assert torch.equal(product(a[rows], b[:, columns]), results[0][rows, columns])
-    # Storing the operands in the other layout must not change the bits of the result.
+    # Storing the operands in the opposite layout must not change the bits of the result.
     assert torch.equal(product(a.t().contiguous().t(), b.t().contiguous().t()), results[0])
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
 def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles: bool) -> None:
-    """Check the product of an fp32 a and a bf16 or fp32 b.
+    """Check that a product of an fp32 matrix a with a bf16 or fp32 matrix b is accurate.
 
-    If a is transposed, it can also be scaled along k.
+    If a is transposed, also check a product in which the columns of a are multiplied by scales.
     """
     torch.manual_seed(0)
     bound = 1e-6 if dtype == torch.float32 else 2**-15
     for (m, n, k), is_transposed in itertools.product(SHAPES, (False, True)):
         a, straight = matrix(m, k, torch.float32, is_transposed), matrix(k, n, dtype, False)
         scales = torch.randn(k).index_fill(0, torch.tensor(0), 0.0)
-        # The product with a transposed b does not support scales.
+        # A transposed b supports no scales, so test it without scales.
         for by, b in ((None, straight), (scales, straight), (None, matrix(k, n, dtype, True))):
             if by is None or (is_transposed and not tiles):
                 out = multiply(a, b, torch.empty(m, n), tiles=tiles, scales=by)
@@ -161,7 +161,7 @@ def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles:
 
 
 def test_a_number_without_a_sign_has_two_digits_more() -> None:
-    # Test numbers above 2^-98, the smallest positive number of the format Positive16.
+    # 2^-98 is the smallest positive number of the format Positive16. Smaller numbers become 0.
     some = (0.5 + torch.rand(1000) / 2) * torch.logspace(-27, 9, 1000)
     x = torch.cat([some, torch.tensor([0.0, 1.0, 1 + 2**-9, 2.0**30 - 2**20])])
     back = widened(positive16(x[None]))[0]
@@ -173,9 +173,9 @@ def test_a_number_without_a_sign_has_two_digits_more() -> None:
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
-    """Check that a product with a in Positive16 has the same bits as with a rounded to bf16.
+    """Check that a Positive16 matrix gives the same bits as the same matrix rounded to bf16.
 
-    Rows with heavy elements are an exception, because the product corrects their rounding errors.
+    Rows with dominant elements are excluded, because the product corrects their rounding errors.
     """
     torch.manual_seed(0)
     for m, n, k in SHAPES:
@@ -201,19 +201,20 @@ def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 @pytest.mark.parametrize("count", [1, 10])
 def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool) -> None:
-    """Check that elements that dominate a row of small numbers keep their digits.
+    """Check that elements that dominate their row are not rounded to bf16.
 
-    bf16 rounds these elements from 1.006 to 1.0078, and the product corrects this error. With 10
-    equal elements, each element has a tenth of the row's sum of squares.
+    bf16 would round these elements from 1.006 to 1.0078, and the product corrects this error. If 10
+    elements are equal, each has only a tenth of the row's sum of squares and must still be
+    corrected.
     """
     torch.manual_seed(0)
     m, n, k = 300, 150, 700
     a, b = 1e-4 * torch.rand(m, k), torch.randn(k, n).bfloat16()
-    a.scatter_(1, torch.rand(m, k).argsort(1)[:, :count], 1.005859375)  # 1 + 3/512: ten digits
+    a.scatter_(1, torch.rand(m, k).argsort(1)[:, :count], 1.005859375)  # 1 + 3/512 has ten bits
     a *= torch.logspace(0, -3, m)[:, None]
     truth = widened(positive16(a)).double() @ b.double()
     error = []
-    for stored in (a, a.t().contiguous().t()):  # only a transposed a has heavy elements
+    for stored in (a, a.t().contiguous().t()):  # only a transposed a is corrected
         out = multiply(positive16(stored), b, torch.empty(m, n), tiles=tiles)
         error.append(((out.double() - truth).norm(dim=1) / truth.norm(dim=1)).max())
     assert error[0] > 1e-3 and error[1] < 1e-4
@@ -221,9 +222,10 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
-    """Check that rows with equal ids are added in order, for any blocks and threads.
+    """Check that rows with an id are added to the product before it is rounded.
 
-    Some rows have no id and are not added.
+    Rows with the same id are added in order, for any blocks and threads. A row with coefficient 0
+    is not added, even if it is NaN.
     """
     torch.manual_seed(0)
     m, n, k = 700, 1100, 40
@@ -247,9 +249,9 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
-    """Check the epilogue of dH, which scales rows and adds one row of W to each row.
+    """Check that the product for dH scales its rows, and then adds one row of W to each row.
 
-    A scale of 0 must give zeros, even for NaN.
+    A scale of 0 must give zeros, even if the row is NaN.
     """
     torch.manual_seed(0)
     m, n, k = 700, 130, 40  # several blocks of rows
@@ -269,7 +271,10 @@ def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype)
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
-    """Check that scratch memory that contained NaN does not affect the next product."""
+    """Check that a NaN stays in its row, and that the next call is free of it.
+
+    Scratch memory keeps the NaN of an earlier call, and must not leak it into the next product.
+    """
     a, b = torch.ones(40, 30), torch.ones(30, 70)
     a[17, 3] = torch.nan
     out = multiply(a, b, torch.empty(40, 70))
@@ -315,10 +320,9 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """Check which product is used for each CPU and dtype.
+    """Check that the CPU vendor, the dtype and GRPO_FAST_GEMM select the matrix product.
 
-    fp32 uses the csrc product except on Intel CPUs, unless GRPO_FAST_GEMM selects a product. bf16
-    needs 16-bit instructions.
+    By default, fp32 uses the csrc product except on Intel CPUs. bf16 needs 16-bit instructions.
     """
     has_fma, _, _ = torch.ops.grpo_fast_gemm.features()
     for choice, vendor, expected in [
@@ -343,7 +347,7 @@ def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> 
 def test_a_wrong_bf16_product_is_not_used(
     monkeypatch: pytest.MonkeyPatch, fresh: None, caplog
 ) -> None:
-    """Check that a wrong result in the self-check disables the bf16 product and logs one line."""
+    """Check that the bf16 product is disabled, with one log line, if its self-check fails."""
     if gemm_cpu.unavailable(torch.bfloat16) is not None:
         pytest.skip(f"bf16 is widened here: {gemm_cpu.unavailable(torch.bfloat16)}")
     gemm_cpu.unavailable.cache_clear()
@@ -369,9 +373,9 @@ def test_a_wrong_bf16_product_is_not_used(
 def test_the_self_check_does_not_see_the_modes_of_the_first_call(
     mode: Callable[[], AbstractContextManager[object]], fresh: None
 ) -> None:
-    """Check that the modes of the first caller do not influence the self-check.
+    """Check that the self-check gives the same result under autocast or other modes of the caller.
 
-    The result of the self-check is cached for all later calls in the process.
+    The result is cached for all later calls in the process.
     """
     expected = gemm_cpu.unavailable(torch.bfloat16)
     gemm_cpu.unavailable.cache_clear()
@@ -380,9 +384,9 @@ def test_the_self_check_does_not_see_the_modes_of_the_first_call(
 
 
 def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that W is converted to fp32 in pieces if there is no 16-bit product.
+    """Check that W is converted to fp32 in blocks if no 16-bit product is available.
 
-    The results must equal those of a conversion in one piece.
+    The results must equal those of a conversion in one block.
     """
     torch.manual_seed(0)
     h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)

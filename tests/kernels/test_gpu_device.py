@@ -20,7 +20,7 @@ from tests.kernels.triton_tools.launcher import HAS_TRITON
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Simulate two GPUs. GPU 0 is current, and `gpus.tensor` is on GPU 1."""
+    """Simulate two GPUs. GPU 0 is the current device, and `gpus.tensor` is on GPU 1."""
     here = SimpleNamespace(current=0)
 
     @contextlib.contextmanager
@@ -77,9 +77,9 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 4473), (79.25, 2536), (32.5, 1040), (32, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """Check the size of the workspace for GPUs of different sizes.
+    """Check that the workspace is a share of the GPU's memory, but at least 1 GiB.
 
-    It has at least 1 GiB, even if torch sees no GPU.
+    It has 1 GiB even if torch sees no GPU. GRPO_FAST_WORKSPACE_MIB overrides the size.
     """
     memory = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
@@ -94,7 +94,7 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
     """Check that the product dH = d·W, a sum over the vocabulary, returns fp32.
 
-    A GPU product that returns 16 bits may also round partial sums to 16 bits.
+    A GPU product that returns 16 bits may also round its partial sums to 16 bits.
     """
     with OnGpu():
         d, weight = (
@@ -105,9 +105,9 @@ def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
 
 
 def test_powers_of_two_are_exact(monkeypatch):
-    """Check that our powers of two are exact even if `pow` is not exact.
+    """Check that `half_range.power_of_two` is exact even on devices whose `pow` is not exact.
 
-    torch.ldexp would not be exact in this case, because it calls `pow`.
+    torch.ldexp would not be exact on such devices, because it calls `pow`.
     """
     monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
     exponents = torch.arange(-126, 128, dtype=torch.int32)
@@ -125,9 +125,9 @@ def test_powers_of_two_are_exact(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
-    """Check that every epilogue that compiles without spills uses the large tile.
+    """Check that the large tile of sm_90 is used unless its code would spill registers.
 
-    test_triton_compile.py checks which epilogues spill.
+    test_triton_compile.py checks which combinations of options spill.
     """
     from grpo_fast.kernels.gpu import linear
     from grpo_fast.kernels.types import LogitTransform

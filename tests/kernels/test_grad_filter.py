@@ -28,7 +28,7 @@ CONFIGS = {
 def problem(spread, dtype=torch.float64):
     """Return random inputs of the loss whose logits have the standard deviation `spread`.
 
-    With 0.5 the distributions are flat, and with 12 they are peaked.
+    A spread of 0.5 gives flat distributions, and 12 gives peaked distributions.
     """
     g = torch.Generator().manual_seed(5)
     hidden = torch.randn(T, H, generator=g, dtype=torch.float64)
@@ -53,9 +53,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
 
 @pairs(rows=ROWS, tolerance=[1e-1, 1e-2, 1e-4], config=CONFIGS.items())
 def test_bounds(config, tolerance, rows, monkeypatch):
-    """Check that the reported fraction is exact and at most the tolerance.
+    """Check that the filter drops at most the tolerated share, which bounds all gradient errors.
 
-    Check also that the errors of the gradients are within their bounds.
+    The metric "dropped_mass" is the dropped share of Σ|d-logits|. The errors of dH and dW must not
+    exceed the dropped sum times the largest norm of a row of W or of `hidden`.
     """
     monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
@@ -91,10 +92,10 @@ def test_backends(dtype, backend, config, rows, monkeypatch):
 
 @pairs(backend=BACKENDS, dtype=DTYPES)
 def test_the_reported_share_counts_the_target(backend, dtype):
-    """Check that the reported fraction of skipped gradient is the fraction that is missing from db.
+    """Check that the metric "dropped_mass" is the fraction of the gradient that is missing from db.
 
-    With a single row, db equals the gradient of its logits. Half of the gradient belongs to the
-    target.
+    With a single row, db equals the gradient of its logits. Half of this gradient belongs to the
+    target, which must be counted.
     """
     (hidden, weight, bias), _, _ = problem(12, dtype)
 
@@ -124,9 +125,9 @@ def test_a_flat_softmax_keeps_everything():
 
 
 def test_masses_hold_the_coefficients():
-    """Check the mass of each column: the sum over its rows of |d|, times the rows' coefficients.
+    """Check that the mass of a column is the sum of |d| over its rows, times the rows' scale.
 
-    The columns with the smallest masses are skipped first.
+    `heavy_columns` must then drop the columns with the smallest masses, and keep NaN.
     """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])

@@ -39,9 +39,9 @@ else:
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
-# Each shape has rows, hidden size and vocabulary. The numbers of rows are below, at and above the
-# 64 rows of a tile. Most hidden sizes and vocabularies are not multiples of their tiles, vectors
-# and slices, to test partial ones.
+# Each shape is (rows, hidden size, vocabulary). A tile has 64 rows, so the numbers of rows are
+# below, at and above 64. Most hidden sizes and vocabularies leave partial tiles, vectors and
+# slices.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
 SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
 TRANSFORMS = {
@@ -57,7 +57,7 @@ def head(request):
 
 
 def problem(rows: int, width: int, vocab: int, dtype=torch.bfloat16) -> tuple[Tensor, ...]:
-    """Return hidden, weight, bias and targets. The raw logits have a magnitude of about 2."""
+    """Return hidden, weight, bias and target ids. The raw logits have a magnitude of about 2."""
     g = torch.Generator().manual_seed(rows + width + vocab)
     hidden, weight = torch.randn(rows, width, generator=g), torch.randn(vocab, width, generator=g)
     bias, weight = torch.randn(vocab, generator=g), weight * 2 / width**0.5
@@ -74,10 +74,12 @@ def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
-    """Return the statistics, the factors (2, T) of the gradient, and the exponentials (T, V).
+    """Call `head.weights`, and check that it writes no memory outside of its output.
 
-    The exponentials are written to a view of a larger buffer of NaN. The rest of the buffer must
-    stay NaN.
+    The exponentials are a view of a larger buffer of NaN, and the rest of the buffer must stay NaN.
+
+    Returns:
+        The statistics, the factors of the gradient (2, T), and the exponentials (T, V).
     """
     rows, vocab = len(hidden), len(weight)
     buffer = torch.full((rows, -(-vocab // 8) * 8 + 8), math.nan, dtype=STORED)
@@ -100,7 +102,7 @@ def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
     """Check the gradient of the logits against fp64, both for each element and in the L2 norm.
 
     The bound allows one rounding of each stored exponential and the fp32 error of the logit. The
-    target's column has no stored exponential, so no rounding is allowed there.
+    gradient in the target's column is computed without an exponential, so no rounding is allowed.
     """
     g = torch.linspace(-1, 1, len(ids) + 1)[1:]
     z, slope = formulas.final(raw_of(hidden, weight, bias), *transform)
@@ -114,9 +116,10 @@ def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
 
 @pairs(shape=SHAPES, name=TRANSFORMS, dtype=[torch.float32, torch.bfloat16])
 def test_values_against_fp64(head, shape, name, dtype) -> None:
-    """Check that statistics are exact, with and without entropy.
+    """Check that lse, logps and entropy agree with fp64.
 
-    Storing logits or exponentials must not change the bits of the statistics.
+    Requesting the entropy, or storing logits or exponentials, must not change a bit of the
+    statistics.
     """
     transform = transform_of(name, shape[0])
     hidden, weight, bias, ids = problem(*shape, dtype)
@@ -145,7 +148,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     check_gradient(out, units, *given)
     bare, _, again = weigh(head, *given)
     assert bare[2] is None and torch.equal(again, out)
-    # Computing only some rows, from known statistics, must give the same bits.
+    # If statistics are known, computing the exponentials of only some rows must give the same bits.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
     part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
@@ -154,10 +157,9 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
-    """Check that the bits of a row depend on this row only.
+    """Check that the bits of a row do not depend on anything but this row.
 
-    Strides, threads, program order and other rows must not change them, even if another row
-    contains NaN.
+    The test changes strides, threads, program order and other rows, and sets one of them to NaN.
     """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
@@ -181,7 +183,7 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
 
 
 def test_any_strides_of_the_weight(head) -> None:
-    """Check that results agree for any strides of the weight.
+    """Check that a transposed or strided weight gives the same results as a contiguous weight.
 
     Their bits may differ, because unaligned rows may use a smaller tile.
     """
@@ -196,18 +198,16 @@ def test_any_strides_of_the_weight(head) -> None:
 @pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
-    """Check rows whose target is unlikely, for which the lse is subtracted in the exponentials.
+    """Check that exponentials stay finite and accurate if a row's target is very unlikely.
 
-    Gradients and statistics must equal fp64, exponentials must be finite, and other rows must keep
-    their bits.
+    Exponentials are usually relative to the target. In these rows they must be relative to the lse.
+    Gradients and statistics must agree with fp64, and other rows must keep their bits.
     """
     vocab, ids = 300, torch.arange(T) % 300
     weight, hidden = torch.zeros(vocab, 8), torch.zeros(T, 8)
     weight[:, 0] = torch.linspace(-1, 1, vocab)
     hidden[:, :2] = 1.0
-    weight[
-        ids[3::2], 1
-    ] = -nats  # every second row, to check that recomputed rows return to their positions
+    weight[ids[3::2], 1] = -nats  # in every second row
     tensors = hidden.bfloat16(), weight.bfloat16(), None, ids
     transform = LogitTransform(1.0, softcap, 1.0)
     stats, units, out = weigh(head, *tensors, transform)
@@ -224,9 +224,9 @@ def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) ->
 
 
 def test_confident_tokens(head) -> None:
-    """Check that 1 − p keeps its digits for p up to 1 − 1e-7.
+    """Check that 1 − p is accurate for target probabilities p up to 1 − 1e-7.
 
-    z[target] − lse would lose these digits.
+    The difference z[target] − lse would lose all digits of 1 − p.
     """
     margins = torch.linspace(5, 16, 12)
     hidden = torch.stack([margins, torch.full_like(margins, 2.0)], 1).bfloat16()
@@ -254,7 +254,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
         bad = hidden.clone()
         bad[3, column] = value
         stats, units, out = weigh(head, bad, weight, bias, ids, transform, return_entropy=True)
-        # With a soft cap, even a row with an infinite hidden state has finite logits.
+        # A soft cap makes all logits finite, even those of a row with an infinite hidden state.
         z, _ = formulas.final(raw_of(bad, weight, bias), *transform)
         expected = formulas.statistics(z, ids)[1]
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
@@ -270,7 +270,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
 def test_a_row_without_a_target(head, level: float) -> None:
     """Check that the lse is correct for a row without a target.
 
-    Such a row has no target logit that could be subtracted in the exponentials.
+    Kernels subtract the target's logit in exponentials, and such a row has none.
     """
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
@@ -290,7 +290,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     bias = torch.zeros(700)
     closed = torch.arange(700) % 3 == 0
     closed[ids] = False
-    bias[closed] = bias[256:512] = -math.inf  # including a full slice
+    bias[closed] = bias[256:512] = -math.inf  # 256 to 511 is a complete slice
     bias, transform = bias.bfloat16(), LogitTransform()
     stats, units, out = weigh(head, hidden, weight, bias, ids, transform)
     z = raw_of(hidden, weight, bias)
@@ -300,7 +300,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     )
     check_gradient(out, units, hidden, weight, bias, ids, transform)
     assert (out[:, bias == -math.inf] == 0).all()
-    ids[3] = -100  # the row is summed relative to the maximum of each slice
+    ids[3] = -100  # this row has no target, so each slice subtracts its maximum
     lse = head.logps(hidden, weight, bias, ids, transform, return_entropy=False)[0]
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 
@@ -334,9 +334,10 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
 @NO_CPP
 @pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
-    """Check that exactly the exponentials above 1/16 of the sum of their row are returned in fp32.
+    """Check that exponentials above 1/16 of their row's sum, and only these, are returned in fp32.
 
-    This also holds if the target is unlikely.
+    The other exponentials are stored in 16 bits. Some rows have an unlikely target, for which the
+    kernels take a different path.
     """
     V, transform = 1031, transform_of(name, T)
     hidden, weight, _, ids = problem(T, 48, V)
@@ -359,7 +360,7 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
 
 @NO_CPP
 def test_more_rows_than_a_group() -> None:
-    """Check that no row is lost between two groups of 1024 rows, in which rows are processed."""
+    """Check that all rows are computed if there are more rows than one group of 1024 rows."""
     hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
     given = hidden, weight, None, torch.arange(1030) % 300, LogitTransform()
     found = linear_cpu.head_logps(*given, return_entropy=False)
@@ -404,7 +405,7 @@ def test_what_it_does_not_take() -> None:
 
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the kernels are used for vocabularies of at least 2048 columns.
+    """Check that the head kernels are used only for vocabularies of at least 2048 columns.
 
     The dtype must also be one for which the csrc product is used.
     """

@@ -104,7 +104,7 @@ def test_a_norms_gradient_does_not_depend_on_threads():
 
 
 def check_gradients(ours, exact, names, up):
-    """Check outputs and gradients of a layer against its formula in fp64."""
+    """Check outputs and gradients of the layer `ours` against the fp64 formula `exact`."""
     out, expected = ours(*names), exact(*[x.double() for x in names])
     for a, b in zip(out, expected, strict=True):
         assert (a - b).abs().max() < 1e-6 * max(1, b.abs().max())
@@ -145,9 +145,9 @@ def test_swiglu_at_the_ends_of_its_range():
 
 
 def rotated_halves(q, k, cos, sin):
-    """Apply the rotation of transformers' models: multiply (low, high) by (cos + i sin).
+    """Rotate q and k as transformers' models do: multiply (low, high) by (cos + i sin).
 
-    Each half has its own angles.
+    The low and the high half have separate angles.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return [x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k)]
@@ -172,7 +172,7 @@ def test_what_rotary_does_not_take():
         (q.double(), k.double(), cos.double(), sin.double()),
         (q, k, cos.clone().requires_grad_(), sin),
         (q[..., :7], k[..., :7], cos[..., :7], sin[..., :7]),
-        (q, k, cos[..., :4], sin[..., :4]),  # partial rotary embeddings
+        (q, k, cos[..., :4], sin[..., :4]),  # only some columns are rotated
         (q, k[:, :, :6], cos, sin),
         (q[0], k[0], cos, sin),
     ):

@@ -20,7 +20,7 @@ pytestmark = [NEEDS_KERNELS, pytest.mark.usefixtures("calls")]
 
 
 def test_a_model_keeps_its_names_and_its_gradients(calls):
-    """Check that copies, hooks and activation checkpointing work after the replacement.
+    """Check that state dict, copies, hooks and checkpointing work after the replacement.
 
     A subclass of Linear must not be replaced.
     """
@@ -39,7 +39,7 @@ def test_a_model_keeps_its_names_and_its_gradients(calls):
     seen = []
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
     plain(x).square().sum().backward()
-    assert len(seen) == 2 and len(calls) == 2 + 2 + 3  # dx of the first layer is not needed
+    assert len(seen) == 2 and len(calls) == 2 + 2 + 3  # the first layer needs no dx
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (p.grad - q.grad).abs().max() < 1e-4 * q.grad.abs().max(), name
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -70,15 +70,15 @@ def test_norms_of_another_formula_keep_their_own():
         ("Mistral", ["MLP", "Attention", "RMSNorm"]),
         ("Qwen2", ["MLP", "Attention", "RMSNorm"]),
         ("Qwen3", ["MLP", "Attention", "RMSNorm"]),
-        ("Gemma2", ["Attention", "RMSNorm"]),  # the MLP uses GELU; the norms fail their trial
-        ("Cohere", ["MLP"]),  # it rotates neighbouring columns, not halves
-        ("Phi3", ["Attention", "RMSNorm"]),  # gate and up are one matrix
+        ("Gemma2", ["Attention", "RMSNorm"]),  # its MLP uses GELU, and its norms fail the trial
+        ("Cohere", ["MLP"]),  # its attention rotates pairs of columns, not halves
+        ("Phi3", ["Attention", "RMSNorm"]),  # its MLP has one matrix for gate and up
     ],
 )
 def test_families(family, fast):
-    """Check that logits and gradients equal those of an unchanged copy.
+    """Check that a model with fast layers has the logits and gradients of an unchanged copy.
 
-    Check also that exactly the expected classes are replaced.
+    Exactly the classes in `fast` must be replaced.
     """
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0)
@@ -112,7 +112,7 @@ def test_a_forward_of_somebody_elses_stays():
 @pytest.mark.parametrize("first", [0.0, 1e-30, torch.inf, torch.nan])
 @pytest.mark.parametrize("weight", [None, 0.0])
 def test_the_first_rows_and_weights_do_not_decide_about_a_norm(first, weight):
-    class OffsetRMSNorm(TinyRMSNorm):  # a new class, so no trial is cached
+    class OffsetRMSNorm(TinyRMSNorm):  # a new class has no cached trial
         pass
 
     model = OffsetRMSNorm(16, offset=1)
@@ -156,7 +156,7 @@ class BufferedRMSNorm(TinyRMSNorm):
 
 
 class EpsilonRMSNorm(TinyRMSNorm):
-    """RMSNorm whose forward ignores its attribute epsilon. It must not be replaced."""
+    """RMSNorm whose forward ignores `variance_epsilon`. It must not be replaced."""
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4) * self.weight

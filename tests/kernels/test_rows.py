@@ -23,8 +23,8 @@ from tests.kernels.formulas import only_memory_of
 from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
-# Row lengths to test. 1 and 2 are smaller than a vector. 127, 129 and 2051 end with a partial
-# vector. 512 is exactly one run of columns that are summed together, and 5000 has several blocks.
+# Row lengths to test. 1 and 2 are smaller than a vector. 127, 129 and 2051 leave a partial vector
+# at the end. 512 is the number of columns that one partial sum has, and 5000 has several blocks.
 # 151936 is the size of a real vocabulary.
 SIZES = [1, 127, 2051, 5000, *([] if IS_INTERPRETER else [2, 129, 512, 151936])]
 ROWS, MANY = (5, 12) if IS_INTERPRETER else (33, 64)
@@ -34,8 +34,8 @@ TRANSFORMS = {
     "negative_scale": (-1.0, None, 1.3), "softcap": (1.0, 30.0, 1.0), "all": (0.5, 20.0, 0.9),
     "per_row": (1.0, None, "rows"), "per_row_softcap": (1.5, 25.0, "rows"),
 }  # fmt: skip
-# Losses that use the same per-token function differ only in how they average tokens, and the
-# kernels do not average. So one loss per function is enough.
+# The kernels compute the loss of a token and do not average. Losses that differ only in their
+# average use the same kernel function, so test one loss for each function.
 LOCAL = [x for x in OBJECTIVES if LossConfig(x, max_completion_length=8).is_token_local]
 LEAVES = list({OBJECTIVES[name].function: name for name in LOCAL}.values())
 OPTIONS: dict[str, dict] = {
@@ -60,7 +60,7 @@ def make_transform(name: str, count: int) -> LogitTransform:
 
 
 def make_rows(count: int, columns: int, dtype=torch.float32):
-    """Return random logits and targets.
+    """Return random logits and target ids.
 
     The logits are a view of a larger buffer of NaN, with an odd row stride and an odd offset. The
     targets are in the first, the last, the middle and random columns.
@@ -93,7 +93,7 @@ def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
     size = terms[0].norm(dim=1) + terms[1].norm(dim=1)
     error = (gradient.double() - terms[0] - terms[1]).norm(dim=1)
     bound = 1e-6 + 2e-7 * (z.abs().amax(1) + z.amax(1) - z.amin(1))
-    # Triton computes log p + H as a difference of fp32 numbers that are as large as z. So the bound
+    # Triton computes log p + H as a difference of fp32 numbers that are as large as z, so the error
     # of the entropy term grows with z.
     least = 6e-8 * z.abs().amax(1) * ge.abs() if IS_INTERPRETER else 1e-15
     assert (error <= bound * size + least).all(), (error / size).max()
@@ -101,10 +101,10 @@ def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
 
 @pairs(columns=SIZES, transform_name=TRANSFORMS, dtype=DTYPES)
 def test_numerics(rows, columns, transform_name, dtype) -> None:
-    """Check that results are exact, and that a 16-bit gradient is the exact gradient, rounded once.
+    """Check that statistics and gradients of rows of logits agree with fp64.
 
-    Requesting the entropy, or an entropy coefficient of 0, must not change a bit. Memory around the
-    views must not be written.
+    A 16-bit gradient must be the fp32 gradient, rounded once. Requesting the entropy, or an entropy
+    coefficient of 0, must not change a bit. Memory around the views must not be written.
     """
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
@@ -133,7 +133,7 @@ def test_numerics(rows, columns, transform_name, dtype) -> None:
 
 
 def test_numerics_store_rounds_like_torch(rows) -> None:
-    """Check that gradients are rounded exactly as torch rounds them.
+    """Check that gradients are rounded to 16 bits exactly as torch rounds them.
 
     The gradients cover 40 orders of magnitude, with subnormals and overflow, and a row ends with a
     partial vector.
@@ -151,7 +151,7 @@ def test_numerics_store_rounds_like_torch(rows) -> None:
 
 @pytest.mark.parametrize("transform_name", ["plain", "temperature", "negative_scale"])
 def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None:
-    """Check that columns at −inf contribute exactly 0.
+    """Check that vocabulary columns at −inf have gradient 0 and do not affect other columns.
 
     The gradient must have the same bits as with very small logits in these columns.
     """
@@ -159,7 +159,7 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
     transform = make_transform(transform_name, 6)
     hole = -math.inf * math.copysign(1.0, transform.logit_scale)
     logits[:, ::3] = hole
-    logits[0, :2048] = hole  # the first block contains only -inf
+    logits[0, :2048] = hole  # the first block has only -inf
     targets[:] = 4093
     stats = rows.row_logps(logits, targets, transform, return_entropy=True)
     check_statistics(stats, logits, targets, transform)
@@ -173,9 +173,9 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
 
 @pytest.mark.parametrize("gap", [0.1, 5.0, 14.0, 16.0, 25.0])
 def test_numerics_confident_tokens(rows, gap: float) -> None:
-    """Check that the target's gradient g(1 − p) keeps its digits as p → 1.
+    """Check that the gradient 1 − p of the target's logit is accurate if p is close to 1.
 
-    Check also that logp never exceeds 0.
+    The logp must never exceed 0.
     """
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
@@ -191,12 +191,9 @@ def test_numerics_confident_tokens(rows, gap: float) -> None:
 
 
 def test_numerics_large_offsets_and_ranges(rows) -> None:
-    """Check that logits of 1e4, and differences outside the range of exp, do not overflow.
-
-    An offset of all logits must not change the distribution.
-    """
+    """Check that adding 4096 to all logits changes no logp, and that 1e4 does not overflow."""
     logits, targets = make_rows(4, 3000)
-    logits = (logits * 1024).round() / 1024  # so that adding 4096 is exact
+    logits = (logits * 1024).round() / 1024  # makes adding 4096 exact
     plain = rows.row_logps(logits, targets, LogitTransform(), return_entropy=True)
     moved = rows.row_logps(logits + 4096.0, targets, LogitTransform(), return_entropy=True)
     torch.testing.assert_close(moved[1:], plain[1:], rtol=0, atol=2e-6)
@@ -207,7 +204,7 @@ def test_numerics_large_offsets_and_ranges(rows) -> None:
 
 
 def test_numerics_not_a_number_shows(rows) -> None:
-    """Check that a NaN is visible in every output of its row, and in no other row."""
+    """Check that NaN or +inf gives NaN in the logp, entropy and gradient of its row only."""
     for column, value in itertools.product([0, 700, 2500, 2999], [math.nan, math.inf]):
         logits, targets = make_rows(3, 3000)
         logits[1, column] = value
@@ -222,12 +219,12 @@ def test_numerics_not_a_number_shows(rows) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool) -> None:
-    """Check that rows with coefficients of 0 give gradients of exactly 0.
+    """Check that rows with coefficients of 0 have gradients of exactly 0.
 
     Such rows may contain any numbers and invalid targets.
     """
     logits, targets = make_rows(9, 1000)
-    logits[[1, 8]] = math.nan  # row 8 has a target
+    logits[[1, 8]] = math.nan  # row 8 has a valid target
     logits[3] = math.inf
     logits[5] = -math.inf
     targets[[1, 3, 5]] = torch.tensor([-100, 10**12, -1])
@@ -240,7 +237,7 @@ def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool)
     rows.row_grad_(logits, targets, stats, g, ge, LogitTransform(), out=out)
     assert out.isfinite().all() and (out[[1, 3, 5, 8]] == 0).all()
     assert (out[6] == 0).all() != with_entropy
-    assert logits[1].isnan().all()  # the input is unchanged if `out` is given
+    assert logits[1].isnan().all()  # with `out`, the input is unchanged
 
 
 def test_empty(rows) -> None:
@@ -286,7 +283,7 @@ def call(
 ):
     """Call `row_loss_`, and return its RowLoss and the gradient of the logits.
 
-    The gradient is written to a copy of the logits, or to `out` if it is given.
+    The gradient is written to `out`, or to a copy of the logits if `out` is None.
     """
     logits = x["logits"].clone() if out is None else x["logits"]
     out = logits if out is None else out
@@ -322,9 +319,9 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(rows, loss_type: str) -> None:
-    """Check every loss function with every transform.
+    """Check that every loss function agrees with the oracle, with three logit transforms.
 
-    Also check calls without old_logps, without a reference, and with weights of 0.
+    The calls also leave out old_logps or the reference, and some weights are 0.
     """
     x = make_loss(MANY)
     x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0
@@ -371,7 +368,7 @@ def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int)
 
 @pytest.mark.parametrize("transform_name", ["plain", "per_row", "all"])
 def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
-    """Check that the bits of a row do not depend on anything but the row.
+    """Check that the bits of a row depend only on this row.
 
     The test changes the order of rows, neighbours, chunk size, threads and program order.
     """
@@ -393,16 +390,16 @@ def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
-    """Check that a row without a target may contain NaN anywhere.
+    """Check that a row without a target has outputs of 0, even if its inputs are NaN.
 
-    Its outputs must be 0, and all other rows must keep their bits.
+    All other rows must keep their bits.
     """
     x = make_loss(8)
     config = config_of(loss_type, kl_times_ratio=OBJECTIVES[loss_type].reference)
     clean, d_clean = call(rows, x, config)
     dead, live = torch.tensor([1, 4, 6]), torch.tensor([0, 2, 3, 5, 7])
     bad_ids = torch.tensor([-100, 131, 2**40])
-    # The weights of a row without a target need not be 0.
+    # The weights of a row without a target may be 0 or not, so test both.
     for weights in ((), ("policy_weights", "kl_weights", "grad_entropy")):
         y = {name: value.clone() for name, value in x.items()}
         y["target_ids"][dead] = bad_ids
@@ -414,7 +411,7 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
         for value, expected in ((d, d_clean), (result.losses, clean.losses),
                                 (result.grad_logps, clean.grad_logps)):  # fmt: skip
             assert (value[dead] == 0).all() and torch.equal(value[live], expected[live])
-    # A weight of 0 must hide NaN only in the term that it multiplies.
+    # A weight of 0 must remove a NaN from the term that it multiplies, and from no other term.
     x["policy_weights"][2], x["advantages"][2] = 0.0, math.nan
     x["kl_weights"][3], x["ref_logps"][3] = 0.0, math.nan
     result, d = call(rows, x, config)
@@ -423,9 +420,9 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
 
 
 def test_on_policy_is_exact(rows) -> None:
-    """Check that the ratio is exactly 1 and the slope −A if the policy has not changed.
+    """Check that on policy the ratio is exactly 1, so that loss and slope are exactly −A.
 
-    The old_logps are from `row_logps`, or are not given.
+    The old_logps come from `row_logps`, or are not given.
     """
     x = {**make_loss(), "kl_weights": None, "grad_entropy": None}
     config = LossConfig(loss_type="grpo", epsilon_low=0.0, epsilon_high=0.0)
@@ -438,7 +435,10 @@ def test_on_policy_is_exact(rows) -> None:
 
 
 def test_far_ratios_stay_finite(rows) -> None:
-    """Check that limited ratios (e^20) keep losses and gradients finite for any old_logps."""
+    """Check that losses and gradients are finite for any old_logps.
+
+    The kernels limit ratios to e^20.
+    """
     x = {**make_loss(4), "grad_entropy": None}
     x["old_logps"] = torch.tensor([-1e4, -200.0, -1e30, 1e4])
     for loss_type, sign in itertools.product(("unclipped", "grpo"), (-1.0, 1.0)):
@@ -450,9 +450,9 @@ def test_far_ratios_stay_finite(rows) -> None:
 
 
 def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
-    """Check on which side of the bound 1±ε a token is.
+    """Check that kernels and torch agree which tokens are clipped, that is, exceed the bound 1±ε.
 
-    Kernels and torch may disagree only if the ratio is within two ulps of the bound.
+    They may disagree only if the ratio is within two ulps of the bound.
     """
     config, count = LossConfig("grpo", epsilon_low=0.2, epsilon_high=0.2), 20 * ROWS
     x = {**make_loss(count, 3), "kl_weights": None, "grad_entropy": None}

@@ -1,7 +1,8 @@
-"""Tests of the kernels for token sets, for every engine against fp64.
+"""Tests of the kernels for `support`, the sets of ids of a sampler, against fp64.
 
-They cover sizes around tiles, vectors and runs of rows, the order of sums, factors of 0 with NaN,
-and uninitialised memory. test_triton_interpreter.py runs them again in Triton's interpreter.
+They cover sizes around tiles and vectors, the order of sums, factors of 0 with NaN, and
+uninitialised memory. All backends are tested. test_triton_interpreter.py runs the tests again in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# Sizes of the token sets: one id, less than a tile of 8 ids, exactly a tile, one id more, several
-# tiles, and the full vocabulary of 70 ids.
+# Numbers of ids in the support of each row: one id, less than a tile of 8 ids, exactly a tile, one
+# id more, several tiles, and the full vocabulary of 70 ids.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -49,9 +50,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_rows() -> SupportRows:
-    """Return token sets with ids in random order.
+    """Return the support of each row, with ids in random order.
 
-    The targets are at the start, at the end and in the middle of their sets.
+    The targets are at the start, at the end and in the middle of their rows.
     """
     g = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
@@ -64,7 +65,11 @@ TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
 
 
 def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """Return random tensors: hidden, the index of each set's hidden row, weight and bias."""
+    """Return random inputs of a head.
+
+    Returns:
+        hidden (N, width), the row of `hidden` for each support (R,), weight (V, width), bias (V,).
+    """
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)
 
@@ -72,8 +77,10 @@ def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
 def exact(hidden, index, weight, bias, transform, g, g_entropy=None) -> tuple:
     """Compute the expected results in fp64 from masked logits.
 
-    Return the raw logits, the statistics, the gradient of the raw logits, and the slopes. Raw
-    logits and their gradient have shape (nnz,), with one entry for each id of a set.
+    Returns:
+        The raw logits (nnz,), the statistics, the gradient of the raw logits (nnz,), and the
+        derivative of each logp with respect to its hidden row (R, width). The first and the third
+        have one entry for each id of each support.
     """
     full = hidden[index].double() @ weight.double().T + bias.double()
     at = ROWS.rows, ROWS.ids
@@ -96,14 +103,14 @@ def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slope
         )
 
 
-# The widths are around the sizes of vectors and blocks. For 300 columns, the test limits a Triton
-# program to 128 columns, so that several programs share a row.
+# The widths are around the sizes of vectors and blocks. For the width 300, the test limits a Triton
+# program to 128 columns, so that several programs compute one row.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(support_kernels, width, dtype, name, monkeypatch):
-    """Check that logits, statistics and slopes are exact.
+    """Check that logits, statistics and slopes agree with fp64.
 
-    Sums of 16-bit inputs must be computed in fp32. Computing slopes must not change a bit of the
-    other results.
+    Sums of 16-bit inputs must be computed in fp32. Also computing slopes must not change a bit of
+    the statistics.
     """
     if IS_INTERPRETER and width == 300:
         monkeypatch.setattr("grpo_fast.kernels.gpu.configs.SUPPORT_COLUMNS", 128)
@@ -121,7 +128,7 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 def test_any_strides(support_kernels):
     """Check that the kernels accept a transposed weight, as in tied embeddings, and strided hidden.
 
-    Every second column of a wider tensor serves as hidden.
+    `hidden` is every second column of a wider tensor.
     """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
@@ -135,9 +142,9 @@ def test_any_strides(support_kernels):
 
 
 def test_a_certain_token_keeps_its_digits(support_kernels):
-    """Check that log p near 0 and 1 − p near 0 keep their digits.
+    """Check that log p is accurate near 0, and that slopes are accurate for p near 1.
 
-    A set with one id must have a slope of exactly 0.
+    A support with one id must have logp 0 and a slope of exactly 0.
     """
     hidden, index, weight, bias = tensors_of(20)
     bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
@@ -176,7 +183,7 @@ def test_ragged_rows(kernels, transform, has_entropy):
         found = kernels.row_logps(raw[None], ROWS.places, transform, **options)
     for got, want in zip(found, stats, strict=True):
         assert got is None or (got - want).abs().max() <= 4e-6
-    raw[ROWS.rows == 2] = math.nan  # a row without coefficient gives exact zeros
+    raw[ROWS.rows == 2] = math.nan  # its coefficient is 0, so its gradient is 0
     with only_memory_of(raw, *ROWS, g, g_entropy, transform.temperature, *found):
         own = ROWS.places, found, g, g_entropy, transform
         kernels.row_grad_(raw[None], *own, offsets=ROWS.offsets)
@@ -189,9 +196,9 @@ def test_ragged_rows(kernels, transform, has_entropy):
 
 @pytest.mark.parametrize("width", [20, 1030])
 def test_dh_from_d_logits(support_kernels, width):
-    """Check that a factor of 0 contributes nothing to dH, even if the weight is NaN.
+    """Check that dH is the sum of d·W over each support, with exact zeros where d is 0.
 
-    A NaN factor must be visible.
+    A NaN in W must not count if its factor d is 0. A NaN in d must reach dH.
     """
     weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
@@ -206,9 +213,10 @@ def test_dh_from_d_logits(support_kernels, width):
 
 @pairs(dtype=DTYPES, width=[20, 1030], indexed=[True, False])
 def test_dw(support_kernels, width, dtype, indexed):
-    """Check dW for ids that occur often or never, and for factors of 0 with NaN or inf.
+    """Check that dW is correct for ids that occur often or never.
 
-    With `add`, dW is added to the existing values. The program order must not change a bit.
+    A factor of 0 must hide NaN and inf in `hidden`. With `add`, dW is added to the existing values.
+    The program order must not change a bit.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -237,10 +245,10 @@ def test_dw(support_kernels, width, dtype, indexed):
 
 @pytest.mark.skipif(IS_INTERPRETER, reason="Triton adds a block of rows at once")
 def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
-    """Check that terms are added in the order of the rows.
+    """Check that the terms of dW are added in the order of the rows.
 
-    In fp32, 1 + 1e8 − 1e8 is 0 in this order, but 1 in the opposite order. Torch uses blocks of one
-    row here.
+    In fp32, 1 + 1e8 − 1e8 is 0 in this order, but 1 in the opposite order. For torch, the test
+    limits a block to one row.
     """
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
@@ -251,9 +259,9 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
 
 
 def test_many_rows_may_have_one_id(support_kernels):
-    """Check that the sum is exact if all 700 rows have the same id, more rows than one run adds.
+    """Check that dW is exact if all 700 rows have the same id, which takes several partial sums.
 
-    All terms are 1, and fp32 adds such whole numbers exactly.
+    All terms are 1, and fp32 adds such integers exactly.
     """
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
@@ -287,7 +295,7 @@ def test_where_targets_stand(engine):
     ],
 )
 def test_the_kernels_read_nothing_outside(name, change):
-    """Check that the kernels refuse invalid ids and offsets, even if earlier checks missed them."""
+    """Check that the kernels reject invalid ids and offsets, even if earlier checks missed them."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
     with pytest.raises(RuntimeError, match=f"{name}: expected"):
         route.kernel_module("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))

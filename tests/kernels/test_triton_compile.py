@@ -57,7 +57,7 @@ def check(arch: str, other_triton: str | None = None) -> None:
 
 
 def test_the_entropy_changes_no_sum():
-    """Check that requesting the entropy, which selects the heavy tile, changes no other sum.
+    """Check that requesting the entropy, which needs a heavier tile, changes no other sum.
 
     The light and the heavy tile of a device must add columns and hidden units in the same order.
     """
@@ -78,9 +78,9 @@ def test_compiled_code(arch):
 
 @WHERE_ALL
 def test_the_candidate_loop_compiles():
-    """Check that the candidate loop, which is not shipped, compiles without spills.
+    """Check that a candidate for the loop of `slice_kernel` compiles without register spills.
 
-    Its tile is 128 x 256.
+    The candidate is not shipped. Its tile is 128 x 256.
     """
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""
@@ -120,7 +120,7 @@ print("compiled")
 
 @WHERE_ALL
 def test_live_tiles_compile():
-    """Check that the kernels that may replace those of `grad_filter` compile without spills."""
+    """Check that the candidate kernels for `grad_filter` compile without register spills."""
     assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 
@@ -128,7 +128,7 @@ def test_live_tiles_compile():
 @pytest.mark.skipif(
     OTHER_TRITON is None, reason="GRPO_FAST_TRITON36 does not name a folder with triton 3.6"
 )
-@pytest.mark.parametrize("arch", ["sm_90"])  # `make test-floor` has this triton and compiles all
+@pytest.mark.parametrize("arch", ["sm_90"])  # `make test-floor` compiles for all
 def test_compiled_code_other_triton(arch):
     assert os.path.isdir(OTHER_TRITON)
     check(arch, OTHER_TRITON)

@@ -46,9 +46,9 @@ def test_the_next_call_gets_the_same_memory():
 
 
 def test_what_does_not_fit_is_allocated():
-    """Check that new memory is allocated if the spare memory does not fit.
+    """Check that new memory is allocated if the spare memory cannot be used.
 
-    It does not fit if it is in use, has a different dtype or is too small.
+    It cannot be used if it is in use, has a different dtype or is too small.
     """
     memory.give_back_workspace(take(8, 8))
     one, other = take(8, 8), take(8, 8)
@@ -67,9 +67,9 @@ def test_large_ones_are_not_kept(monkeypatch):
 
 
 def test_none_of_inference_mode_is_kept():
-    """Check that an inference tensor is not kept for reuse.
+    """Check that the workspace does not keep a tensor that was created in inference mode.
 
-    It could not be written outside inference mode.
+    Such a tensor could not be written outside of inference mode.
     """
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
@@ -90,7 +90,7 @@ def test_zeros_are_zeros_that_can_be_written(shape, dtype):
 
 
 def test_memory_of_zeros_is_given_back():
-    """Check that the memory of deleted zeros returns to the system."""
+    """Check that memory that `memory.zeros` allocates returns to the system after use."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

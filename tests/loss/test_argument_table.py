@@ -1,10 +1,10 @@
 """Test every keyword of the public functions in every mode of execution.
 
 Each test checks that the result equals the result of plain eager execution, or that an error is
-raised. The keywords come from the signatures, so that a new keyword without an entry in `VALUES`
-fails. The tests use the real torch.compile. Without fullgraph, an error becomes a graph break, and
-the frames after the break are compiled separately. Such a graph break once lost `support` between a
-guard and the call that it guarded.
+raised. The keywords come from the signatures, so a new keyword without an entry in `VALUES` fails.
+The tests use the real torch.compile. Without fullgraph, an argument that cannot be traced breaks
+the graph, and the rest of the function is compiled separately. Such a graph break once lost
+`support`, because it came between the check of `support` and the call that uses it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TENSORS = {
     "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
     "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
-# VALUES has a value for each keyword, different from the default, so that a lost keyword changes
-# the result.
+# VALUES has one value for each keyword. Each value differs from the default, so that the result
+# changes if a function ignores the keyword.
 VALUES = {
     "softcap": 3.0,
-    "temperature": 0.5 + rand(T, seed=7).abs(),  # one for each row
+    "temperature": 0.5 + rand(T, seed=7).abs(),  # one temperature for each row
     "logit_scale": 1.3,
     "return_entropy": True,
     "entropy_over": "vocabulary",
@@ -74,8 +74,8 @@ IN_CONFIG = {
     "temperature": VALUES["temperature"], "softcap": 3.0, "logit_scale": 1.3, "entropy_coef": 0.1,
     "compute_entropy": True, "top_entropy_quantile": 0.5,
 }  # fmt: skip
-NEUTRAL = ("group", "backend", "validate", "inplace")  # results do not depend on these
-# Some values of VALUES only have an effect together with the keywords listed here.
+NEUTRAL = ("group", "backend", "validate", "inplace")  # these keywords do not change the result
+# A keyword listed here has no effect alone. It is tested together with the keywords in its entry.
 WITH = {"entropy_over": {"support": VALUES["support"], "return_entropy": True}}
 NEEDS = {"num_items_in_batch": {"aggregation": "token_mean_global"}}
 
@@ -126,7 +126,7 @@ class Call:
 
 
 def answer(call, run=None, *, backward=True):
-    """Run a call, and return all its outputs and the gradients of its tensors."""
+    """Run a call, and return all its outputs and, if `backward`, the gradients of its tensors."""
     leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
     outputs = (run or call)(*leaves)
     found = [x.detach() for x in outputs if x is not None]
@@ -152,11 +152,12 @@ def autocast(call, patch):
 
 
 def recorded(call, patch):
-    """Run a call on the CPU with the code path for CUDA graphs.
+    """Run a call on the CPU along the code path for CUDA graphs, and return its outputs.
 
     tests/gpu/test_cuda_graphs.py checks on a GPU that such calls do not sync.
     """
-    # Skip modules of other packages: the lazy modules of transformers raise on any attribute.
+    # Skip modules of other packages, because the lazy modules of transformers raise an error when
+    # an attribute is read.
     ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
     asked = capture.is_capturing
     for module in ours:
@@ -187,14 +188,14 @@ MODES = {
     "reentrant": checkpointed(True),
     "no_grad": without_gradients,
 }
-# Without fullgraph, test only the keywords that may break the graph. The other keywords give the
-# same graph with and without fullgraph.
+# Compiling takes time, so without fullgraph test only the keywords that may break the graph. The
+# other keywords give the same graph with and without fullgraph.
 MAY_BREAK = {"support", "group", "inplace", "hidden_rows", "grad_filter", "temperature", "validate"}
 OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
     {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
 )
-REFUSED = {"entropy_over": "support"}  # the support that WITH adds raises
+REFUSED = {"entropy_over": "support"}  # without gradients, `support` from WITH raises the error
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +206,8 @@ def group(tmp_path_factory):
     distributed.destroy_process_group()
 
 
-# Compiling a call takes a second. Compile keywords that several functions share only for the linear
-# functions. test_compile.py compiles the other functions.
+# Compiling one call takes a second. If several functions have the same keyword, compile it only for
+# the linear functions. test_compile.py compiles the other functions.
 FROM_HIDDEN = {name for x in LEAVES if x.startswith("linear") for name in keywords_of(x)}
 CELLS = [
     (function, name, mode)
@@ -221,7 +222,7 @@ CELLS = [
 @pytest.mark.parametrize(("function", "name", "mode"), CELLS)
 def test_a_cell(function, name, mode, group, monkeypatch):
     call = Call(function, name, group)
-    # Without gradients, grad_filter drops no columns, and its metrics must report 0 dropped
+    # Without gradients, grad_filter drops no columns, and its metrics must then report 0 dropped
     # columns.
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
@@ -248,7 +249,10 @@ def test_inductor_keeps_the_support(fullgraph):
 
 @pytest.mark.parametrize("function", LEAVES)
 def test_each_value_tells(function, group):
-    """Check that each value changes the result, so that other tests would notice a lost keyword."""
+    """Check that each value in VALUES changes the result compared with a call without the keyword.
+
+    Otherwise the other tests would not notice a lost keyword.
+    """
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)
         without.config = LossConfig(**CONFIG, **NEEDS.get(name, {}))

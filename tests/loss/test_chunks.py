@@ -10,11 +10,11 @@ from grpo_fast.loss import logits as logits_sweep
 from tests.loss_cases import BACKENDS, LAYOUTS, LEVELS, check, make_case, options_for
 from tests.pairs import pairs
 
-GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # 7 completions
+GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # mask of 7 completions
 
 
 def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **options):
-    """Return a case in which the rows of every second completion are skipped (advantage 0)."""
+    """Return a case whose odd completions have advantage 0, so that the loss skips their rows."""
     case = make_case(22, mask=mask, **options_for(loss_type, level, **options))
     idle = torch.arange(7) % 2 == 1
     return case.but(advantages=torch.where(idle, 0.0, case.advantages + 0.05))
@@ -25,10 +25,9 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
        mask={"gaps": GAPS, "whole": torch.ones(7, 20, dtype=torch.bool)}.items(),
        backend=BACKENDS)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
-    """Check dH, dW and db over five chunks in which some rows are skipped in the matrix products.
+    """Check that dH, dW and db are correct if some rows of five chunks are skipped.
 
-    The test also runs without skipped rows, because chunks then use slices instead of index
-    tensors.
+    Also test chunks without skipped rows, because their code uses slices instead of index tensors.
     """
     case = many_rows(mask, loss_type, level)
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
@@ -38,10 +37,10 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_given_logits(backend, level, monkeypatch):
-    """Check loss and gradients if the logits are processed in blocks of sixteen rows.
+    """Check that loss and gradients are correct if logits are processed in blocks of sixteen rows.
 
-    Every block has different coefficients and entropy gradients, so a mixed-up block would be
-    noticed.
+    Every block has different coefficients and entropy gradients, so the test would notice if two
+    blocks were confused.
     """
     monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

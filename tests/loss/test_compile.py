@@ -1,4 +1,4 @@
-"""Test torch.compile(fullgraph=True) with a training step, the custom operators, and autocast."""
+"""Test torch.compile(fullgraph=True) on a training step, the custom operators, and autocast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiled(step, backend="aot_eager"):
 
 
 def training_step(case, backend="torch"):
-    """Return a small training step with a layer before the loss, a metric and a loss factor."""
+    """Return a training step: a linear layer, `linear_grpo_loss` times a factor, and a metric."""
 
     def step(x, layer, weight, bias):
         own = {"hidden": torch.tanh(x @ layer), "lm_head_weight": weight, "bias": bias}
@@ -48,9 +48,9 @@ def gradients(step, case):
     return [loss.detach(), metric, logps, *[x.grad for x in leaves]]
 
 
-# test_argument_table.py tests each keyword in a graph.
+# This file compiles complete steps. test_argument_table.py compiles a call for each keyword.
 NEEDS_CPP = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-STEPS = [  # one loss for each kind of ratio
+STEPS = [  # one loss type for each kind of ratio
     *[(loss_type, "aot_eager", "torch", 1e-6) for loss_type in ("grpo", "gspo", "vespo")],
     pytest.param("dapo", "inductor", "auto", 1e-4, marks=NEEDS_CPP),
 ]
@@ -67,7 +67,7 @@ def test_a_step_compiles_in_one_graph(loss_type, compiler, backend, rtol):
 
 @pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS)
 def test_every_public_loss_compiles_in_one_graph(function, layout, backend, monkeypatch):
-    backend = str(backend)  # torch 2.11 traces str and StrEnum, but no other subclass of str
+    backend = str(backend)  # torch 2.11 cannot trace other subclasses of str
     options = options_for("grpo", beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0)
     case = make_case(112, sampling=True, **options)
     expected = run(function, case, layout=layout, backend=backend)
@@ -105,7 +105,7 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 
 
 def test_what_no_schema_carries_is_refused():
-    """Check that an option that a compiled graph would lose raises an error."""
+    """Check that options that a compiled graph cannot represent raise an error."""
     plain = Options([True], grad_filter=0.1)
     assert schema.options_of(schema.graph_fields(plain)) == plain
     for name in ("shard", "inplace", "divergence"):
@@ -118,13 +118,13 @@ def test_what_no_schema_carries_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
-    """Check the operators with torch.library.opcheck, on arguments from public calls."""
+    """Check that the custom operators pass torch.library.opcheck on arguments from public calls."""
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
     real, checked = operators.build_batch, []
 
     def build(loss, tensors, options, config, given):
-        # Restore `build_batch` before opcheck runs, because the operator calls it, too.
+        # The operator that opcheck runs calls `build_batch` again, so restore the original first.
         monkeypatch.setattr(operators, "build_batch", real)
         name = next(name for name, known in operators.LOSSES.items() if known is loss)
         packed = operators._pack_arguments(config, given)
@@ -149,7 +149,7 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 def test_global_precision_settings_do_not_reach_fp32_results():
     """Check that torch.set_float32_matmul_precision does not change the loss.
 
-    The setting is meant for the model. The loss needs fp32 products for ratios near 1.
+    Users set it for the model. The loss needs full fp32 products, because ratios are near 1.
     """
     case = make_case(119, H=64, **options_for("grpo"))
     plain = run("linear", case)

@@ -1,4 +1,4 @@
-"""Test the bitwise guarantees of the contract.
+"""Test the bitwise guarantees of the numerical contract.
 
 On-policy ratios are exactly 1. The results of a row do not depend on other rows (level L0), and dW
 is the same in every run (level L1). Every comparison uses torch.equal, without tolerances.
@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
     """Check that the ratio is exactly 1 if old_logps and ref_logps come from a logps function.
 
-    The logps are computed in a separate pass and with a different packing of the same rows.
+    The logps come from a separate pass, in which the same rows have the reverse order.
     """
     options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
     case = make_case(85, H=33, V=517, dtype=dtype, **options)
@@ -57,7 +57,7 @@ def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backen
         assert m[name] == 0, name
     assert torch.equal(result.logps[case.mask], logps[case.mask])
     alone = run(function, case.but(old=None).with_options(beta=0.0), layout=layout, backend=backend)
-    if kl_estimator != "k1":  # other estimators have slope 0 on policy
+    if kl_estimator != "k1":  # the gradients of the other estimators are 0 on policy
         for name in result.grads:
             assert torch.equal(result.grads[name], alone.grads[name]), name
 
@@ -73,7 +73,7 @@ def token_problem(dtype, N, H, V, seed=0):
 
 
 def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
-    """Return lp, dH, dW and db of the rows in `index`, computed as one batch.
+    """Return logps, dH, dW and db of the rows in `index`, computed as one batch.
 
     num_items_in_batch is always 1000, so that the token weights do not depend on the batch.
     """
@@ -95,8 +95,8 @@ def assert_rows(found, expected, index=slice(None)) -> None:
     assert all(torch.equal(x, y[index]) for x, y in zip(found[:2], expected[:2], strict=True))
 
 
-# The first (H, V) is divisible by the vector width, and the second is not. The third has the hidden
-# size of a real model and an odd vocabulary size.
+# Test pairs (H, V). The first pair is divisible by the vector width, and the second is not. The
+# third has the hidden size of a real model and an odd vocabulary size.
 SIZES = [(64, 512), (33, 1001), (896, 1009)]
 N = 150
 EVERY = torch.arange(N)
@@ -133,7 +133,7 @@ def test_a_row_does_not_see_whether_gradients_are_wanted(H, V, dtype, backend):
 
 @pairs(backend=BACKENDS, dtype=DTYPES, fraction=[0.05, 0.5, 0.95])
 def test_a_row_does_not_see_which_other_rows_are_active(dtype, backend, fraction):
-    """Check that skipping rows with coefficient 0 does not change a bit of dH of the other rows."""
+    """Check that skipping rows with coefficient 0 does not change the bits of dH in other rows."""
     problem = token_problem(dtype, N, 64, 512)
     expected = rows_of(problem, EVERY, backend)[1]
     off = torch.rand(N, generator=torch.Generator().manual_seed(int(100 * fraction))) < fraction
@@ -191,9 +191,10 @@ TOKEN_LEVEL = [x for x, level in LOSS_LEVELS if level == "token"]
 
 @pytest.mark.parametrize("loss_type", sorted({*TOKEN_LEVEL} - {"vespo", "gmpo", "gspo_token"}))
 def test_a_token_of_any_token_level_loss_does_not_see_its_batch(loss_type):
-    """Check that dL/dlogp of a token does not depend on neighbouring tokens.
+    """Check that dL/dlogp of a token has the same bits with and without neighbouring tokens.
 
-    The SIMD loop and the scalar loop for the remaining tokens must therefore give the same bits.
+    A neighbour decides whether the SIMD loop or the scalar loop for the remaining tokens processes
+    a token, so both loops must give the same bits.
     """
     options = options_for(loss_type, "token", "token_mean_global", beta=0.3)
     case = make_case(87, mask=torch.ones(1, 67, dtype=torch.bool), **options).but(num_items=100)

@@ -30,7 +30,7 @@ BAD_IDS = (-100, -1, 10**6, 2**40)
 
 
 def poisoned(case: Case, seed: int = 0) -> Case:
-    """Return the case with NaN, ±inf, huge numbers and invalid ids at every masked token."""
+    """Return a copy of the case with NaN, ±inf, huge numbers or invalid ids at masked tokens."""
     off = ~case.mask
     g = torch.Generator().manual_seed(seed)
 
@@ -96,9 +96,9 @@ def test_masked_poison_is_inert_in_the_store_free_path(backend):
 
 @pairs(loss_type=[x for x, level in LOSS_LEVELS if level == "token"], backend=BACKENDS)
 def test_masked_poison_is_inert_for_every_loss_of_given_logits(backend, loss_type):
-    """Check every loss on given logits whose masked rows are NaN.
+    """Check that logits of NaN in masked rows change neither the loss nor the gradient.
 
-    The kernel reads all rows in one pass, and most slopes of a NaN row are NaN.
+    The kernel reads masked rows, too, and computes NaN for most of their slopes.
     """
     case = make_case(25, **options_for(loss_type))
     bad = case.but(hidden=torch.where(case.mask[..., None], case.hidden, torch.nan))

@@ -17,8 +17,8 @@ from tests.pairs import pairs
 
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.97)]
 BACKENDS = [x.id for x in ENGINES if not x.marks]
-# With fp64 tensors, torch is accurate to the last digits. The other backends compute in fp32, so
-# their tolerance is larger.
+# WAYS has (dtype, backend, tolerance). In fp64, torch is accurate to the last digits. The other
+# entries compute in fp32, so their tolerance is larger.
 WAYS = {"fp64": (torch.float64, "torch", 1e-12),
         **{b: (torch.float32, b, 2e-6) for b in BACKENDS}}  # fmt: skip
 ROWS = 6 if IS_INTERPRETER else 37  # Triton's interpreter runs one program per row
@@ -39,9 +39,18 @@ def final(raw: Tensor, rule: dict) -> Tensor:
 
 
 def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
-    """Return the divergence of each row (N,) by its definition.
+    """Compute the divergence of each row directly from its definition.
 
     Columns in which both distributions have probability 0 are excluded from the sum.
+
+    Args:
+        lp: Log-probabilities of the student, (N, V).
+        lq: Log-probabilities of the teacher, (N, V).
+        kind: Name of the divergence, for example "jsd".
+        beta: Interpolation weight of "jsd".
+
+    Returns:
+        The divergences, (N,).
     """
     here = (lp > -math.inf) | (lq > -math.inf)
     lp, lq = (x.masked_fill(~here, -60.0) for x in (lp, lq))
@@ -58,7 +67,7 @@ def textbook(lp: Tensor, lq: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, seed=0):
-    """Return hidden, weight and bias of the student and of the teacher."""
+    """Return random `hidden`, `weight` and `bias` of the student, then the same of the teacher."""
     g = torch.Generator().manual_seed(seed)
 
     def side(width):
@@ -71,7 +80,7 @@ def sides_of(N=37, H=6, V=53, teacher_H=9, *, dtype=torch.float64, scale=1.0, se
 
 
 def ours(sides, kind, beta=0.5, rules=(PLAIN, PLAIN), **options):
-    """Call `linear_divergence`, and return its loss, its values and the three gradients."""
+    """Call `linear_divergence`, and return its loss, its values and the student's gradients."""
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     teacher = TeacherHead(*sides[3:], **rules[1])
     out = linear_divergence(*leaves[:2], options.pop("teacher", teacher), kind, beta=beta,
@@ -101,7 +110,7 @@ def weights_of(count=37, dtype=torch.float64):
     return weights
 
 
-@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"], way=WAYS)  # chunks of 32 rows; one chunk
+@pairs(kind__beta=KINDS, name=RULES, mib=["0", "256"], way=WAYS)  # chunks of 32 rows, or one chunk
 def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", mib)
     weights = weights_of()
@@ -118,10 +127,10 @@ def test_against_fp64(kind, beta, name, mib, way, monkeypatch):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, K=[1, 4, 53])
 def test_a_teachers_top_k(kind, beta, backend, K):
-    """Check a teacher with K ids against the textbook formula, with and without a tail category.
+    """Check that a teacher with top-k ids gives the divergence of the textbook formula.
 
-    Without the tail category, the K probabilities are renormalised. Unused places of the K have id
-    0.
+    With a tail, one additional category has the remaining probability. Without a tail, the K
+    probabilities are renormalised. In the inputs, unused entries of the K have id 0.
     """
     sides, weights, g = sides_of(), weights_of(), torch.Generator().manual_seed(K)
     y = sides[3] @ sides[4].T + sides[5]
@@ -131,8 +140,8 @@ def test_a_teachers_top_k(kind, beta, backend, K):
     if 1 < K < 53:
         top[3, K // 2 :], ids[3, K // 2 :] = -math.inf, 0
         ids[3][ids[3] == 0] = ids[3, 0].clone()
-        ids[3, 0] = 0  # a used place with the same id
-        ids[5][ids[5] == 0] = ids[5, K // 2].clone()  # no used place
+        ids[3, 0] = 0  # this entry is used and has the id of unused entries
+        ids[5][ids[5] == 0] = ids[5, K // 2].clone()  # here no used entry has id 0
         top[5, K // 2 :], ids[5, K // 2 :] = -math.inf, 0
     for has_tail in (True, False):
         logps = top if has_tail else top.log_softmax(-1)
@@ -172,10 +181,10 @@ def test_a_nan_outside_of_the_k_is_seen(has_tail):
 
 
 def test_leaves_of_near_logits_keep_their_digits():
-    """Check that the divergence of nearly equal distributions keeps its digits in fp32.
+    """Check that divergence functions of one token are accurate in fp32 for nearly equal logits.
 
-    At a logit difference of d = 1e-5 the value is p·d²/2. A difference of fp32 products would lose
-    all digits of this value.
+    At a logit difference of d = 1e-5 the divergence is p·d²/2. If the code computed it as a
+    difference of fp32 products, no correct digit would remain.
     """
     p, d = torch.tensor([0.3, 0.9]), torch.tensor([1e-5, -2e-5])
     q = p.double() * (-d.double()).exp()
@@ -190,9 +199,10 @@ def test_leaves_of_near_logits_keep_their_digits():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="needs the C++ kernels")
 def test_a_near_teacher_has_torchs_digits_on_the_cpu():
-    """Check that the CPU kernels are as accurate as torch for a teacher close to the student.
+    """Check that the CPU kernels agree with torch within 1e-5 if teacher and student nearly agree.
 
-    At |d| = 1e-4, computing log(1 + x) from a rounded 1 + x would have a relative error of 3e-4.
+    At logit differences of 1e-4, computing log(1 + x) from a rounded 1 + x would cause a relative
+    error of 3e-4.
     """
     torch.manual_seed(0)
     z, y, weight = 1e-4 * torch.randn(9, 48), 1e-4 * torch.randn(9, 48), torch.eye(48)
@@ -211,13 +221,13 @@ def test_a_near_teacher_has_torchs_digits_on_the_cpu():
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, gap=[1e-1, 1e-3, 1e-6], doubt=[0.0, 14.0])
 def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
-    """Check values and gradients if one token has all probability except `gap`.
+    """Check that values and gradients are accurate if one token has the probability 1 − `gap`.
 
-    The terms p·log(p/q) and 1 - p must not cancel in fp32. The teacher's logit of this token is
-    `doubt` nats lower.
+    In fp32, the terms p·log(p/q) and 1 − p must not cancel. `doubt` is how many nats lower the
+    teacher's logit of this token is.
     """
     g = torch.Generator().manual_seed(0)
-    V, N = 2049, 4 if IS_INTERPRETER else 16  # several blocks of columns
+    V, N = 2049, 4 if IS_INTERPRETER else 16  # V needs several blocks of columns
     eye = torch.eye(N)
     weight = torch.randn(V, N, generator=g)
     weight[3] = weight[4:].double().logsumexp(0).float() - math.log(gap)
@@ -233,7 +243,7 @@ def test_a_certain_student_keeps_its_digits(kind, beta, backend, gap, doubt):
 
 @pairs(kind__beta=KINDS, backend=BACKENDS, spread=[20.0, 80.0])
 def test_logits_far_apart(kind, beta, backend, spread):
-    """Check values for logits between -80 and 80.
+    """Check that values and gradients are accurate for logits between -80 and 80.
 
     In the first half of the rows, the teacher's logits are close to the student's. In the second
     half they are independent.
@@ -246,7 +256,7 @@ def test_logits_far_apart(kind, beta, backend, spread):
     _, values, grads = ours(sides, kind, beta, weights=torch.ones(16), backend=backend)
     assert (values >= 0).all()
     assert ((values - true).abs() <= 2e-5 * true)[8:].all()
-    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # logits are rounded
+    assert ((values - true).abs() <= 2e-2 * true)[:8].all()  # close logits lose digits
     lost = (grads[0] - expected[0]).abs().sum(-1)
     assert (lost <= 1e-4 * (expected[0].abs().sum(-1) + 0.01)).all()
 
@@ -263,10 +273,10 @@ def test_it_is_zero_at_the_teacher_itself(way, dtype):
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_columns_that_one_side_excludes(kind, beta, backend):
-    """Check vocabulary columns in which the student, the teacher or both have logit -inf.
+    """Check the divergence if some vocabulary columns of student or teacher have the logit -inf.
 
-    A column that is -inf on both sides contributes 0. A column that is -inf on one side gives the
-    result that the docstring of `linear_divergence` describes.
+    A column that is -inf on both sides must contribute 0. If only one side is -inf, the divergence
+    must be infinite or finite, as the docstring of `linear_divergence` says.
     """
     for student, teacher in itertools.product((0.0, -math.inf), repeat=2):
         sides = sides_of(ROWS, dtype=torch.float32)
@@ -301,7 +311,10 @@ def test_nan_is_seen(backend, side):
     "scale", [1.0, 1e-6]
 )  # with 1e-6, fp16 gradients underflow unless they are scaled
 def test_16_bits(dtype, scale):
-    """Check 16-bit inputs. Their products give fp32 logits, so only the gradients are rounded."""
+    """Check that only the gradients of 16-bit inputs are rounded to 16 bits.
+
+    Values and loss must be as accurate as fp32, because the logits are fp32.
+    """
     sides, weights = sides_of(dtype=dtype), torch.linspace(0.1, 2, 37) * scale
     leaves = [x.clone().requires_grad_() for x in sides[:3]]
     out = linear_divergence(*leaves[:2], TeacherHead(*sides[3:]), "jsd", bias=leaves[2],
@@ -322,9 +335,10 @@ def test_a_teacher_of_another_dtype():
 
 
 def test_hidden_rows_padded_rows_and_no_rows():
-    """Check hidden_rows with the padded layout, and an empty micro-batch.
+    """Check that hidden_rows works with the padded layout, and that an empty micro-batch gives 0.
 
-    With hidden_rows, the last row of a prompt predicts tokens of several completions.
+    With hidden_rows, one row of `hidden`, such as the last row of a prompt, predicts several
+    tokens.
     """
     sides = sides_of(N=6)
     rows = torch.tensor([[0, 0, 3], [1, 0, 5]])
@@ -359,7 +373,7 @@ def test_a_mean_by_default_and_only_the_gradients_that_are_wanted():
 
 
 def test_checkpointing_and_no_double_backward():
-    """Check gradients under checkpointing, and that double backward raises an error."""
+    """Check that checkpointing keeps the gradients, and that double backward raises an error."""
     from torch.utils.checkpoint import checkpoint
 
     sides = sides_of(dtype=torch.float32)
@@ -389,9 +403,9 @@ def test_a_graph_of_torch_compile_refuses_it():
 
 @pytest.mark.skipif("cpu" not in BACKENDS, reason="the bound is that of the C++ kernels")
 def test_only_one_chunk_of_logits_lives(monkeypatch):
-    """Check that memory does not exceed 9 bytes per logit of one chunk.
+    """Check that a call with 32 chunks needs at most 9 bytes per logit of one chunk.
 
-    The call has 32 chunks of (32, 32768) logits. The memory of the head and of dW is not counted.
+    Each chunk has (32, 32768) logits. The bound excludes the memory of the LM head and of dW.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -402,7 +416,7 @@ def test_only_one_chunk_of_logits_lives(monkeypatch):
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     steps = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     peak = max(itertools.accumulate(steps)) / 2**20
-    heads = 4  # copies of weight and hidden rows, dW, db
+    heads = 4  # MiB for copies of weight and hidden rows, dW and db
     assert peak < 9 * 32 * (1 << 15) / 2**20 + heads
 
 
@@ -478,12 +492,12 @@ def test_the_losses_refuse_what_they_cannot_see():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_over_a_samplers_sets(way):
-    """Check divergences over the sets of ids of a sampler.
+    """Check that a divergence over a sampler's sets of ids agrees with the textbook formula.
 
-    The sets have sizes from one id to the full vocabulary. An empty set means no restriction, that
-    is, the full vocabulary.
+    The sets have sizes from one id to the full vocabulary. An empty set means that the sampler did
+    not restrict the row, so the divergence uses the full vocabulary.
     """
-    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # rows 0, 5, … have weight 0
+    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # row 0, of size 0, and every fifth row have weight 0
     sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
     support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))
     kept = torch.zeros(37, 53, dtype=torch.bool)

@@ -33,7 +33,7 @@ def teacher_of(case, *, topk=False):
 
 
 def weights_of(case):
-    """Return w_t of aggregation `token_mean_global`, 1/(number of active tokens)."""
+    """Return the token weights of aggregation `token_mean_global`, 1/(number of active tokens)."""
     return case.mask.double() / case.mask.sum()
 
 
@@ -89,9 +89,9 @@ def test_dtypes_and_a_support(dtype):
 
 
 def test_one_pass_and_hidden_rows(monkeypatch):
-    """Check that the logits of student and teacher are computed only once.
+    """Check that a call with a divergence term computes each chunk of logits only once.
 
-    The student uses hidden_rows, and the teacher has one row per target.
+    The result must be the same if the student uses hidden_rows and the teacher does not.
     """
     case = make_case(4, **options_for("dapo"))
     B, L = case.ids.shape

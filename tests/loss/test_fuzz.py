@@ -37,9 +37,9 @@ from tests.loss_cases import (
 SEED = int(os.environ.get("GRPO_FAST_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
 CASES = int(os.environ.get("GRPO_FAST_FUZZ_CASES", 500))
 RUNNABLE = [p.values[0] for p in BACKENDS if not p.marks]
-# This tolerance allows for fp32 arithmetic and for half a unit in the last place per rounding to 16
-# bits. Gradients are rounded when they are stored, and once more if the upstream gradient is not 1.
-# The batches are so small that the relative L2 error of a tensor may be due to a single number.
+# Relative L2 error that is allowed for fp32 arithmetic. Half a unit in the last place is added for
+# each rounding to 16 bits. A gradient is rounded when it is stored, and once more if the upstream
+# gradient is not 1. A single number can dominate the error, because the batches are small.
 ARITHMETIC = 3e-5
 CORRECTIONS = [
     *oracles.WORDS.values(),
@@ -51,7 +51,7 @@ CORRECTIONS = [
      {"kind": "reject", "high": 2.0, "level": "product", "ratio": "current/sampling"}],
 ]  # fmt: skip
 OFF_POLICY = len(oracles.WORDS)
-WORKSPACE_BYTES = linear.workspace_bytes  # saved, because each call patches it
+WORKSPACE_BYTES = linear.workspace_bytes  # keep the original, because each test case patches it
 HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -92,7 +92,7 @@ def calls(draw):
         "bias": draw(st.booleans()),
         "sampling": has_sampling,
         "support": draw(st.booleans()),
-        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # forces one of the two implementations
+        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # forces an implementation
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),
@@ -107,9 +107,9 @@ def calls(draw):
 
 
 def decisions_are_clear(case, expected) -> bool:
-    """Return False if rounding could move a value across a clip or mask bound.
+    """Return False if a value is so close to a clip or mask bound that rounding could cross it.
 
-    The oracle may then choose a different branch, so the case is skipped.
+    The oracle could then choose a different branch than our code, so the test skips the case.
     """
     o = expected.options
     if not case.mask.any():
@@ -145,7 +145,7 @@ def decisions_are_clear(case, expected) -> bool:
             for bound in (x.get("low"), x.get("high")):
                 if r is not None and bound and torch.any((r.log() - math.log(bound)).abs() < 1e-3):
                     return False
-    if expected.entropy_floor is not None:  # the quantile may coincide with a token
+    if expected.entropy_floor is not None:  # a token may be at the threshold
         entropies = torch.cat([c.entropy for c in expected.rows if len(c.entropy)])
         return not torch.any((entropies - expected.entropy_floor).abs() < 1e-4)
     return True
@@ -177,8 +177,8 @@ def test_any_call_is_the_oracle(call, monkeypatch, poisoned_memory):
     if call["totals"]:
         case = case.but(num_items=37, num_completions=11)
     if call["per_token_advantages"] and sum(spans(case.mask)) == len(case.mask):
-        # Use the padded layout here. In the packed layout with T = B, advantages of shape (T,)
-        # would be interpreted as one per completion.
+        # Use the padded layout here. In a packed batch that has as many tokens as completions,
+        # advantages of shape (T,) would be interpreted as one per completion.
         call["layout"] = "padded"
     view = VIEWS.get(call["view"], lambda x: x)
     if call["view"] and case.mask.numel():

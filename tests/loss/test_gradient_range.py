@@ -1,9 +1,9 @@
-"""Test the range of 16-bit gradients, which are computed before the loss scale is known.
+"""Test that 16-bit gradients keep their accuracy at very small and very large scales.
 
 In a step of 131072 tokens each token has a weight of 8e-6, so its d-logits underflow in fp16. A
 loss scale of 2^16 cannot prevent this, because it multiplies the gradients only in the backward
-pass. The reference is fp64 on the same 16-bit inputs, and the tolerance is the error of plain torch
-in the same dtype.
+pass, after our forward pass has computed them. The reference is fp64 on the same 16-bit inputs, and
+the tolerance is the error of plain torch in the same dtype.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def plain(
 ) -> tuple[Tensor, ...]:
     """Return the gradients that plain torch computes in one dtype.
 
-    torch computes the logits, an fp32 or fp64 log_softmax and the backward pass. The loss of the
-    logps is ours.
+    torch computes the logits, the log_softmax in at least fp32, and the backward pass. `grpo_loss`
+    computes the loss of these logps.
     """
     leaves = [x[name].clone().to(dtype).requires_grad_() for name in ("hidden", "weight", "bias")]
     logits = torch.nn.functional.linear(*leaves)
@@ -71,7 +71,7 @@ def tokens(x: dict[str, Tensor], config: grpo_fast.LossConfig) -> dict:
 
 
 def errors(found: Tensor, true: Tensor) -> tuple[float, float]:
-    """Return the relative L2 error of the whole tensor, and the error of its worst row."""
+    """Return the relative L2 errors of the complete tensor and of its worst row."""
     off = (found.double() - true).reshape(len(true), -1).norm(dim=1)
     size = true.reshape(len(true), -1).norm(dim=1)
     worst = (off / size.clamp(min=1e-300))[size > 0].max()
@@ -128,7 +128,10 @@ TEACHERS = ("head", "top-k", "support")
 def divergence_of(
     kind: str, x: dict[str, Tensor], weights: Tensor, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss of `linear_divergence`, and the student's tensors that require grad."""
+    """Return the loss of `linear_divergence`, and the student's tensors that require grad.
+
+    `kind` selects the teacher: a full head, its top-k ids, or a head with a restricted support.
+    """
     leaves = [x[k].clone().to(dtype).requires_grad_() for k in ("hidden", "weight", "bias")]
     g = torch.Generator().manual_seed(10)
     other = (x["weight"].double() + 0.2 * torch.randn(V, H, generator=g)).to(x["weight"].dtype)
@@ -150,7 +153,7 @@ def divergence_of(
 
 @pairs(kind=TEACHERS, factor=[1.0, 1e-7, 1e-33, 3e6], backend=BACKENDS)
 def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
-    """Check fp16 gradients for weights far outside the range of fp16 numbers."""
+    """Check that fp16 gradients are accurate if the token weights are outside the range of fp16."""
     x = problem(torch.float16)
     weights = (0.5 + torch.rand(N, generator=torch.Generator().manual_seed(8))) * factor / ITEMS
     exact, true = divergence_of(kind, x, weights, torch.float64, "torch")
@@ -168,10 +171,10 @@ def test_a_divergence_keeps_its_gradient_in_fp16(kind, factor, backend):
 
 @pairs(kind=("policy", *TEACHERS), backend=BACKENDS)
 def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend):
-    """Check that gradients wait in fp16 for the backward pass, scaled by a power of two.
+    """Check that gradients are stored in fp16 until the backward pass, scaled by a power of two.
 
-    The largest element must be near 2^13, so that small elements keep their digits. Without the
-    scale, gradients would need fp32 and twice the memory.
+    The largest element must be near 2^13, so that small elements do not underflow. Without the
+    scale, gradients would have to be stored in fp32, with twice the memory.
     """
     x = problem(torch.float16)
     weights = torch.full((N,), 1 / ITEMS)
@@ -191,9 +194,10 @@ def test_fp16_gradients_wait_for_the_backward_pass_in_sixteen_bits(kind, backend
 
 @pytest.mark.parametrize("factor", [1.0, 3e-4, 5e4])
 def test_any_scale_and_size(factor):
-    """Check gradients near both ends of the fp16 range.
+    """Check that fp16 gradients are accurate near both ends of the fp16 range.
 
-    The upstream gradient is not a power of two. A second backward must give the same gradients.
+    The upstream gradient is not a power of two, so scaling by it also rounds. A second backward
+    must give the same gradients.
     """
     x, config = problem(torch.float16), CONFIGS["dapo"]
     x["advantages"] = x["advantages"] * factor

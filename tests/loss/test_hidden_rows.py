@@ -13,8 +13,8 @@ from grpo_fast import LossConfig
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
-# The three completions have 3, 2 and 3 tokens and use 7 rows of `hidden`. Row 1 is the last row of
-# their prompt and predicts the first token of each completion.
+# ROWS maps the 8 tokens of three completions, with 3, 2 and 3 tokens, to rows of `hidden`. Row 1 is
+# the last row of the shared prompt and predicts the first token of each completion.
 ROWS = torch.tensor([1, 2, 3, 1, 4, 1, 5, 6])
 CU = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
 V, H = 37, 16
@@ -51,9 +51,9 @@ def loss_of(options, hidden, weight, ids, advantages, tokens, **kw):
     options=LOSSES.items(),
 )
 def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
-    """Check hidden_rows against a call with repeated rows, `hidden[rows]`.
+    """Check that hidden_rows gives the results of a call with the repeated rows `hidden[rows]`.
 
-    The loss must have the same bits, and the gradient must equal the gradient of autograd.
+    Loss, logps and dW must have the same bits. dH must equal the gradient of indexing in autograd.
     """
     hidden, *others = problem(dtype)
     ours, (dh, dw) = loss_of(options, hidden, *others, hidden_rows=ROWS, backend=backend)
@@ -61,8 +61,8 @@ def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
     assert torch.equal(ours.loss, repeated.loss) and torch.equal(ours.logps, repeated.logps)
     assert torch.equal(dw, dw_repeated)
     (dh_repeated,) = torch.autograd.grad(hidden[ROWS], hidden, dh_of_rows)
-    # Compare these rows exactly. Row 1 is used three times: our code sums its gradients in fp32,
-    # and autograd in bf16.
+    # Rows that are used once must have the same bits. Row 1 is used three times, so it needs a
+    # tolerance: our code sums its gradients in fp32, and autograd sums them in bf16.
     once = [0, 2, 3, 4, 5, 6]
     assert torch.equal(dh[once], dh_repeated[once]) and not dh[0].any()
     rtol = 1e-6 if dtype == torch.float32 else 2e-2
@@ -99,9 +99,9 @@ def test_masked_targets_may_name_any_row():
 
 
 def test_padded_targets_and_chunks(monkeypatch):
-    """Check padded targets (B, L) with rows (R, H).
+    """Check that hidden_rows accepts padded targets (B, L) with rows (R, H).
 
-    A chunk border between two uses of the same row must not change a bit.
+    The results must have the same bits if different chunks use the same row.
     """
     hidden, weight, _, advantages, _ = problem()
     big = torch.randint(V, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -120,7 +120,7 @@ def test_padded_targets_and_chunks(monkeypatch):
 
 
 def test_two_threads_sum_in_one_order():
-    """Check that two threads give the same bits as one thread, with 4096 targets over 7 rows."""
+    """Check that dH has the same bits with one and two threads if 4096 targets share 7 rows."""
     g = torch.Generator().manual_seed(2)
     hidden, weight = (
         torch.randn(7, 64, generator=g).requires_grad_(),

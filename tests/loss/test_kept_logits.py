@@ -1,7 +1,7 @@
-"""Test the logits cache of `linear_logps`, which lives until the first backward.
+"""Test the logits cache of `linear_logps`, which is kept until the first backward.
 
-The cache holds as many logits as fit into the workspace. It saves matrix products and must not
-change a bit of the results.
+The cache saves matrix products in the backward pass and must not change a bit of the results. It
+holds as many chunks of logits as fit into the workspace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNKS = {"one chunk": 96, "three chunks": 32}
 
 @pytest.fixture
 def products(monkeypatch):
-    """Record the number of rows of every matrix product hidden·Wᵀ, in the order of the calls."""
+    """Return a list that records the number of rows of every matrix product hidden·Wᵀ, in order."""
     rows, original = [], chunks.matmul_logits
 
     def counted(h, weight, *, out):
@@ -42,15 +42,15 @@ def problem():
     g = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(T, H, generator=g), torch.randn(V, H, generator=g)
     ids, up = torch.randint(V, (T,), generator=g), torch.randn(2, T, generator=g)
-    up[:, 70:90] = 0  # rows without gradient in the last chunk
+    up[:, 70:90] = 0  # these rows of the last chunk get no gradient
     return hidden.requires_grad_(), weight.requires_grad_(), ids, up
 
 
 def run(backend):
-    """Return the gradients of two backward passes through one forward pass."""
+    """Run one forward and two backward passes, and return the gradients of both."""
     hidden, weight, ids, up = problem()
-    # The fused kernels cache exponentials instead of logits. Exponentials give only the gradient of
-    # the logps, so leave out the entropy.
+    # The fused kernels cache exponentials instead of logits. The gradient of the entropy cannot be
+    # computed from exponentials, so leave out the entropy.
     if isinstance(backend, Fused):
         loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
     else:
@@ -67,8 +67,9 @@ def run(backend):
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
     """Check that the first backward recomputes only the chunks that did not fit into the cache.
 
-    The first backward overwrites the cache, so the second one recomputes all chunks. Its dH has the
-    same bits, and its dW differs only by the order in which the chunks are added.
+    The first backward overwrites the cache, so the second one recomputes all chunks. The second dH
+    must have the same bits. The second dW may differ by rounding, because the chunks are added in a
+    different order.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend)
@@ -81,9 +82,9 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_last_chunk_without_gradient(backend, monkeypatch):
-    """Check that a cached chunk is not used for a different chunk.
+    """Check that backward does not use the cached logits of one chunk for a different chunk.
 
-    The loss uses only 64 of the 96 rows, so the last of three chunks has no gradient.
+    The loss uses only 64 of the 96 rows, so the last of three chunks is cached but has no gradient.
     """
 
     def gradients(rows):

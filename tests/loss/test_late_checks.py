@@ -1,7 +1,8 @@
-"""Test errors in GPU tensors, which a later call reports.
+"""Test that invalid values in GPU tensors raise an error in a later call.
 
-Until the error is reported, values must be clamped, and no error may be lost. The tests need no
-GPU. They treat CPU tensors like GPU tensors, and replace CUDA events by a fake class.
+Reading a value on the host would wait for the GPU, so the check is delayed. Until the error is
+raised, kernels must clamp invalid values, and no error may be lost. The tests need no GPU, because
+they treat CPU tensors like GPU tensors and replace CUDA events by a fake class.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
 T, B = 9, 3
 HUGE = 2**62
 BAD_OFFSETS = [
-    [0, 4, 6, 8],  # too few rows
-    [0, 4, 6, 12],  # too many
+    [0, 4, 6, 8],  # the last offset is less than T
+    [0, 4, 6, 12],  # the last offset is greater than T
     [2, 4, 6, 9],  # does not start at 0
-    [0, 6, 4, 9],  # falls
+    [0, 6, 4, 9],  # decreases
     [0, -5, 20, 9],
     [9, 9, 0, 0],
     [5, 2, 1, 0],
     [-HUGE, HUGE, -HUGE, HUGE],
-    [0, 2**63 - 1, -HUGE - 1, 9],  # whose differences wrap around to positive numbers
+    [0, 2**63 - 1, -HUGE - 1, 9],  # differences wrap around to positive numbers
 ]
 
 
 class Event:
-    """Fake CUDA event that reports completion after a given number of queries."""
+    """Fake CUDA event whose `query` returns True after `after` queries."""
 
     def __init__(self, after: int = 0) -> None:
         self.after = after
@@ -75,7 +76,7 @@ def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
-    """Check that invalid offsets do not make a completion's sum read outside of the T tokens."""
+    """Check that sums over completions stay within the T tokens if the offsets are invalid."""
     mask = torch.arange(T) % 2 == 0 if has_mask else None
     inputs = BatchInputs(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
     tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), inputs).tokens
@@ -107,7 +108,7 @@ def test_offsets_of_no_completion_are_refused_at_once():
 
 
 def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
-    """Check that an error is reported only once if its event completes between two queries."""
+    """Check that a delayed error is raised once, by the first query after its CUDA event."""
     check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
     monkeypatch.setattr(values, "_pending", [check])
     values.raise_pending()

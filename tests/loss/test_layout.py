@@ -1,4 +1,8 @@
-"""Test the packing of groups: which tokens a row contains, its budget, and which tokens it sees."""
+"""Test the packing of prompts and completions into rows of limited length.
+
+The tests check which tokens a row contains, how long it is, and which tokens each token may attend
+to.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ sizes = st.lists(
 
 
 def numbered(groups):
-    """Return groups of these sizes in which every token has a different id.
+    """Return groups with the given prompt and completion lengths, and a unique id for each token.
 
     A misplaced token then changes the result.
     """
@@ -46,8 +50,8 @@ def test_every_completion_token_is_found_back_once(groups, shared):
         pack.cu_seqlens.tolist() == [0, *accumulate(map(len, completions))]
         and pack.cu_seqlens.dtype == torch.int32
     )
-    # For each completion token, collect the rows that are visible to the row that predicts it.
-    # Their tokens must be the prompt and the earlier completion tokens.
+    # For each completion token, collect the tokens that are visible to the position that predicts
+    # it. They must be the prompt and the earlier completion tokens.
     seen, position = visible(pack.layout), pack.layout.position_ids[0]
     ids = pack.input_ids[0]
     expected = [p + c[:i] for p, cs in groups for c in cs for i in range(len(c))]
@@ -68,7 +72,7 @@ def test_the_trunk_sees_no_token_too_many(groups, shared):
         == sum(trunk_tokens(p, cs, shared=shared) for p, cs in groups)
     )
     assert pack.layout.cu_seqlens.tolist() == list(pack.layout.starts)
-    # A layout in which no row is shared must have has_tree=False, even if sharing was requested.
+    # A layout without shared prompt rows must have has_tree=False, even if sharing was requested.
     assert pack.layout.has_tree == (shared and any(sum(c > 1 for c in cs) > 1 for _, cs in groups))
     if shared:
         every = pack.input_ids[0].tolist()
@@ -92,32 +96,33 @@ def test_packs_hold_everything_once_within_the_budget(groups, budget, shared):
     for shares in plan:
         alone = len(shares) == 1 and len(shares[0].completions) == 1
         assert sum(map(cost, shares)) <= budget or alone
-    if shared:  # only a group over the budget may be split
+    if shared:  # only a group that is longer than the budget may be split
         for group, (prompt, completions) in enumerate(groups):
             parts = sum(share.group == group for shares in plan for share in shares)
             assert parts == 1 or trunk_tokens(prompt, completions) > budget
 
 
 def test_best_fit_by_hand():
-    # The groups cost 10, 9, 5, 4 and 2 tokens, and the budget is 14. Best fit places the largest
-    # group first, and each following group into the fullest row with room.
+    # The groups cost 10, 9, 5, 4 and 2 tokens, and the budget of a row is 14. Best fit places the
+    # largest group first, and each following group into the fullest row that has room.
     groups = [(1, [10]), (1, [5]), (1, [9]), (1, [4]), (1, [2])]
     plan = plan_packs(groups, 14)
     assert [[share.group for share in shares] for shares in plan] == [[0, 3], [1, 2], [4]]
     # The groups cost 12, 10, 9 and 1 tokens, and the budget is 20. Best fit places the last group
-    # into the fullest row, where first fit would use the first row.
+    # into the second row, which is fuller. First fit would place it into the first row.
     plan = plan_packs([(1, [12]), (1, [10]), (1, [9]), (1, [1])], 20)
     assert [[share.group for share in shares] for shares in plan] == [[0], [1, 2, 3]]
-    # The group has 5 + 3·4 = 17 tokens, more than the budget of 14. Two completions therefore share
-    # one copy of the prompt, and the third completion gets another copy.
+    # The group needs 5 + 3·4 = 17 tokens, because the last token of a completion is not an input.
+    # This exceeds the budget of 14, so two completions share one copy of the prompt, and the third
+    # completion gets a second copy.
     assert plan_packs([(5, [5, 5, 5])], 14) == [[Share(0, (0, 1))], [Share(0, (2,))]]
-    # The remaining completion of the split group shares its row with a different group.
+    # The third completion of the split group shares its row with a different group.
     assert plan_packs([(5, [5, 5, 5]), (2, [2, 2])], 14) == [
         [Share(0, (0, 1))],
         [Share(0, (2,)), Share(1, (0, 1))],
     ]
     # The completion of 9 tokens exceeds the budget, so it gets a separate row. The completion of
-    # one token adds no row to its prompt, so it fits.
+    # one token adds nothing to its prompt, because the last token of a completion is not an input.
     assert plan_packs([(9, [2, 9, 1])], 10) == [[Share(0, (0, 2))], [Share(0, (1,))]]
     # Without sharing, every completion has a copy of the prompt and is placed separately.
     assert plan_packs([(5, [5, 5, 5])], 18, shared=False) == [[Share(0, (0, 1))], [Share(0, (2,))]]
@@ -143,7 +148,10 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
 
 def test_a_layout_by_hand():
     layout = two_levels([3, 2, 1, 2, 4, 2], [2, 1])
-    # rows:   P1 P1 P1 | P2 P2 | c11 | c12 c12 | c21 c21 c21 c21 | s s
+    # Tokens of the row: prompt 1 (P1) and its completions c11 and c12, prompt 2 (P2) and its
+    # completion c21, and a single sequence s:
+    #
+    #     P1 P1 P1 | P2 P2 | c11 | c12 c12 | c21 c21 c21 c21 | s s
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 3, 3, 4, 2, 3, 4, 5, 0, 1]]
     assert layout.parents == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
     assert (layout.total, layout.longest_context, layout.has_tree) == (14, 6, True)
@@ -154,14 +162,14 @@ def test_a_layout_by_hand():
     assert across.spans.queries == (3, 4) and across.spans.keys == (3, 2)
     assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
     assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
-    # With a window of 3, each query sees two more keys, so two prompt rows are copied before the
-    # rows of each completion.
+    # With a window of 3, each query attends to two earlier keys, so the last two prompt rows are
+    # copied before the rows of each completion.
     (gathered,) = layout.window_calls(3)
     rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
     assert gathered.keys.rows.tolist() == rows and gathered is layout.window_calls(3)[0]
     assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
-    # In this tree of three levels, the ancestors at one distance must be adjacent rows. This also
-    # holds for ancestors without queries.
+    # In this tree of three levels, all ancestors at one distance must be adjacent rows, including
+    # ancestors for which there are no queries.
     tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
     calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
     assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
@@ -211,7 +219,10 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """Check that `Copies.sum_copies` is the transpose of gathering rows."""
+    """Check that `Copies.sum_copies` adds the gradients of all copies of a key to its row.
+
+    It must be the transpose of gathering rows, which `index_add_` computes as the reference.
+    """
     layout = pack_groups(numbered(groups)).layout
     (call,) = layout.window_calls(window)
     rows, spans = call.keys.rows, call.spans

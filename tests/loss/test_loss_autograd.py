@@ -1,4 +1,4 @@
-"""Test the loss with autograd: upstream gradients, two backwards, frozen inputs, views."""
+"""Test the loss with autograd: upstream gradients, repeated backward, frozen inputs and views."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
     grads = []
     for inplace in (False, True):
         source = case.logits.clone().requires_grad_()
-        logits = source * 1.0  # not a leaf, like the output of a model
+        logits = source * 1.0  # a non-leaf tensor, like the output of a model
         storage, before = logits.detach(), logits.detach().clone()
         call("logits", case, logits=logits, inplace=inplace, backend=backend).loss.backward()
         grads.append(source.grad)
@@ -88,10 +88,10 @@ def test_inplace_overwrites_the_logits_and_gives_the_same_gradient(loss_type, dt
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inplace_tells_autograd_that_the_logits_are_gone(backend):
-    """Check that a backward that needs the overwritten logits raises an error.
+    """Check that autograd raises an error if it needs the logits that `inplace=True` overwrote.
 
-    tanh computes its gradient from its output. If d-logits silently replaced this output, the
-    gradient would be wrong without an error.
+    tanh computes its gradient from its output, which is the overwritten tensor. Without the error,
+    its gradient would be wrong.
     """
     case = make_case(56, **options_for("grpo"))
     logits = torch.tanh(case.logits.clone().requires_grad_())
@@ -122,7 +122,8 @@ def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
     loud = call(function, case, **with_gradients(function, case), backend=backend)
     assert not quiet.loss.requires_grad and loud.loss.requires_grad
     assert torch.equal(quiet.logps, loud.logps)
-    # The loss may differ in the last bits, because its terms may be added in a different order.
+    # The loss without gradients may add its terms in a different order, so its last bits may
+    # differ.
     torch.testing.assert_close(quiet.loss, loud.loss.detach(), rtol=1e-6, atol=1e-7)
     for name in quiet.metrics.keys() - {"skipped_rows"}:
         assert torch.equal(quiet.metrics[name], loud.metrics[name]), name
@@ -177,7 +178,7 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
 # ----------------------------------------------------------
 # views
 def strided_last(x):
-    """Return the numbers of x as a strided view, every second element of a larger buffer."""
+    """Return a strided copy of x whose elements are every second element of a larger buffer."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]
@@ -223,9 +224,9 @@ def test_views_are_read_as_they_are(view, dtype, function, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expanded_inputs(backend):
-    """Check expanded inputs (stride 0), where many tokens share a hidden row and an old_logp.
+    """Check that expanded inputs give the same loss and gradient as repeated inputs.
 
-    Loss and gradient must equal the results of repeated inputs.
+    Expanded inputs have stride 0, so many tokens share one hidden row and one old_logp.
     """
     case = make_case(64, mask=torch.ones(1, 6, dtype=torch.bool), bias=False,
                      **options_for("grpo", beta=0.1))  # fmt: skip

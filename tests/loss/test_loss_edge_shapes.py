@@ -1,4 +1,4 @@
-"""Test extreme shapes: vocabularies, long and empty batches, −inf columns, 64-bit offsets."""
+"""Test extreme shapes: vocabulary sizes, long and empty batches, −inf columns, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# With 1 or 2 columns the softmax is trivial. 127 and 129 are next to a power of two and not
-# multiples of a vector width. The other sizes belong to real tokenizers (GPT-2, Qwen, Gemma): 50257
-# is odd, and 262144 is the largest size in use.
+# With 1 column the softmax is constant, and 2 is the smallest real vocabulary. 127 and 129 are next
+# to a power of two and not multiples of a vector width. The other sizes belong to real tokenizers
+# (GPT-2, Qwen, Gemma). 50257 is odd, and 262144 is the largest size in use.
 VOCABULARIES = (1, 2, 127, 129, 50257, 151936, 262144)
-# Allowed (relative, absolute) error of one rounding: half a unit in the last place, or half the
-# smallest fp16 number on underflow.
+# Error (relative, absolute) that one rounding may cause. The relative error is half a unit in the
+# last place. The absolute error is half the smallest fp16 number, for underflow.
 ONE_STORE = {
     torch.float32: (0.0, 0.0),
     torch.bfloat16: (2**-8, 0.0),
@@ -42,7 +42,7 @@ ONE_STORE = {
 def test_vocabulary_sizes(V, dtype, backend):
     g = torch.Generator().manual_seed(V)
     # Do not use a much smaller H. MKL would then choose a matrix product whose sums over V are 100
-    # times less accurate, and the tolerance would not hold.
+    # times less accurate, and the tolerance would fail.
     T, H = (3, 64)
     hidden, weight = (
         torch.randn(T, H, generator=g).to(dtype),
@@ -66,8 +66,8 @@ def test_vocabulary_sizes(V, dtype, backend):
         arithmetic = 3e-6 * true.norm(dim=1, keepdim=True)
         half_ulp, smallest = ONE_STORE[dtype]
         error = own.double() - true
-        # Allow a larger error, because CPUs with bf16 instructions multiply bf16 numbers less
-        # accurately.
+        # CPUs with bf16 instructions multiply bf16 numbers less accurately, so allow a larger
+        # error.
         if dtype == torch.bfloat16 and backend == "cpu":
             assert (error.norm(dim=1) <= 3e-3 * true.norm(dim=1)).all()
         else:
@@ -79,8 +79,8 @@ def test_vocabulary_sizes(V, dtype, backend):
 def test_completions_longer_than_a_16_bit_index(L, backend):
     mask = torch.ones(2, L, dtype=torch.bool)
     case = make_case(71, H=2, V=3, mask=mask, **options_for("gspo", "sequence"))
-    # Give all terms of each sum over tokens the same sign, so that the test measures arithmetic
-    # instead of cancellation.
+    # Give all terms of each sum over tokens the same sign. Otherwise the error would measure
+    # cancellation instead of arithmetic.
     case = case.but(
         ids=torch.zeros_like(case.ids), hidden=case.hidden.abs(),
         advantages=torch.tensor([1.3, 0.8]),
@@ -94,7 +94,7 @@ def test_completions_longer_than_a_16_bit_index(L, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_row_offsets_beyond_two_to_the_31(dtype, backend):
-    """Check offsets of more than 2³¹ elements between two rows, which need 64-bit arithmetic.
+    """Check that two rows of logits may be more than 2³¹ elements apart, beyond 32-bit offsets.
 
     The memory between the rows is reserved but never touched.
     """
@@ -123,7 +123,7 @@ def test_row_offsets_beyond_two_to_the_31(dtype, backend):
     assert torch.equal(*grads) and (grads[0] != 0).all()
 
 
-# Empty tensors.
+# Empty batches
 @pairs(backend=BACKENDS, shape=[(0, 5), (3, 0), (0, 0)], loss_type__level=LOSS_LEVELS)
 def test_empty_padded_batches(loss_type, level, shape, backend):
     options = options_for(loss_type, level, entropy_coef=0.1)
@@ -159,10 +159,7 @@ def test_empty_completions_anywhere_count_in_b_and_nowhere_else(loss_type, empty
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_minus_infinity_columns_through_the_bias(dtype, backend):
-    """Check a vocabulary column with bias −inf.
-
-    Its probability, its entropy term and its gradients must be exactly 0.
-    """
+    """Check that a column with bias −inf has gradient 0 and leaves all results finite."""
     case = make_case(74, dtype=dtype, **options_for("grpo", entropy_coef=0.1))
     bias = case.bias.clone()
     forbidden = torch.tensor([0, 5, 22])

@@ -1,6 +1,6 @@
-"""Test corrections, entropy, logit transforms and metrics against the oracle and against counts.
+"""Test corrections, entropy, logit transforms and metrics against the oracle and known values.
 
-The corrections must be applied in their documented order.
+Several corrections must be applied in their documented order.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def test_a_correction_is_refused_without_the_logps_that_it_reads():
 
 
 def test_what_the_corrections_report():
-    """Check the metrics of the corrections for the ratios 0.4, 0.8, 6 and 1.5.
+    """Check that sampling corrections report how many tokens they mask and clip.
 
-    These are the share of masked tokens, the share of clamped ratios, and the effective sample size
-    as a share of the tokens, (Σw)²/(n·Σw²).
+    The metrics are "masked", "clipped" and "effective_sample_size". The ratios of the four tokens
+    are 0.4, 0.8, 6 and 1.5. The effective sample size is a share of the tokens, (Σw)²/(n·Σw²).
     """
     sampling = -torch.tensor([[0.4, 0.8, 6.0, 1.5]]).log()
     zeros, advantages = torch.zeros(1, 4), torch.ones(1)
@@ -123,11 +123,11 @@ def test_what_the_corrections_report():
      ([1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0]), ([-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1])],
 )  # fmt: skip
 def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept, loss_type):
-    """Check which tokens a rejection with `advantages="negative"` keeps.
+    """Check that `advantages="negative"` rejects only tokens with a negative advantage.
 
-    The ratios are 0.1, exactly the bounds 0.5 and 2, and 9. An advantage of 0 is not negative, so
-    its token is kept. The loss "kimi" shows this, because its loss is not 0 where the advantage is
-    0.
+    The ratios 0.1 and 9 are out of bounds, and 0.5 and 2 are exactly the bounds. A token with
+    advantage 0 must be kept. The test includes the loss "kimi", because its gradient is not 0 for
+    such a token.
     """
     zeros, bounds = torch.zeros(1, 4), {"low": 0.5, "high": 2.0}
     sampling = torch.tensor([[-math.log(x) for x in (0.1, 0.5, 2.0, 9.0)]])
@@ -150,9 +150,9 @@ def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept,
 
 @pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
 def test_sampling_correction_without_old_logps_is_a_constant(correction):
-    """Check that without old_logps the correction weight has no gradient.
+    """Check that the correction weight is a constant factor of the loss if old_logps is missing.
 
-    The weight exp(sg(lp) − sampling_logps) must only scale the loss.
+    The weight is then exp(logp − sampling_logp), and its logp must be detached.
     """
     case = make_case(
         32, sampling=True, **options_for("grpo"), corrections=CORRECTIONS[correction]
@@ -174,7 +174,10 @@ def test_off_policy_mask(loss_type, threshold, with_sampling, function):
 
 
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
-    """Check that a NaN in sampling_logps has no effect, as in get_off_policy_mask of TRL 1.16."""
+    """Check that a token whose sampling_logp is NaN counts as a token whose ratio is 1.
+
+    get_off_policy_mask of TRL 1.16 treats NaN in the same way.
+    """
     case = make_case(
         36, sampling=True, **options_for("grpo", corrections=[oracles.off_policy(0.1)])
     )
@@ -198,9 +201,10 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
 
 @pairs(function=FUNCTIONS, layout=LAYOUTS, loss_type=["dapo", "gspo"])
 def test_the_mean_over_prompts(loss_type, layout, function):
-    """Check aggregation "prompt_mean" on three prompts with two completions each.
+    """Check that "prompt_mean" agrees with the oracle, and with a sum over micro-batches.
 
-    One completion is empty, and micro-batches may split a prompt.
+    Three prompts have two completions each, and one completion is empty. Some micro-batches split a
+    prompt.
     """
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
     options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
@@ -292,9 +296,9 @@ def test_one_temperature_per_token(function, layout, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logps_functions_against_the_oracle(backend):
-    """Check values and gradients of the logps functions against the oracle.
+    """Check that values and gradients of the logps functions agree with the oracle.
 
-    The loss uses the entropies alone, or entropies and logps. Some rows have no target.
+    The test loss uses the entropies alone, or entropies and logps. Some rows have no target.
     """
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((9, 8), (31, 8), (31,))]
@@ -341,8 +345,8 @@ def test_metrics_are_masked_means(loss_type, level, layout):
     assert m["active_tokens"] == case.mask.sum().item()
     raw = (expected.logps - case.old.double())[case.mask]
     assert m["approx_kl"] == pytest.approx((raw**2 / 2).mean().item(), rel=1e-5)
-    # Scale the tolerance for "sequence_sum", because a product of ratios is several times as large
-    # as a single ratio.
+    # The ratio of "sequence_sum" is a product over the tokens, and its loss can be several times as
+    # large, so scale the tolerance.
     size = abs(expected.policy_loss.item()) if level == "sequence_sum" else 1.0
     assert m["policy_loss"] == pytest.approx(expected.policy_loss.item(), abs=3e-6 * max(1.0, size))
     if loss_type not in ("kimi", "dro"):
@@ -418,9 +422,9 @@ def test_kl_guard_is_counted():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_metrics_are_those_of_the_call_whatever_becomes_of_its_arguments(is_masked, layout):
-    """Check that metrics do not change if the caller modifies the arguments before reading them.
+    """Check that metrics do not change if the caller modifies the arguments after the call.
 
-    Metrics are computed on first access.
+    Metrics are computed later, on first access, and must use the original values.
     """
     mask = None if is_masked else torch.ones(5, 7, dtype=torch.bool)
     options = options_for("grpo", beta=0.1)
@@ -438,9 +442,9 @@ def test_metrics_are_those_of_the_call_whatever_becomes_of_its_arguments(is_mask
 
 
 def test_skipped_rows_are_counted():
-    """Check the metric "skipped_rows".
+    """Check that the metric "skipped_rows" counts the rows without gradient.
 
-    Rows with zero advantage and no KL are skipped, and their gradient must be exactly 0.
+    A row with advantage 0 and without KL is skipped, and its gradient must be exactly 0.
     """
     case = make_case(47, **options_for("reinforce"))
     advantages = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])

@@ -1,4 +1,4 @@
-"""Test for bugs with infinities and empty inputs that other libraries have shipped.
+"""Test inputs with infinities and empty inputs that caused bugs in other libraries.
 
 test_loss_parity.py covers bugs in slopes and weights.
 """
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16], leading=[64, 127, 128, 1024])
 def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype, backend):
-    """Check a first block of vocabulary columns in which all logits are -inf.
+    """Check that a first block of vocabulary columns with only -inf has a probability of exactly 0.
 
-    In other libraries exp(−inf − (−inf)) gives NaN there. The probabilities must be exactly 0.
+    In other libraries exp(−inf − (−inf)) gives NaN for such a block.
     """
     V, T = leading + 40, 6
     g = torch.Generator().manual_seed(0)
@@ -45,7 +45,10 @@ def test_trap_a_whole_leading_vocabulary_block_of_minus_infinity(leading, dtype,
 
 
 def of_unlikely_targets(case, gap):
-    """Return the case with one column that is never a target but has nearly all probability."""
+    """Return the case with one additional likely column, so that all targets are unlikely.
+
+    The last column is never a target. `gap` is roughly how many nats the targets lose.
+    """
     V, before = len(case.weight), reference_logps(case)[0]
     bias = case.bias.clone()
     bias[V - 1] += gap + 10
@@ -55,9 +58,9 @@ def of_unlikely_targets(case, gap):
 
 @pairs(function=["logps", "logits", "linear"], gap=[25.0, 90.0, 1e4], loss_type__level=LOSS_LEVELS)
 def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, function):
-    """Check that a logp far above old_logp gives finite results.
+    """Check that results are finite if logp is far above or far below old_logp.
 
-    In other libraries the ratio is inf, and clipped rows get NaN gradients from 0·inf.
+    In other libraries the ratio becomes inf, and clipped rows get NaN gradients from 0·inf.
     """
     likely = make_case(25, **options_for(loss_type, level, beta=0.1))
     unlikely = of_unlikely_targets(likely, gap)
@@ -73,7 +76,7 @@ def test_trap_old_logp_far_below_logp_stays_finite(loss_type, level, gap, functi
 
 
 def packed_loss(config, logps, log_ratios, advantages, lengths):
-    """Return the output of `grpo_loss` for packed completions, and the gradient of the logps."""
+    """Call `grpo_loss` on packed completions, and return its output and the gradient of `logps`."""
     logps = torch.tensor(logps, requires_grad=True)
     output = grpo_fast.grpo_loss(
         logps, torch.tensor(advantages), config,
@@ -86,9 +89,10 @@ def packed_loss(config, logps, log_ratios, advantages, lengths):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
 def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
-    """Check that large log ratios that cancel in the mean of a completion are not clamped.
+    """Check that the mean log ratio of a completion uses unclamped log ratios of its tokens.
 
-    The log ratios 40, -39 and -0.1 have a mean of 0.3.
+    The log ratios 40, -39 and -0.1 have the mean 0.3, which needs no clamp. Clamping each token to
+    20 would give a wrong mean.
     """
     level = {"importance_sampling_level": "sequence"} if loss_type == "grpo" else {}
     config = grpo_fast.LossConfig(loss_type=loss_type, epsilon_low=0.5, epsilon_high=0.5, **level)
@@ -99,7 +103,7 @@ def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
 
 
 def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
-    """Check that the ratio of a completion is the product of the ratios of its tokens.
+    """Check that with "sequence_sum" the ratio of a completion is the product over its tokens.
 
     The log ratios (0.1, 0.2, −0.05) and (0.03, −0.5) give completion ratios of e^0.25 and e^−0.47.
     """
@@ -116,9 +120,9 @@ def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
 
 @pytest.mark.parametrize("length", [8, 500])
 def test_the_overflow_guard_of_a_summed_ratio(length):
-    """Check that the ratio of a completion is clamped to e^20 if each token moved by 4 nats.
+    """Check that a completion's ratio is clamped to e^20 if each token's logp rose by 4 nats.
 
-    The gradient must still decrease the logps.
+    The gradient must remain positive, so that the step decreases the logps.
     """
     config = grpo_fast.LossConfig(loss_type="grpo", importance_sampling_level="sequence_sum")
     output, grad = packed_loss(config, [-1.0] * length, [4.0] * length, [-1.0], [length])
@@ -129,9 +133,9 @@ def test_the_overflow_guard_of_a_summed_ratio(length):
 
 @pytest.mark.parametrize("loss_type", ["unclipped", "grpo", "dual_clip"])
 def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
-    """Check that the ratio is exp(min(lr, 20)), and that the clamp does not change the slope.
+    """Check that the ratio is exp(min(log ratio, 20)), and that its gradient is not set to 0.
 
-    For A < 0 the unclipped branch must still decrease lp, with slope −r·A.
+    For a negative advantage A the gradient must still be −r·A, so that the step decreases logp.
     """
     options = options_for(loss_type, "token", "token_mean_local")
     case = make_case(25, **options)
@@ -139,7 +143,7 @@ def test_the_overflow_guard_of_the_ratio_keeps_the_slope(loss_type):
     case = case.but(old=logps - 30.0, advantages=-torch.ones(5))
     grad = run("logps", case).grads["logps"][case.mask]
     if loss_type == "dual_clip":
-        assert (grad == 0).all()  # above c the loss is the constant −A·c
+        assert (grad == 0).all()  # a ratio above c gives the constant loss −A·c
     else:
         torch.testing.assert_close(
             grad, torch.full_like(grad, math.exp(20.0) / case.mask.sum().item()), rtol=1e-5, atol=0

@@ -1,6 +1,6 @@
 """Test that a NaN in an active row or in the head reaches the loss and every gradient.
 
-Comparisons, clips, masks and weights of 0 must not hide the NaN. A user can then find the NaN by
+Comparisons, clips, masks and weights of 0 must not hide the NaN. A user can then find it by
 checking either the loss or any gradient.
 """
 
@@ -32,7 +32,7 @@ WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
 HEADS = ("linear", "logits")
 ON_POLICY = {"old": False, "on-policy": True}.items()
-# Each filter gives some tokens a weight of 0, by a masked ratio, the off-policy mask or the entropy
+# Options that give some tokens a weight of 0: masked ratios, the off-policy mask and the entropy
 # mask. The last entry has no mask.
 FILTERS = {
     **{name: {"corrections": x} for name, x in oracles.WORDS.items()},
@@ -42,10 +42,10 @@ FILTERS = {
 
 
 def spoiled(case: Case, where: str, value: float) -> Case:
-    """Return the case with one NaN or infinity, at `where`.
+    """Return a copy of the case with one NaN or infinity in the tensor named `where`.
 
-    `where` is an active row of `hidden` in the second completion, or a row of W that is not a
-    target.
+    In "hidden" the value is in an active row of the second completion. In "weight" it is in a row
+    that is not a target.
     """
     changed = getattr(case, where).clone()
     if where == "hidden":
@@ -89,16 +89,16 @@ def test_where_a_filter_drops_the_row(loss_type, backend, function, options, adv
     case = make_case(33, sampling=True, **options_for(loss_type, **options))
     values = case.advantages.index_fill(0, torch.tensor(1), advantage)
     bad = spoiled(case.but(advantages=values), "hidden", math.nan)
-    for below in (0, 5):  # ratios to the sampler, some above the bound
+    for below in (0, 5):  # sampling logps with ratios of 1 or above the bound
         assert_seen(bad.but(sampling=bad.sampling - below), function, backend)
 
 
 @pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE,
        value=BAD)  # fmt: skip
 def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
-    """Check the fused kernels with several blocks of columns and several chunks of rows.
+    """Check that the fused kernels propagate NaN with several blocks of columns and chunks of rows.
 
-    The test also uses grad_filter.
+    The test runs with and without grad_filter.
     """
     options = options_for("grpo", beta=0.1)
     mask = torch.ones(5, 8 if IS_INTERPRETER else 30, dtype=torch.bool)

@@ -1,8 +1,8 @@
 """Test the accuracy on a pretrained model, SmolLM2-135M-Instruct.
 
-The tests use its hidden states and its LM head. Random weights have small logits, but a trained
-model has larger logits, and tokens that are nearly certain. `make test-real` installs the model and
-sets GRPO_FAST_REAL_MODEL to its folder. Without this variable the tests are skipped.
+The tests use its hidden states and its LM head. A trained model has larger logits than random
+weights, and some tokens are nearly certain. `make test-real` installs the model and sets
+GRPO_FAST_REAL_MODEL to its folder. Without this variable the tests are skipped.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FOLDER = os.environ.get("GRPO_FAST_REAL_MODEL")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="`make test-real` installs the model")
 
 LOGPS_BAR = 3e-5  # nats; measured 1.6e-5 on an Intel Xeon (family 6, model 167), torch 2.6e-5
-# A probability has a relative error equal to the absolute error of its logp, about 1e-5 in fp32.
-# The gradient cannot be more accurate.
+# The relative error of a probability equals the absolute error of its logp, about 1e-5 in fp32. The
+# gradient is computed from probabilities, so it cannot be more accurate.
 GRADIENT_BAR = {torch.float32: 1e-5, torch.bfloat16: 3e-3}
 
 
 @pytest.fixture(scope="module")
 def real() -> SimpleNamespace:
-    """Return hidden states of a chat and an answer in prose, the LM head and the target ids."""
+    """Return the hidden states of a short chat, the LM head's weight and the target ids."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
@@ -49,7 +49,7 @@ def real() -> SimpleNamespace:
 
 
 def cast(real: SimpleNamespace, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return copies of the hidden states and the weight in this dtype, which require grad."""
+    """Return copies of the hidden states and the weight in `dtype`, which require grad."""
     hidden = real.hidden.to(dtype, copy=True).requires_grad_()
     weight = real.weight.to(dtype, copy=True).requires_grad_()
     return hidden, weight
@@ -82,7 +82,7 @@ def test_gradients_of_a_real_head_against_fp64(real, dtype, backend):
     noise = torch.Generator().manual_seed(9)
     with torch.no_grad():
         logps = grpo_fast.linear_logps(hidden, weight, ids, backend=backend)
-    # Keep the ratios away from the clip bounds, where rounding could change the chosen branch.
+    # Keep the ratios away from the clip bounds, where rounding could choose a different branch.
     old = (logps - 0.11 * torch.randn(rows, generator=noise).clamp(-1, 1)).clamp(max=0)
     advantages = torch.randn(rows, generator=noise)
     out = grpo_fast.linear_grpo_loss(

@@ -36,7 +36,7 @@ NAN, INF = math.nan, math.inf
 def assert_refused(name: str, function, *arguments, **keywords) -> str:
     """Check that a call raises a ValueError with a complete message, and return the message.
 
-    It must name the argument, the expected value and the actual value.
+    The message must name the argument, the expected value and the actual value.
     """
     with pytest.raises(ValueError) as caught:
         function(*arguments, **keywords)
@@ -99,13 +99,13 @@ CONFIG = [
         for x in ("kimi", "dro", "dppo_tv", "dppo_kl", "gspo_token", "gmpo", "vespo")
         for level in ("sequence", "sequence_sum")
     ],
-    # Reject a different level, because GSPO is defined by the mean of log ratios.
+    # GSPO is defined by the mean of the log ratios, so a different level must raise an error.
     ("importance_sampling_level", dict(loss_type="gspo", importance_sampling_level="sequence_sum")),
 ]
 
 
-# Changing an option that the loss type does not read must raise an error. Each entry has the loss
-# types that read the option, and a value that is not the default.
+# Each entry has the loss types that read the option, and a value that is not the default. A loss
+# type that does not read the option must reject this value.
 READ_BY = {
     "delta": ({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"}, 4.0),
     "dual_clip_c": ({"dual_clip"}, 2.0),
@@ -151,7 +151,7 @@ def test_unknown_names_list_the_choices():
 
 
 def test_configs_are_frozen_and_compared():
-    """Check that a config with one temperature per token can be compared and hashed."""
+    """Check that configs are immutable and can be compared and hashed, even with tensor options."""
     one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
     assert one == one.replace() and hash(one) == hash(one.replace())
     assert one != other and one != LossConfig() and one != "a config"
@@ -172,7 +172,7 @@ def bad_values(x, value, where=(0, 0)):
 
 
 def refusals():
-    """Yield tuples (argument, functions, changes)."""
+    """Yield (argument name, functions that must reject it, invalid keyword arguments)."""
     c, every, heads = CASE, FUNCTIONS, ("logits", "linear")
     B, L = c.mask.shape
     active = tuple(c.mask.nonzero()[2].tolist())
@@ -252,7 +252,7 @@ PADDED = [
 def test_padded_arguments(name, function, changes):
     before = call(function, CASE).loss
     assert_refused(name, call, function, CASE, **changes)
-    assert torch.equal(call(function, CASE).loss, before)  # no state remains
+    assert torch.equal(call(function, CASE).loss, before)  # the failed calls leave no state
 
 
 T = sum(spans(CASE.mask))
@@ -278,7 +278,7 @@ def test_per_token_tensors_of_the_other_layout(function):
 
 
 def test_a_logp_of_minus_infinity():
-    """Check that a logp of -inf raises an error, but only at an active token."""
+    """Check that a logp of -inf raises an error at an active token, but not at a masked token."""
     logps = torch.where(CASE.mask, reference_logps(CASE)[0], -INF)
     call("logps", CASE, logps=logps)
     logps[tuple(CASE.mask.nonzero()[1].tolist())] = -INF
@@ -324,10 +324,10 @@ CONSTANTS = (
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_an_argument_that_requires_grad_but_would_get_none(name, function):
-    """Check the error for a missing .detach().
+    """Check that constant arguments that require grad raise an error that suggests .detach().
 
-    With `old_logps=logps`, plain torch would compute a gradient of old_logps, but our code would
-    not.
+    Plain torch would compute a gradient for `old_logps=logps`. Our code would not, so a silent call
+    would return different gradients.
     """
     given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
     value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))
@@ -335,7 +335,7 @@ def test_an_argument_that_requires_grad_but_would_get_none(name, function):
     message = assert_refused(name, call, function, CASE, **{name: value})
     assert f"pass {name}.detach()" in message
     call(function, CASE, **{name: value.detach()})
-    with torch.no_grad():  # no gradient is lost
+    with torch.no_grad():  # no gradient could be lost here
         call(function, CASE, **{name: value})
 
 
@@ -352,7 +352,7 @@ def test_a_temperature_that_requires_grad_but_would_get_none():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "sampling_logps"])
 def test_a_positive_log_probability_of_a_head(name, function):
-    """Check that a positive log-probability raises an error in functions that compute logps.
+    """Check that positive old, ref or sampling logps raise an error, except in `grpo_loss`.
 
     A positive value shows that a loss or a probability was passed by mistake. `grpo_loss` accepts
     positive values, because they may be log-densities.
@@ -400,7 +400,7 @@ def test_ignored_index_is_allowed_where_masked_only():
 # ----------------------------------------------------------
 # logps functions
 def logps_refusals():
-    """Yield tuples (argument, whether the function uses logits, other arguments)."""
+    """Yield (name of the invalid argument, whether the function takes logits, all arguments)."""
     h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
     heads = {False: dict(hidden=h, lm_head_weight=w), True: dict(logits=h @ w.T)}
     bad = torch.ones(4).index_put((torch.tensor([1, 3]),), torch.tensor([-0.5, INF]))

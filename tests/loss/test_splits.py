@@ -22,8 +22,8 @@ from tests.loss_cases import (
 )
 from tests.pairs import pairs
 
-# The lengths of the twelve completions differ, and one completion is empty, so the parts of a split
-# have different numbers of tokens.
+# The lengths of the twelve completions differ, and one completion is empty. The micro-batches
+# therefore have different numbers of tokens.
 LENGTHS = [9, 1, 4, 0, 7, 2, 9, 3, 3, 8, 1, 5]
 CUTS = {1: [0, 12], 2: [0, 3, 12], 4: [0, 1, 2, 9, 12], 8: [0, 1, 2, 3, 4, 6, 7, 11, 12]}
 GLOBAL = tuple(a for a in AGGREGATIONS if a != "token_mean_local")
@@ -52,7 +52,7 @@ def assert_split(case: Case, pieces: int, layout: str, backend: str) -> None:
     for name in ("weight", "bias"):
         assert relative_l2(sum(p.grads[name] for p in parts), whole.grads[name]) <= 1e-6
     d_hidden = torch.cat([p.grads["hidden"] for p in parts])
-    assert torch.equal(d_hidden, whole.grads["hidden"])  # a row does not depend on the split
+    assert torch.equal(d_hidden, whole.grads["hidden"])  # a row ignores the split
 
 
 @pairs(layout=["padded", "packed"], pieces=CUTS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)

@@ -1,8 +1,7 @@
-"""Test `support=`, the sets of ids of a sampler, against the fp64 oracle with masked logits.
+"""Test `support=`, the ids from which a sampler chose, against the fp64 oracle with masked logits.
 
-An LM head has two implementations, by gathered rows of W and by the dense product. Given logits
-have a third one. For an LM head the sizes select the implementation, so the tests force each of
-them.
+An LM head has two implementations: one gathers rows of W, and one computes all logits. Sizes select
+the implementation, so the tests force each of them. A third implementation is for given logits.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FORMS = (*COST, "logits")
 
 
 def take(form: str, monkeypatch) -> str:
-    """Force the implementation `form` for all sizes, and return the function that uses it."""
+    """Force the implementation `form` for all sizes, and return "logits" or "linear" for `run`."""
     for name in ("GATHERED_COST", "GATHERED_COST_GPU"):
         monkeypatch.setattr(head_support, name, COST.get(form, 0))
     return "logits" if form == "logits" else "linear"
@@ -76,10 +75,10 @@ def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
     backend=BACKENDS,
 )
 def test_entropies_over_the_whole_vocabulary(form, loss_type, more, backend, monkeypatch):
-    """Check entropies over the full vocabulary together with a support.
+    """Check that entropies may use the full vocabulary while the policy uses the support.
 
-    The entropy bonus then changes the logits of all ids. The policy term changes only the logits of
-    ids in the sets.
+    With an entropy bonus, the gradient changes the logits of all ids. Without it, the gradient
+    changes only the logits of ids in the support.
     """
     options = options_for(loss_type, **{"entropy_coef": 0.2, "entropy_over": "vocabulary", **more})
     case, function = make_case(38, support=True, **options), take(form, monkeypatch)
@@ -122,9 +121,9 @@ def test_a_temperature_for_each_row(form, backend, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ENGINES)
 def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
-    """Check a batch in which every active row has a set of ids.
+    """Check that masked rows have gradient 0 if every active row has a support smaller than V.
 
-    No dense gradient is then computed, so masked rows must be set to 0 explicitly.
+    No dense gradient is then computed, so the code must write the zeros explicitly.
     """
     case, function = make_case(37, support=True, **options_for("dapo")), take(form, monkeypatch)
     whole = case.kept.all(-1)
@@ -138,7 +137,7 @@ def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
 
 @pairs(form=FORMS, dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.items(), backend=ENGINES)
 def test_sixteen_bits(form, dtype, backend, monkeypatch):
-    """Check that each 16-bit gradient is rounded only once, because its sums are fp32."""
+    """Check that each 16-bit gradient is summed in fp32 and rounded only once."""
     case = make_case(35, support=True, dtype=dtype, H=67, **options_for("dapo"))
     half_ulp = 2**-8 if dtype == torch.bfloat16 else 2**-11
     function, tol = take(form, monkeypatch), 1.01 * half_ulp
@@ -147,14 +146,17 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
 
 # ----------------------------------------------------------
 # log-probabilities
-# Use smaller sizes in Triton's interpreter, which runs one program for each id of dW.
+# Use smaller sizes in Triton's interpreter, because it runs one program for each id of dW.
 V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 
 
 def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
-    """Return hidden (T, H), weight (V, H), bias (V,), targets (T,) and sets of ids (T, V).
+    """Return random inputs of a head, target ids and a mask of the ids in each support.
 
-    Some sets are long and some are short.
+    Some rows have a long support and some a short one. If `some`, other rows have all ids.
+
+    Returns:
+        hidden (T, H), weight (V, H), bias (V,), target ids (T,) and the mask (T, V).
     """
     g = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (torch.randn(*n, generator=g) for n in ((T, H), (V, H), (V,)))
@@ -168,7 +170,11 @@ def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
 
 
 def masked_truth(hidden, weight, bias, ids, kept, **rule):
-    """Compute logps and entropies from masked logits in fp64, and return them with their leaves."""
+    """Compute logps and entropies from masked logits in fp64.
+
+    Returns:
+        The fp64 leaves (hidden, weight, bias), the logps and the entropies.
+    """
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     raw = leaves[0] @ leaves[1].T + leaves[2]
     return leaves, *oracle_inputs.logps_and_entropy(raw, ids, kept=kept, **rule)
@@ -186,8 +192,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # The first backward uses the cache of the forward pass. Test it with and without a gradient of
-    # the entropies.
+    # Test the first backward, which uses the cache of the forward pass, with and without a gradient
+    # of the entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
         torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
@@ -209,9 +215,9 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
 
 @pairs(some={"mixed": True, "sets": False}.items(), form=FORMS, backend=BACKENDS)
 def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
-    """Check logps over the support together with entropies over the full vocabulary.
+    """Check that one call gives logps over the support and entropies over the full vocabulary.
 
-    Both must equal the results of separate calls, in two backward passes.
+    Outputs and gradients must equal the results of two separate calls, in two backward passes.
     """
     function = take(form, monkeypatch)
     *leaves, ids, kept = rows(some=some)
@@ -247,9 +253,9 @@ def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, 
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
-    """Check that a set of all ids, an empty set and no support give the same row.
+    """Check that a support with all ids and an empty support give the result without a support.
 
-    An empty set means no restriction.
+    An empty support means that the sampler did not restrict the row.
     """
     take(form, monkeypatch)
     hidden, weight, bias, ids, _ = rows(3)
@@ -294,7 +300,7 @@ def test_one_hidden_row_may_serve_several_targets(backend, form, some, monkeypat
         assert relative_l2(x, y) < 1e-6
 
 
-# The next tests check properties other than values.
+# The next tests check properties such as independence of other rows, rather than values.
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
@@ -369,9 +375,9 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
 
 
 def test_large_sets_come_in_chunks(monkeypatch):
-    """Check that large sets are processed in chunks that respect the memory limit.
+    """Check that large supports are processed in chunks within the memory limit.
 
-    The test covers the dense product and torch's gathered rows.
+    The results must not change. The test covers the dense product and torch's gathered rows.
     """
     *leaves, ids, kept = rows(8)
     support = support_of(kept, EVERYTHING)
@@ -399,7 +405,10 @@ def call(support, **more):
 
 
 def sets(**changes) -> Support:
-    """Return sets of three ids for each row, including the target. `changes` make them invalid."""
+    """Return a support of three ids for each row, including the target, or an invalid support.
+
+    `changes` replaces fields. Its key "at" replaces single ids.
+    """
     ids = rows()[3]
     three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)
     for place, value in changes.pop("at", {}).items():
@@ -458,7 +467,7 @@ def test_what_a_support_excludes():
 
 
 def test_rows_that_do_not_count_may_hold_anything():
-    """Check that the sets of masked rows and of rows with target -100 have no effect."""
+    """Check that the support of masked rows and of rows with target -100 has no effect."""
     *_, ids, kept = rows()
     hidden, weight, *_ = (x.detach() for x in rows())
     mask = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -472,7 +481,8 @@ def test_rows_that_do_not_count_may_hold_anything():
 def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
     """Check that a 16-bit dW is summed in fp32 and rounded only once.
 
-    The C++ kernels are disabled, so dW starts as zeros in the dtype of the weight.
+    The C++ kernels are disabled, because torch's fallback starts dW as zeros in the dtype of the
+    weight.
     """
     take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""Test `group=`: a vocabulary split over 2 and 4 ranks gives the results of one process.
+"""Test that `group=`, a vocabulary split over 2 or 4 ranks, gives the results of one process.
 
 The process groups of vocabulary_ranks.py run once for all tests. Each rank writes its results to a
 JSON file.
@@ -23,11 +23,11 @@ from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform
 from tests.loss import vocabulary_ranks
 
 SIZES = (2, 4)
-# These are the tolerances of the contract. They bound the relative L2 error of values and
-# gradients, and the absolute error of logps.
+# Tolerances of the numerical contract for the relative L2 error of values and gradients, and
+# (LOGPS) for the absolute error of logps.
 BARS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 3e-3, "fp16": 1e-3}
 BARS["confident"], LOGPS = 1e-5, 1e-5
-TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}  # times the error of one process on this backend
+TIMES = {"fp32": 3.0, "bf16": 1.5, "fp16": 1.5}  # allowed multiple of the error in one process
 CASES = [(size, name) for size in SIZES for name in vocabulary_ranks.CASES]
 Ranks = list[dict[str, dict[str, Any]]]
 
@@ -46,7 +46,7 @@ def run_world(folder: Path, size: int, **environment: str) -> Ranks:
 
 
 class Worlds(dict[int, Ranks]):
-    """Results of the ranks, keyed by the number of ranks.
+    """Mapping from the number of ranks to the results of these ranks.
 
     The ranks run when a test first needs their results.
     """
@@ -70,7 +70,8 @@ def check(ranks: Ranks, name: str) -> None:
         assert name in results, list(results.values())[-1].get("error")
         found = results[name]
         assert "error" not in found, found["error"]
-        # If the error of one process exceeds the contract, use its error as the tolerance.
+        # If even one process with the full head exceeds the contract, use its error as the
+        # tolerance.
         own = {what: TIMES.get(kind, 1) * x for what, x in found.get("own", {}).items()}
         off = found.get("off", {})
         wrong = {n: x for n, x in off.items() if not x <= max(BARS[kind], own.get(n, 0.0))}
@@ -101,9 +102,10 @@ def test_what_one_rank_refuses_all_refuse_in_the_same_words(worlds, size, who):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds, size):
-    """Check the number of collective calls: one per chunk, and one for the gradient of `hidden`.
+    """Check that a call has one collective per chunk, and one for the gradient of `hidden`.
 
-    The 90 rows form three chunks. Two all-gathers of shard sizes and messages come first.
+    The 90 rows form three chunks. Before them, two all-gathers exchange shard sizes and error
+    messages.
     """
     forward = ["all_gather"] * (2 + 3)
     assert worlds[size][0]["collectives"]["same"] == {
@@ -116,7 +118,7 @@ def test_one_collective_for_each_chunk_and_one_for_the_gradient_of_hidden(worlds
 
 
 def test_all_ranks_cut_the_same_chunks(monkeypatch):
-    """Check that the chunk size does not depend on the number of vocabulary rows of a rank.
+    """Check that all ranks use the same chunks, although their shards have different sizes.
 
     Each chunk needs a collective, so ranks with different chunks would deadlock.
     """

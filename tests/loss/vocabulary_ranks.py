@@ -1,4 +1,4 @@
-"""Ranks of gloo process groups that share one head, compared with one process with the full head.
+"""Run gloo process groups that share one head, and compare them with one process.
 
     python -m tests.loss.vocabulary_ranks FOLDER 2 4    # FOLDER/world2.0.json, …, world4.3.json
 
@@ -116,7 +116,7 @@ def rank_of(size: int, rank: int, folder: Path) -> None:
 
 def main(folder: Path, sizes: list[int]) -> None:
     torch.set_num_threads(1)
-    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # the smallest chunks: 32 rows
+    os.environ["GRPO_FAST_WORKSPACE_MIB"] = "0"  # gives the smallest chunks, of 32 rows
     fork = multiprocessing.get_context("fork")
     for size in sizes:
         ranks = [fork.Process(target=rank_of, args=(size, rank, folder)) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Errors of ranks that share a head. All ranks must raise the same error."""
+"""Calls with invalid arguments on ranks that share a head. All ranks must raise the same error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_call(world: World, **changes: Any) -> Any:
 
 
 def wrong_arguments(world: World) -> dict[str, dict[str, Any]]:
-    """Return invalid or differing arguments for one rank, keyed by the start of the message."""
+    """Return arguments that are invalid or differ between ranks, keyed by the expected message."""
     case = make_case(14, **options_for("grpo"))
     head, ids, advantages = world.shard(case), case.ids.clone(), case.advantages.clone()
     ids[0, 0], advantages[0] = 23, NAN
@@ -69,7 +69,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def refusals(world: World, who: str) -> Found:
-    """Return the error of every rank if the first, the last or every rank has a bad argument."""
+    """Return this rank's errors if the first, the last or every rank has a bad argument."""
     one = {"first": 0, "last": world.size - 1}.get(who)
     told = {}
     for name, changes in wrong_arguments(world).items():
@@ -77,7 +77,7 @@ def refusals(world: World, who: str) -> Found:
             continue
         is_here = one is None or world.rank == one
         told[name] = said(lambda c=changes if is_here else {}: plain_call(world, **c))
-        assert torch.isfinite(plain_call(world).loss)  # the next call works
+        assert torch.isfinite(plain_call(world).loss)  # a valid call must still work
     is_here = world.rank == (one or 0)
     with environment("GRPO_FAST_WORKSPACE_MIB", "7" if is_here else "8"):
         told["GRPO_FAST_WORKSPACE_MIB: expected the same"] = said(lambda: plain_call(world))
@@ -88,9 +88,9 @@ def refusals(world: World, who: str) -> Found:
 
 
 def compiled_in_one_graph(world: World) -> str:
-    """Return dynamo's error for a call with fullgraph=True.
+    """Return the error of torch.compile for a call with `group` and fullgraph=True.
 
-    Without fullgraph, the call runs outside of the graph.
+    Also check that without fullgraph the call gives the eager result, outside of the graph.
     """
     case = world.shard(make_case(14, **options_for("grpo")))
 
@@ -108,7 +108,7 @@ def compiled_in_one_graph(world: World) -> str:
 
 
 def wrong_groups(world: World) -> Found:
-    """Return the errors for groups that do not consist of the ranks that share this head."""
+    """Return the errors for a `group` or a DTensor that does not match the ranks of the head."""
     other = distributed.new_group([0])
     weight = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     plane = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("dp", "tp"))

@@ -1,4 +1,4 @@
-"""Compare an LM head that is sharded over ranks with a full head in one process.
+"""Comparisons of an LM head that is sharded over ranks with a full head in one process.
 
 The functions compare values, gradients and bits.
 """
@@ -25,7 +25,7 @@ def every_loss(loss_type: str, level: str, dtype: torch.dtype, **more: Any) -> C
     return make_case(7, dtype=dtype, sampling=True, **options_for(loss_type, level, **extras))
 
 
-# The 90 rows form three chunks. In Triton's interpreter, 36 rows form two chunks, to save time.
+# The 90 rows form three chunks. Triton's interpreter is slow, so it gets 36 rows in two chunks.
 LENGTHS = [16, 9, 0, 11] if IS_INTERPRETER else [40, 17, 0, 33]
 LONG = torch.arange(LENGTHS[0])[None, :] < torch.tensor(LENGTHS)[:, None]
 RULES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Compare both heads if some columns, and all columns of one rank, have the logit -inf."""
+    """Compare sharded and full head if all columns of one rank, and others, have the logit -inf."""
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
     last = world.size - 1
@@ -51,9 +51,9 @@ def columns_at_minus_infinity(world: World) -> Found:
 
 
 def confident(world: World, backend: str) -> Found:
-    """Compare logps and dH for targets with a probability of up to 1 - 1e-6 on any shard.
+    """Compare logps and dH with fp64 if targets have probabilities up to 1 - 1e-6.
 
-    The errors are relative to the size of each logp and of each row of dH.
+    The targets are on all shards. The errors are relative to each logp and to each row of dH.
     """
     case = make_case(9, bias=False, **options_for("reinforce"))
     towards = case.weight[case.ids] / case.weight[case.ids].square().sum(-1, keepdim=True)
@@ -68,14 +68,14 @@ def confident(world: World, backend: str) -> Found:
 
 
 def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
-    """Return a dictionary of the given values and of the gradients of the leaves."""
+    """Run backward, and return the given values and the leaves' gradients in one dictionary."""
     out.backward()
     named = {n.removeprefix("lm_head_"): x for n, x in leaves.items() if x.requires_grad}
     return {n: x.detach() for n, x in values.items()} | {f"d{n}": x.grad for n, x in named.items()}
 
 
 def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
-    """Compare both heads if a row of `hidden` may predict several targets."""
+    """Compare sharded and full head if a row of `hidden` may predict several targets."""
     case = make_case(10, dtype=dtype, mask=LONG, **options_for("grpo", beta=0.1))
     rows = torch.randint(0, 50, case.ids.shape, generator=torch.Generator().manual_seed(1))
 
@@ -90,7 +90,10 @@ def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
 
 
 def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
-    """Call `linear_logps`, and return its outputs and the gradients of a sum of both outputs."""
+    """Call `linear_logps`, and return its outputs and the gradients of a weighted sum of them.
+
+    `wants` names the tensors that require grad: "h" for hidden, "w" for weight, "b" for bias.
+    """
     names = dict(zip("hwb", ("hidden", "lm_head_weight", "bias"), strict=True))
     leaves = loss_cases.leaves_of("linear", case)
     for n in wants:
@@ -113,9 +116,9 @@ def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: 
 
 # ------------------------------------------------------------------------------------- DTensors
 def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
-    """Compare both heads with the shards of a DTensor, in which the last ranks may have no row.
+    """Compare a head whose weight is a sharded DTensor with the full head.
 
-    Gradients must remain sharded.
+    If the vocabulary is small, the last ranks have no row. Gradients must remain sharded DTensors.
     """
     g = torch.Generator().manual_seed(3)
     hidden, weight, bias = (
@@ -141,7 +144,7 @@ def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
 
 
 def divergence(world: World, kind: str, dtype: torch.dtype, backend: str = "auto") -> Found:
-    """Compare `linear_divergence` and a loss with a `DivergenceTerm`.
+    """Compare `linear_divergence` and a loss with a `DivergenceTerm` on sharded and full heads.
 
     The teacher is sharded like the student.
     """
@@ -184,7 +187,7 @@ def nan_is_seen(world: World, where: str, backend: str) -> Found:
 
 
 def masked_slots_are_inert(world: World, backend: str) -> Found:
-    """Check that NaN and invalid ids in masked slots do not change a bit."""
+    """Check that NaN and invalid ids at masked tokens do not change a bit of the results."""
     case = every_loss("grpo", "token", torch.float32)
     hidden = torch.where(case.mask[..., None], case.hidden, NAN)
     bad = case.but(hidden=hidden, ids=torch.where(case.mask, case.ids, -100))
@@ -193,7 +196,10 @@ def masked_slots_are_inert(world: World, backend: str) -> Found:
 
 
 def bits(world: World, backend: str) -> Found:
-    """Check that logps are the same on all ranks and do not depend on other rows of the batch."""
+    """Check that other rows do not change the bits of logps and entropies.
+
+    Return the bits, which must also be the same on all ranks.
+    """
     case = make_case(16, mask=LONG, **options_for("grpo"))
     group = distributed.group.WORLD
     whole = logps_of(world.shard(case), group, wants="", backend=backend)
@@ -207,8 +213,8 @@ def bits(world: World, backend: str) -> Found:
 def collectives(world: World) -> Found:
     """Record the collective calls of the forward and the backward pass.
 
-    The forward has two calls and one per chunk. The backward has one call for dH, and none for dW
-    and db.
+    The forward pass has two collectives and one per chunk. The backward pass has one for dH, and
+    none for dW and db.
     """
     called: list[str] = []
     real = {n: getattr(distributed, n) for n in dir(distributed) if n in COLLECTIVES}

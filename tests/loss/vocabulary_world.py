@@ -1,7 +1,7 @@
-"""One rank of a process group that shares one head, and the comparison of its results.
+"""One rank of a process group that shares one head, and functions that compare its results.
 
-A comparison is a dict. Its key "off" has the error of each value, "told" has the error messages,
-and "same" has the values that must be equal on all ranks.
+A comparison returns a dict. Its key "off" has the error of each value, "told" has error messages,
+and "same" has values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests import loss_cases
 from tests.loss_cases import Case, Result, relative_l2
 
 Found = dict[str, Any]
-# For each number of ranks, SIZES has the number of vocabulary rows of each rank. The 23 rows are
-# split unevenly, and one of four ranks has no row.
+# SIZES has the number of vocabulary rows of each rank, keyed by the number of ranks. The 23 rows
+# are split unevenly, and one of four ranks has no row.
 SIZES = {1: (23,), 2: (16, 7), 4: (9, 0, 10, 4)}
 
 
@@ -27,7 +27,7 @@ class World(NamedTuple):
     mesh: DeviceMesh
 
     def cut(self, x: Tensor | None) -> Tensor | None:
-        """Return the vocabulary rows of x that belong to this rank."""
+        """Return the rows of x that belong to this rank's vocabulary shard."""
         return None if x is None else x.split(SIZES[self.size])[self.rank]
 
     def shard(self, case: Case) -> Case:
@@ -52,9 +52,9 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Found:
 
 
 def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor]]) -> Found:
-    """Compare `compute(case, group)` on this rank's shard with the same function on the full head.
+    """Compare `compute` on this rank's shard with `compute` on the full head.
 
-    Values whose names end in "dweight" or "dbias" are compared in the rows of this rank.
+    Values whose names end in "dweight" or "dbias" are compared only in the rows of this rank.
     """
     shared, one = compute(world.shard(case), distributed.group.WORLD), compute(case, None)
     of_head = ("dweight", "dbias")
@@ -62,16 +62,16 @@ def beside_one(world: World, case: Case, compute: Callable[..., dict[str, Tensor
 
 
 def as_one(world: World, case: Case, **more: Any) -> Found:
-    """Compare values, metrics and gradients with the results of one process."""
+    """Compare values, metrics and gradients of a sharded head with the results of one process."""
     return beside_one(
         world, case, lambda x, group: flat(loss_cases.run("linear", x, group=group, **more))
     )
 
 
 def as_truth(world: World, case: Case, **more: Any) -> Found:
-    """Compare loss, logps and gradients with the fp64 oracle.
+    """Compare loss, logps and gradients of a sharded head with the fp64 oracle.
 
-    The key "own" has the error in a single process.
+    The result also has the key "own", the errors of a single process with the full head.
     """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)

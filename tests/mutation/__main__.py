@@ -1,7 +1,6 @@
 """Mutation tests: plant one bug at a time in a copy of the repository and run the tests.
 
     python -m tests.mutation [options]
-
     --list          print the bugs and check that every pattern fits; run nothing
     --only NAME     use only bugs whose name starts with NAME; may be repeated
     --area FOLDER   use only bugs in a folder, such as csrc/gemm; may be repeated
@@ -10,8 +9,8 @@
     --most N        use at most N generated bugs per file, with a fixed seed (default 40)
 
 The exit status is 0 if the tests catch at least 95% of the bugs, and 1 if they catch fewer. With
-`--library` it is 0 for any share. It is 2 if a pattern does not fit, if a test fails without a bug,
-or if a bug does not compile.
+`--library` it is 0 for any share. It is 2 if a pattern does not occur exactly once, if a test fails
+without a bug, or if a bug does not compile.
 
 The bugs are defined in csrc.py, gpu.py and head.py. `make mutation-python` installs cosmic-ray and
 uses it on objective/, loss/ and attention/.
@@ -42,15 +41,15 @@ from tests.mutation.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
-# Modules whose import takes seconds. A process imports them once and then forks for every run of
-# pytest, so that the forks start quickly.
+# These modules take seconds to import. A process imports them once and then forks for every run of
+# pytest, so that each run starts quickly.
 PRELOADED = "pytest hypothesis torch torch._dynamo numpy pydantic transformers".split()
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
 
 
 class Plant(NamedTuple):
-    """A bug that replaces the text `old` with `new`. `old` must occur exactly once in `file`."""
+    """Bug that replaces the text `old` with `new`. `old` must occur exactly once in `file`."""
 
     file: str
     name: str
@@ -61,7 +60,7 @@ class Plant(NamedTuple):
 
     @property
     def engine(self) -> str:
-        """Name of the engine that the suite tests: "csrc", "triton" or "torch"."""
+        """Name of the backend that the suite tests: "csrc", "triton" or "torch"."""
         first = self.suite.partition("_")[0]
         return first if first in ("csrc", "triton") else "torch"
 
@@ -79,12 +78,12 @@ def test_paths(words: list[str]) -> list[str]:
 
 
 def selection(words: list[str]) -> list[str]:
-    """Return `-k` and its expression, or an empty list if the suite has none."""
+    """Return `-k` and its expression, or an empty list if the suite has no `-k`."""
     return words[words.index("-k") :] if "-k" in words else []
 
 
 def problems(plants: list[Plant]) -> list[str]:
-    """Return the errors in the lists of bugs, with one sentence for each error."""
+    """Return one sentence for each error in the lists of bugs, such as a wrong pattern."""
     found = []
     names = [p.name for p in plants]
     for plant in plants:
@@ -106,7 +105,7 @@ def problems(plants: list[Plant]) -> list[str]:
 
 
 def environment(engine: str, cache: Path) -> dict[str, str]:
-    """Return the environment for the tests of an engine, without the caller's settings."""
+    """Return the environment for the tests of a backend, without the caller's settings."""
     ours = ("GRPO_FAST_", "PYTEST_", "TRITON_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     kept["GRPO_FAST_CACHE"] = str(cache)
@@ -120,7 +119,7 @@ def environment(engine: str, cache: Path) -> dict[str, str]:
 
 
 class Copy:
-    """A copy of the repository in which one bug is planted and tested at a time."""
+    """Copy of the repository in which one bug at a time is planted and tested."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -135,10 +134,10 @@ class Copy:
                 shutil.copy2(source, folder / name)
 
     def write(self, file: str, text: str) -> None:
-        """Write a file with a modification time that no other write has.
+        """Write a file, and give it a modification time that no earlier write has.
 
-        Python compares only size and second to detect an outdated .pyc. Without distinct times, it
-        could use the .pyc of an earlier bug.
+        Python compares only size and time in seconds to detect an outdated .pyc file. Without
+        distinct times, it could use the .pyc file of an earlier bug.
         """
         path = self.folder / file
         path.write_text(text)
@@ -146,17 +145,17 @@ class Copy:
         os.utime(path, (self.writes, self.writes))
 
     def start(self, suite: str) -> int:
-        """Run a suite in a forked process, and return the process id."""
+        """Run a suite in a forked process, and return its process id."""
         child = os.fork()
         if child:
             return child
-        os.setsid()  # so that a timeout also ends the processes that the tests started
+        os.setsid()  # a timeout must also end the tests' processes
         signal.alarm(TIMEOUT_S)
         handle = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        # Use the tests and the package of the copy, not those of the original repository, in this
-        # process and its children.
+        # Import the tests and the package from the copy instead of the original repository, in this
+        # process and in its children.
         os.chdir(self.folder)
         folders = [str(self.folder), str(self.folder / "tests")]
         sys.path[:] = folders + [path for path in sys.path if path not in ("", str(ROOT))]
@@ -172,9 +171,9 @@ class Copy:
         os._exit(status)
 
     def outcome(self, status: int) -> tuple[str, str]:
-        """Return the outcome for an exit status, and the first failed test or the reason.
+        """Return "killed", "SURVIVED" or "ERROR" for an exit status, and the reason.
 
-        The outcome is "killed", "SURVIVED" or "ERROR".
+        "killed" means that the tests detected the bug. The reason is then the first failed test.
         """
         printed = self.log.read_text(encoding="utf-8", errors="replace")
         failed = [line for line in printed.splitlines() if line.startswith("FAILED ")]
@@ -192,7 +191,7 @@ class Copy:
 
 
 def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str, str]]:
-    """Test every bug, or every unchanged suite. Return the tasks with their outcomes."""
+    """Test every bug, or every suite without a bug, and return the tasks with their outcomes."""
     waiting = deque(tasks)
     free = list(copies)
     running = {}
@@ -215,7 +214,7 @@ def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str,
             copy.write(task.file, (ROOT / task.file).read_text())
             name, reason = task.name, f"  ({task.why})" if outcome != "killed" else ""
             if outcome == "ERROR" and task.suite.startswith("python_"):
-                outcome = "killed"  # a bug of the library may break an import, or never end
+                outcome = "killed"  # the bug may break an import, or hang
         else:
             name, reason = f"unchanged: {task}", ""
             outcome = "passed" if outcome == "SURVIVED" else "ERROR"
@@ -228,10 +227,10 @@ def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str,
 
 
 def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
-    """Test the bugs of one engine in this process, and return their outcomes."""
+    """Test the bugs of one backend in this process, and return their outcomes."""
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.freeze()  # pytest collects garbage at its end; frozen objects of torch are skipped
+    gc.freeze()  # makes the garbage collection of pytest skip torch's objects
     copies = [Copy(folder / f"copy-{plants[0].engine}-{job}") for job in range(jobs)]
     unchanged = run(copies, list(dict.fromkeys(plant.suite for plant in plants)))
     if any(outcome != "passed" for _, outcome in unchanged):
@@ -240,10 +239,7 @@ def judge(plants: list[Plant], jobs: int, folder: Path) -> list[str]:
 
 
 def missing(engine: str, variables: dict[str, str]) -> str:
-    """Return the reason why an engine cannot run on this machine.
-
-    Return an empty string if it can run.
-    """
+    """Return the reason why a backend cannot run on this machine, or an empty string."""
     if engine == "triton":
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
     if engine == "torch":
@@ -263,7 +259,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, metavar="N")
     parser.add_argument("--library", action="append", default=[], metavar="FILE")
     parser.add_argument("--most", type=int, default=40, metavar="N")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)  # set for the process of one engine
+    parser.add_argument("--engine", help=argparse.SUPPRESS)  # for the process of one backend
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -286,9 +282,9 @@ def selected(chosen: argparse.Namespace) -> tuple[list[Plant], list[str]]:
 
 
 def judge_by_engine(plants: list[Plant], jobs: int) -> list[str]:
-    """Return the outcomes of all bugs.
+    """Test all bugs with a separate process for each backend, and return their outcomes.
 
-    Triton reads TRITON_INTERPRET when it is imported, so every engine has a separate process.
+    Separate processes are needed, because Triton reads TRITON_INTERPRET when it is imported.
     """
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="grpo_fast_mutation_") as name:
@@ -315,7 +311,7 @@ def main() -> int:
         outcomes = judge(plants, chosen.jobs, chosen.folder)
         (chosen.folder / chosen.engine).write_text(" ".join(outcomes))
         sys.stdout.flush()
-        os._exit(0)  # a regular exit would print the objects that Triton's library leaks
+        os._exit(0)  # skips Triton's report of leaked objects at exit
     plants, wrong = selected(chosen)
     if chosen.list:
         for plant in plants:
@@ -333,8 +329,8 @@ def main() -> int:
           f"{outcomes.count('SURVIVED')} survived, {errors} errors")  # fmt: skip
     if errors:
         return 2
-    # Generated bugs do not decide the exit status. Some change no result (x <= y where x never
-    # equals y), so a person must judge the bugs that survive.
+    # Surviving generated bugs do not change the exit status, because some of them do not change any
+    # result. An example is x <= y instead of x < y if x never equals y. A person must judge them.
     return 0 if chosen.library or share >= REQUIRED_SHARE else 1
 
 

@@ -3,8 +3,8 @@
 cosmic-ray's own runner starts Python and imports torch for every bug, which takes 5 s.
 `tests.mutation` forks a process instead. The bugs are edits of the source text. They therefore also
 reach C++ and Triton, whose loss functions are generated from the source of objective/losses.py.
-mutmut is unsuitable, because it renames each function and calls it through a trampoline, which
-hides this source.
+mutmut is unsuitable, because it moves the code of each function to a function with a different
+name, where the generator does not find it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-# The suite of `suites.SUITES` that tests the bugs in each folder. These suites are quick, and check
-# numbers, gradients and error messages.
+# For each folder, the suite of `suites.SUITES` that tests its bugs. These suites are quick, and
+# check numbers, gradients and error messages.
 SUITES = {
     "grpo_fast/objective": "python_objective",
     "grpo_fast/loss": "python_loss",
@@ -43,9 +43,9 @@ class Behaviour(ast.NodeTransformer):
 
 
 def behaviour(code: str) -> str | None:
-    """Return the syntax tree of the code without annotations, as text.
+    """Return the syntax tree of the code without annotations as text, or None for invalid code.
 
-    Return None if the code does not parse.
+    Two versions of the code with the same tree give the same results.
     """
     try:
         return ast.dump(Behaviour().visit(ast.parse(code)))
@@ -54,10 +54,10 @@ def behaviour(code: str) -> str | None:
 
 
 def is_telling(operator: str) -> bool:
-    """Return True if bugs of a cosmic-ray operator are worth testing.
+    """Return True if the bugs of a cosmic-ray operator are worth testing.
 
-    Bugs of other operators would be caught by every test. For example, x << y raises a TypeError
-    for floats.
+    Every test would detect the bugs of other operators. For example, x << y raises a TypeError for
+    floats.
     """
     if "BinaryOperator" not in operator:
         return True
@@ -65,7 +65,7 @@ def is_telling(operator: str) -> bool:
 
 
 def changed(code: str, most: int) -> list[tuple[str, str]]:
-    """Return pairs (operator, changed code) for at most `most` bugs.
+    """Return pairs (operator, changed code) for at most `most` bugs in the code.
 
     If there are more bugs, they are chosen with a fixed seed.
     """
@@ -92,7 +92,7 @@ def changed(code: str, most: int) -> list[tuple[str, str]]:
 
 
 def plants(root: Path, file: str, most: int) -> list[tuple]:
-    """Return the generated bugs of a file. Each bug is a tuple with the fields of `Plant`."""
+    """Return the generated bugs of a file as tuples with the fields of `Plant`."""
     code = (root / file).read_text()
     suite = next((suite for folder, suite in SUITES.items() if file.startswith(folder)), None)
     if suite is None:

@@ -1,9 +1,9 @@
-"""Tests that must detect each kind of planted bug.
+"""Tests that must detect the planted bugs, as named suites.
 
-They are quick, because they run once for every bug.
+The suites are quick, because they run once for every bug.
 """
 
-# Arguments of pytest, relative to tests/. The first word of a name is the engine: csrc (C++
+# Arguments of pytest, relative to tests/. The first word of a name is the backend: csrc (C++
 # kernels) or triton (Triton's interpreter). All other suites run the torch implementation.
 SUITES = {
     "sweeps": "loss/test_loss_parity.py -k sweeps",
@@ -43,7 +43,7 @@ SUITES = {
     "triton_support": "kernels/test_support_kernels.py -k 'triton and not 1030'",
     "triton_support_public": "loss/test_support.py -k 'triton and (aggregations or one_hidden or logps_entropies or extras or no_row_has)'",
     "triton_scale": "kernels/triton_tools/cases_scale.py",
-    # Suites for the bugs of `--library`.
+    # Suites for bugs that `--library` generates.
     "python_objective": "objective loss/test_loss_parity.py",
     "python_loss": "loss/test_loss_parity.py loss/test_loss_traps.py loss/test_refusals.py loss/test_layout.py loss/test_loss_extras.py loss/test_splits.py loss/test_loss_autograd.py",
     "python_attention": "attention",

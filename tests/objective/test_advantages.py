@@ -34,7 +34,7 @@ def options_of(mode, lengths):
 
 
 def group_by_group(mode, groups):
-    """Compute the advantages of a mode by its definition, one number at a time."""
+    """Compute the advantages of `mode` directly from its definition, one number at a time."""
     rewards = [r for g in groups for r in g]
     centered = [r - statistics.fmean(g) for g in groups for r in g]
     out = []
@@ -58,8 +58,8 @@ def group_by_group(mode, groups):
                 "rloo_normalized": beside / (spread + 1e-6 if spread else 1.0),
                 "reinforce_pp_baseline": shifted / (statistics.pstdev(centered) + 1e-8),
                 "opo": r - by_length,
-                # In "passk" with k = G, the advantage of the best completion is the amount that it
-                # adds to the best reward of the other completions.
+                # In "passk" with k = G, the advantage of the best completion is its reward minus
+                # the best reward of the other completions. All other advantages are 0.
                 "passk": best - max(others) if r == best and g.index(best) == i else 0.0,
             }
             out.append(defined[mode])
@@ -77,9 +77,9 @@ def test_modes(mode):
 
 
 def test_a_constant_baseline():
-    """Check mode "baseline" with a constant.
+    """Check that mode "baseline" subtracts a constant from each reward.
 
-    Equal rewards keep their advantage, a missing reward gets 0, and the grouping has no effect.
+    Equal rewards must not become 0, a missing reward must give 0, and the grouping has no effect.
     """
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.25, float("nan"), 0.0])
     expected = torch.tensor([0.5, 0.5, 0.5, -0.25, 0.0, -0.5])
@@ -91,10 +91,10 @@ def test_a_constant_baseline():
 @pairs(mode=[m for m in MODES if m not in WITHOUT_GROUPS],
        value=[0.0, 1.0, 0.1, 1 / 3, -7.7, 1e-30, 1e30, 16777217.0], G=[2, 3, 7, 8])  # fmt: skip
 def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
-    """Check that a group of equal rewards gets exactly 0 despite rounding.
+    """Check that a group of equal rewards gets advantages of exactly 0 despite rounding.
 
-    For example, the floating-point mean of seven times 0.1 is not 0.1. The other group of the batch
-    has the same rewards, or different rewards, whose advantages must not be 0.
+    For example, the floating-point mean of seven times 0.1 is not 0.1. The second group has equal
+    or different rewards, and the advantages of different rewards must not be 0.
     """
     options = options_of(mode, torch.arange(1, 2 * G + 1))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -106,9 +106,9 @@ def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
-    """Check that a group size of 1 raises an error, because all advantages would be 0.
+    """Check that a group size of 1 raises an error in modes in which all advantages would be 0.
 
-    The configuration must raise the same error before a model is loaded.
+    Loading such a configuration must raise the same error, before a model is loaded.
     """
     from grpo_fast.train.config.recipes import load_recipe
 
@@ -129,7 +129,10 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
 )
 def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
-    """Check that a missing reward is excluded from all means and deviations."""
+    """Check that a missing reward (NaN) is excluded from all means and deviations.
+
+    The other completions must get the advantages of a group without this completion.
+    """
     rewards, lengths = torch.tensor([1.0, math.nan, 0.0, 0.4]), torch.tensor([4, 9, 2, 7])
     keep = ~rewards.isnan()
     own = group_advantages(rewards, mode, group_size=4, **options_of(mode, lengths))
@@ -154,7 +157,7 @@ def test_a_step_without_any_verdict_is_zero_without_a_warning(mode, rewards):
 
 
 ONES = torch.ones(4)
-REFUSED = [  # the message, and the changed argument
+REFUSED = [  # the expected message, and the changed arguments
     ("rewards", {"rewards": torch.ones(2, 2)}),
     ("rewards", {"rewards": [1.0, 2.0]}),
     ("rewards", {"rewards": torch.tensor([1.0, math.inf])}),
@@ -199,12 +202,16 @@ def test_maxrl_and_clipping():
 
 
 def test_gdpo():
-    """Check that "gdpo" normalises each reward in its group, and whitens the weighted sum."""
+    """Check that "gdpo" normalizes each reward in its group, and whitens their weighted sum.
+
+    A missing reward counts as 0 in the sum. If all rewards of a completion are missing, its
+    advantage is 0.
+    """
     each = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 0.2], [5.0, 5.0, 5.0, 0.0, 9.0, math.nan]])
     options = {"group_size": 3, "weights": [2.0, -1.0], "eps": 0.0}
     a = group_advantages(each[0], group_size=3).double()
     b = group_advantages(each[1], group_size=3).double()
-    total = 2 * a - b  # the second reward does not apply to the last completion
+    total = 2 * a - b  # the last completion has no second reward
     found = group_advantages(each, "gdpo", **options)
     torch.testing.assert_close(found.double(), (total - total.mean()) / total.std())
     assert b[5] == 0 != found[5]
@@ -219,7 +226,7 @@ def test_gdpo():
 # ----------------------------------------------------------
 # gae
 def test_gae_skips_gaps():
-    """Check that the output of a tool between two turns does not change the advantages."""
+    """Check that masked tokens between two turns, such as a tool's output, change no advantage."""
     g = torch.Generator().manual_seed(1)
     mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 1], [0] * 8]).bool()
     rewards, values = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
@@ -241,7 +248,7 @@ def test_lambda_by_length():
 
 
 def test_process_advantages_are_the_papers():
-    """Check that rewards are normalised within the group and then summed from each token on.
+    """Check that step rewards are normalized in the group and summed from each token to the end.
 
     The definition is in DeepSeekMath, section 4.1.3.
     """

@@ -18,7 +18,7 @@ from tests.loss_cases import AGGREGATIONS, options_for
 def test_both_sides_have_the_same_losses_kl_estimators_and_normalisers():
     assert set(OBJECTIVES) == set(oracles.ORACLES)
     assert set(KL_ESTIMATORS) == set(oracles.KL_ORACLES)
-    # Skip prompt_mean here, because it needs prompts. A separate test covers it.
+    # Leave out prompt_mean, because it needs prompts. test_the_mean_over_prompts tests it.
     assert set(PACKAGE_AGGREGATIONS) == {*AGGREGATIONS, "prompt_mean"}
 
 
@@ -44,7 +44,8 @@ def test_defaults_of_the_config():
 def single_token(loss_type, lp, lr, A, options):
     """Return the loss of the oracle for completions of one token each.
 
-    A loss function computes one token at a time, so longer completions would not be comparable.
+    A loss function computes one token at a time, so its values are only comparable with completions
+    of one token.
     """
     c = oracles.Completion(lp, lp.detach() - lr, None, None, A, None)
     return oracles.ORACLES[loss_type](c, oracles.resolve(options))
@@ -56,10 +57,11 @@ LEAF_LOSSES = tuple(x for x in oracles.ORACLES if x not in ("gmpo", "gspo_token"
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 @pytest.mark.parametrize("delta", [None, 1.1, 2.0])
 def test_leaf_value_and_slope(loss_type, delta):
-    """Check value and slope of each loss function against the fp64 oracle.
+    """Check that value and slope of each loss function agree with the fp64 oracle.
 
-    A grid of log ratios and advantages reaches every branch. The loss tests cover losses with a
-    pooled ratio. The tolerance is 1e-6, because hyperparameters such as 1.05 are not exact in fp32.
+    A grid of log ratios and advantages reaches every branch. Losses whose ratio depends on all
+    tokens of a completion are tested elsewhere. The tolerance is 1e-6, because hyperparameters such
+    as 1.05 are not exact in fp32.
     """
     if delta is not None and "delta" not in OBJECTIVES[loss_type].params:
         pytest.skip("this loss has no delta")
@@ -81,9 +83,9 @@ def test_leaf_value_and_slope(loss_type, delta):
 
 @pytest.mark.parametrize("loss_type", LEAF_LOSSES)
 def test_a_slope_in_fp32_keeps_its_digits(loss_type):
-    """Check that the slope keeps its fp32 digits if a gate is nearly closed.
+    """Check that the slope of each loss function is as accurate in fp32 as in fp64.
 
-    An example is "sapo" at a ratio of 12.
+    The difficult case is a soft clip whose weight is nearly 0, such as "sapo" at a ratio of 12.
     """
     params = LossConfig(**options_for(loss_type)).params
     lr, A = torch.linspace(-2.503, 2.497, 60), torch.tensor(1.3)
@@ -111,7 +113,8 @@ def test_kl_value_and_slope(kl_estimator):
 def test_k3_is_accurate_where_its_formula_cancels(magnitude, sign):
     """Check that the relative error of k3 in fp32 is at most 1e-6 for |d| from 1e-7 to 1e-2.
 
-    In this range e^d - d - 1 cancels, and a series expansion must not be less accurate.
+    In this range the terms of e^d - d - 1 cancel in fp32. For larger |d| the tolerance is 5e-6. The
+    exact values come from a series in fp64.
     """
     d = torch.tensor([sign * magnitude, sign * magnitude * 1.37], dtype=torch.float32)
     value, slope = KL_ESTIMATORS["k3"](d)
@@ -136,15 +139,15 @@ def test_k3_is_never_negative_and_exactly_zero_on_policy():
 @pytest.mark.parametrize("d", [20.5, 50.0, 88.0, 89.0, 100.0, 1e4])
 def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
     value, slope = KL_ESTIMATORS["k3"](torch.tensor([d]))
-    pull = math.expm1(20.0)  # a higher lp, nearer to the reference, must lower the KL
+    pull = math.expm1(20.0)  # raising lp towards the reference lowers the KL
     assert slope.item() == pytest.approx(-pull, rel=1e-5)
     assert value.item() == pytest.approx(pull - 20.0 + pull * (d - 20.0), rel=1e-5)
 
 
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
-    """Check that the slope at a tie of both branches is −r·A.
+    """Check that the slope is −r·A if the clipped and the unclipped branch are equal.
 
-    The branches are equal if r is exactly on the bound, and if r = 1 (on policy).
+    They are equal on policy, where r = 1. With ε = 0, r = 1 is also exactly the clip bound.
     """
     leaf = OBJECTIVES["grpo"].function
     lr = torch.tensor([0.0, 0.0], dtype=torch.float64)

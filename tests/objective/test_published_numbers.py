@@ -1,7 +1,7 @@
 """Test that our options reproduce numbers from the tests of NeMo-RL, SkyRL, verl and slime.
 
-Each row names the file and the test from which the inputs and expected values come. It also has the
-options of our library that correspond to the options of that project. The tables in
+Each row names the file and the test that contain the inputs and expected values. It also has our
+options that correspond to the options of that project. The tables in
 grpo_fast/integrations/README.md list these options by key. The commits are NVIDIA-NeMo/RL 7ea279a,
 NovaSky-AI/SkyRL a956457, volcengine/verl b178a3c and THUDM/slime 624b824.
 """
@@ -32,16 +32,16 @@ SLIME = "THUDM/slime tests/test_cispo_loss.py"
 class Row(NamedTuple):
     source: str
     test: str
-    compute: str  # name of a function below
+    compute: str  # name of the function below that computes the numbers
     inputs: dict[str, Any]
     expected: list[float]
     tolerance: float = 1e-4
 
 
 def weights(log_ratios, corrections, mask=None):
-    """Return the correction weight of every token, which scales its policy gradient.
+    """Return the correction weight of every active token, which scales its policy gradient.
 
-    The weights are measured with completions of one token with advantage -1 and logp 0.
+    With advantage -1 and logp 0, the gradient of a token's loss equals its weight.
     """
     rows = torch.tensor(log_ratios)
     mask = torch.ones_like(rows) if mask is None else torch.tensor(mask)
@@ -151,15 +151,16 @@ PUBLISHED = [
     Row(NEMO_GRPO, "test_clip_grpo_advantages_respects_config_bounds", "advantages",
         {"rewards": [-10.0, 15.0, 0.0, 5.0], "mode": "rewards", "group_size": 1,
          "clip_low": -2.0, "clip_high": 3.0}, [-2.0, 3.0, 0.0, 3.0]),
-    # The options of NeMo-RL are gae_lambda and gae_gamma. The value 999 in the gap must not be
-    # read.
+    # The options of NeMo-RL are gae_lambda and gae_gamma. The value 999 is at a masked token and
+    # must not be read.
     Row(NEMO_PPO, "test_gae_gamma_lambda_zero", "values",
         {"rewards": [0.0, 0.0, 5.0], "values": [1.0, 2.0, 3.0], "gamma": 1.0, "lam": 0.0},
         [1.0, 1.0, 2.0]),
     Row(NEMO_PPO, "test_gae_carry_forward_interior_gap", "values",
         {"rewards": [0.0, 0.0, 0.0, 0.0, 1.0], "values": [0.1, 0.2, 999.0, 0.4, 0.5],
          "mask": [1, 1, 0, 1, 1], "gamma": 0.99, "lam": 0.95}, [0.7823, 0.7276, 0.5653, 0.5]),
-    # The options of SkyRL are off_policy_correction.tis_ratio_type, token_tis_ratio_clip_high, ….
+    # The options of SkyRL have the prefix off_policy_correction, such as tis_ratio_type and
+    # token_tis_ratio_clip_high.
     Row(SKY_CORRECTION, "test_compute_tis_ratio_token_level", "weights",
         {"log_ratios": [[0.5, -0.5, 1.0]], "corrections": {"high": 2.0}}, [1.6487, 0.6065, 2.0]),
     Row(SKY_CORRECTION, "test_compute_tis_ratio_sequence_level", "weights",
@@ -229,8 +230,8 @@ PUBLISHED = [
     Row(SKY_PPO, "test_compute_reinforce_plus_plus_outcome_advantage_gamma", "values",
         {"rewards": [1.0, 2.0, 3.0], "values": [0.0] * 3, "gamma": 0.5, "lam": 1.0},
         [2.75, 3.5, 3.0]),
-    # The option of SkyRL is loss_reduction. SkyRL's tests aggregate advantages. A REINFORCE loss
-    # with logps of -1 gives the same numbers.
+    # The option of SkyRL is loss_reduction. SkyRL's tests average advantages. A REINFORCE loss with
+    # logps of -1 gives the same numbers.
     Row(SKY_PPO, "TestApplyLossReductionToAdvantagesMinibatch.test_prompt_mean", "loss",
         {"lp": [[-1.0, -1.0]] * 4, "advantages": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]],
          "mask": [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]], "items": None,
@@ -246,16 +247,16 @@ PUBLISHED = [
          "mask": [[1.0, 1.0], [1.0, 0.0]], "aggregation": "fixed_length",
          "max_completion_length": 10, **MEANS}, [0.7]),
     # The options of verl are rollout_is: token, rollout_is_threshold: 2 and rollout_rs: token_k1 of
-    # "0.5_2.0". In verl the bounds apply to the ratio of the sampler's probability to the
-    # trainer's.
+    # "0.5_2.0". In verl these bounds apply to the inverse ratio, the sampler's probability divided
+    # by the trainer's.
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": {"high": 2.0}},
         [0.368] * 5 + [1.649] * 5, 1e-3),
     Row(VERL, "test_mask_mode", "weights",
         {"log_ratios": [[-1.0] * 5, [0.5] * 5], "corrections": reject("token", 1 / 2, 1 / 0.5)},
         [0.0] * 5 + [1.0] * 5),
-    # The options of slime are eps_clip and eps_clip_high of "cispo". The losses are
-    # -clamped·A·logp.
+    # The options of slime are eps_clip and eps_clip_high of "cispo". The loss of a token is
+    # -(clamped ratio)·A·logp.
     *[
         Row(SLIME, "test_compute_cispo_loss_matches_closed_form_surrogate", "loss",
             {"lp": [[lp]], "old": [[lp - math.log(ratio)]], "advantages": [[a]],
@@ -280,11 +281,11 @@ def test_there_are_forty_of_them():
 
 
 def test_slopes_of_a_clamped_kl():
-    """Check the slopes of a clamped KL against a test of NeMo-RL.
+    """Check that the slope of a KL is 0 where a clamp is active, as in a test of NeMo-RL.
 
     The test is test_calculate_kl_detaches_importance_sampling_when_input_clamped. The gradient
-    through the ratio is not compared, because our code keeps it. For tokens far from the reference,
-    the expected numbers are our values (see objective/README.md).
+    through the ratio is not compared, because NeMo-RL detaches it and our code does not. The last
+    expected numbers are our values for tokens far from the reference (see objective/README.md).
     """
     clamped = kl_slope([-3.0, -1.0], [0.0, 0.0], kl_input_clamp=2.0)
     assert clamped.tolist() == pytest.approx([0.0, 1.0 - math.e], rel=1e-6)

@@ -16,7 +16,11 @@ EPSILON, DELTA = 0.2, 0.7
 
 
 def by_hand(kind, v, old, target):
-    """Return the loss, its derivative d/dv, and whether the clipped term is the maximum."""
+    """Compute a value loss from its definition, one number at a time.
+
+    Returns:
+        The loss, its derivative with respect to v, and whether the clipped term is the larger one.
+    """
     error = v - target
     if kind == "huber":
         near = abs(error) <= DELTA
@@ -31,7 +35,7 @@ def by_hand(kind, v, old, target):
 
 @pytest.mark.parametrize("kind", VALUE_LOSSES)
 def test_every_loss_and_its_gradient(kind):
-    # The values are inside the clip range, above it and below it, and the target is on either side.
+    # The values are inside, above and below the clip range, and on both sides of the target.
     cases = [(v, old, target) for v in (-1.5, -0.1, 0.05, 0.9, 2.0)
              for old in (-0.3, 0.0, 0.5) for target in (-1.0, 0.0, 0.2, 3.0)]  # fmt: skip
     values, old, returns = torch.tensor(cases, dtype=torch.float64).unbind(1)
@@ -47,11 +51,11 @@ def test_every_loss_and_its_gradient(kind):
 
 def test_explained_variance():
     returns = torch.tensor([1.0, 2.0, 4.0, 5.0])
-    # Adding a constant does not change the variance of the errors, so the result is still 1.
+    # Explained variance ignores a constant error, so the result is still 1.
     assert explained_variance(returns - 7.0, returns) == 1
     assert explained_variance(torch.full((4,), 3.0), returns) == 0
     assert explained_variance(torch.tensor([1.0, 2.0, 4.0, 3.0]), returns).item() == pytest.approx(
-        1 - (3 * 0.25 + 2.25) / 10  # the errors 0, 0, 0, 2 around their mean; Σ(R − 3)² = 10
+        1 - (3 * 0.25 + 2.25) / 10  # the errors are 0, 0, 0, 2, and Σ(R − 3)² = 10
     )
     assert explained_variance(returns, torch.ones(4)).isnan()
     with warnings.catch_warnings(action="error"):
@@ -60,10 +64,10 @@ def test_explained_variance():
 
 
 def test_gae_against_its_recursion():
-    """Check `gae` against the recursion A_t = δ_t + γλ·A_{t+1}, with δ_t = r_t + γ·V_{t+1} − V_t.
+    """Check that `gae` follows the recursion A_t = δ_t + γλ·A_{t+1}.
 
-    The position of the padding must not matter. V after the last token is `following` for a
-    truncated completion, and 0 for a completion that ended.
+    In it, δ_t = r_t + γ·V_{t+1} − V_t. The value V after the last token is `following` for a
+    truncated completion, and 0 for a completion that ended. Padding must not change the result.
     """
     g = torch.Generator().manual_seed(1)
     rewards, values = torch.randn(4, 9, generator=g), torch.randn(4, 9, generator=g)

@@ -33,8 +33,8 @@ def worst_row(actual, expected):
 # ---- single kernels
 
 
-# One width is smaller than a block and one is larger. One number of rows leaves padding rows in the
-# last block, and one leaves none.
+# One width is smaller than a block and one is larger. 32 rows fill all blocks, and 3 rows leave
+# padding rows in the last block.
 @pytest.mark.parametrize(("rows", "width"), [(32, 5), (3, 1030)])
 def test_dh_rows(rows, width):
     product, weight = numbers(32, width), numbers(50, width, seed=1).bfloat16()
@@ -48,7 +48,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # A weight in transposed memory layout, as in tied embeddings, must give the same bits.
+    # Tied embeddings store the weight transposed in memory. This must give the same bits.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )
@@ -76,7 +76,10 @@ def test_times_pads_with_zeros():
 
 
 def targets_case(rows=90, width=300, vocab=1500):
-    """Return a case in which token 7 is likely in all rows and the target of a third of them."""
+    """Return inputs for `add_targets_` and the exact result.
+
+    Token 7 is likely in all rows, and it is the target of a third of the rows.
+    """
     generator = torch.Generator().manual_seed(5)
     hidden = (numbers(rows, width) + 2 * numbers(width, seed=1)).bfloat16()
     ids = torch.randint(vocab, (rows,), generator=generator)
@@ -96,7 +99,7 @@ def targets_case(rows=90, width=300, vocab=1500):
 
 def test_target_rows_in_fp32():
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
-    hidden[4] = NAN  # the coefficient of this row is 0
+    hidden[4] = NAN  # this row has coefficient 0
     ordered, order = ids.sort(stable=True)
     results = []
     for programs in (contextlib.nullcontext(), reversed_programs()):
@@ -112,9 +115,10 @@ def test_target_rows_in_fp32():
 
 
 def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
-    """Check that the error is at most 3% larger than the error of rounding the exact result once.
+    """Check that a bf16 result of `add_targets_` is rounded only once.
 
-    The product and the rows that are added to it nearly cancel, so an earlier rounding would show.
+    Its error may be 3% larger than that of rounding the exact result. The product and the rows that
+    are added to it nearly cancel, so the test would notice an earlier rounding.
     """
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)
@@ -156,9 +160,9 @@ def terms_of(rows=300):
 TOKEN_LEVEL = [(o.function, x) for x, o in OBJECTIVES.items() if o.ratio_kind in ("ratio", "sum")]
 
 
-@pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # one name per function
+@pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # one name for each function
 def test_coefficients(name):
-    """Check that the error of the coefficients is at most twice that of torch in fp32."""
+    """Check that the coefficients have at most twice the error of torch in fp32."""
     logps, terms = terms_of()
     for estimator in KL_ESTIMATORS if name == "grpo" else ("k3",):
         config = LossConfig(
@@ -202,10 +206,10 @@ def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="tri
 # scaled hidden row and the result then do not average out.
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 64), (5, 40, 127), (200, 64, 400)])
 def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, vocab):
-    """Check dW against torch's bf16 product of exact d-logits that were rounded once.
+    """Check that dW is nearly as accurate as torch's bf16 product of exact d-logits.
 
-    Compared with this product, the total error may be 10% larger, and the error of the worst row
-    50% larger. Each element must be within three roundings to bf16.
+    The total error may be 10% larger, and the error of the worst row 50% larger. Each element must
+    be within three roundings to bf16.
     """
     hidden, weight, ids, advantages = make(rows, width, vocab)
     found = gradients_of(hidden, weight, ids, advantages)[2].double()
@@ -221,7 +225,7 @@ def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, v
 
 
 def chunks_of(monkeypatch, budget):
-    """Limit the memory for exponentials to `budget` bytes.
+    """Limit the memory for exponentials to `budget` bytes, and record the chunks.
 
     Return a list to which each call of the head adds the list of its chunk sizes.
     """
@@ -239,19 +243,17 @@ def chunks_of(monkeypatch, budget):
 
 
 def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
-    """Check that a single chunk is used if its exponentials fit into the memory that it saves.
+    """Check that one chunk is used if its exponentials fit into the memory that it saves.
 
-    A single chunk needs no fp32 dW, which would take 256,000 bytes, so its exponentials may use
-    these bytes in addition to the budget. 70 rows of 1600 exponentials take 224,000 bytes in 16
-    bits.
+    A single chunk needs no fp32 dW. This saves 256,000 bytes, which its exponentials may use in
+    addition to the budget. 70 rows of 1600 exponentials take 224,000 bytes in 16 bits.
     """
     hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
     results = []
     for missing, chunks in ((0, [70]), (1, [32, 32, 6])):
         with monkeypatch.context() as patch:
-            # First, the budget is just enough for a single chunk without an fp32 dW. Then it is one
-            # byte too small.
+            # First, the budget is just enough for a single chunk. Then it is one byte too small.
             patch.setattr(loop, "padded", loop.padded)
             taken = chunks_of(patch, bytes_needed - spared - missing)
             results.append(gradients_of(hidden, weight, ids, advantages))
@@ -274,7 +276,7 @@ def test_frozen_heads_and_filters_spare_nothing(monkeypatch):
     trained = weight.clone().requires_grad_()
     grpo_fast.linear_grpo_loss(hidden, trained, *given, **options, grad_filter=0.01)
     assert taken.pop() == [64, 6]
-    few = weight[:500]  # rows are more than an eighth of the vocabulary
+    few = weight[:500]  # N exceeds an eighth of the vocabulary
     monkeypatch.setattr(loop, "workspace_bytes", lambda d, s=4, spared=0: 0 + spared)
     gradients_of(hidden, few, ids % 500, advantages)
     assert taken.pop() == [32, 32, 6]
@@ -297,7 +299,10 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
 
 @pytest.mark.parametrize("active", [0, 69])
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
-    """Check that the loss and every gradient become NaN, whether or not the row is skipped."""
+    """Check that a NaN in a row with advantage 0 reaches the loss and every gradient.
+
+    If all rows have advantage 0, all rows are skipped. Otherwise the row may still be computed.
+    """
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0
     hidden[active, 3] = NAN

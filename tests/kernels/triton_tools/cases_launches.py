@@ -1,7 +1,7 @@
 """Interpreter cases that check which kernels backend="triton" launches.
 
-It must launch its own kernels, and only the kernels that a call needs. Other tests would also pass
-if a different engine computed the results.
+It must launch the Triton kernels, and only those that a call needs. Tests of values cannot check
+this, because they also pass if a different backend computes the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.loss_cases import make_case, options_for, run
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record the names of all launched kernels in a list, and return the list."""
+    """Return a list in which the names of all launched kernels are recorded."""
     names, original = [], rows.launch
 
     def launch(kernel, *arguments, **options):
@@ -38,9 +38,9 @@ def test_rows_and_heads(launched):
 
 
 def test_a_support(launched, monkeypatch):
-    """Check that a frozen head launches no kernel for dW.
+    """Check that a call with `support` launches no kernel for dW if the head is frozen.
 
-    Only an entropy gradient may read the weight W again.
+    The weight may be read a second time only if the entropy has a gradient.
     """
     monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
     g = torch.Generator().manual_seed(3)
@@ -68,10 +68,10 @@ def test_a_support(launched, monkeypatch):
 
 
 def test_weights_are_held_or_computed_again(monkeypatch):
-    """Check when exponentials for a sequence-level loss are stored and when they are recomputed.
+    """Check that a sequence-level loss stores exponentials only for the last chunk.
 
-    With a single chunk they are stored. With several chunks, all but those of the last are
-    recomputed.
+    With a single chunk all exponentials are stored, and none are recomputed. With several chunks,
+    the others are recomputed, and the results must keep their bits.
     """
     case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
                      **options_for("gspo")).but(old=None)  # fmt: skip
@@ -88,7 +88,7 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     sweeps.clear()
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
     again = run("linear", case, backend="triton")
-    # The exponentials of the last of the three chunks are stored, so only two are computed again.
+    # The exponentials of the last of the three chunks are stored, so only two are recomputed.
     assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
     assert torch.equal(held.logps, again.logps)
     assert torch.equal(held.grads["hidden"], again.grads["hidden"])
@@ -96,15 +96,15 @@ def test_weights_are_held_or_computed_again(monkeypatch):
 
 @pytest.mark.parametrize("zeros", [1, 40])
 def test_rows_without_coefficient_are_inert(zeros):
-    """Check that NaN in rows without coefficient changes no bit of any gradient.
+    """Check that NaN in rows with coefficient 0 changes no bit of any gradient.
 
-    This must hold whether or not the other rows are gathered into a smaller tensor.
+    With 1 such row, all rows are processed. With 40, the other rows are gathered first.
     """
     mask = torch.ones(1, 67, dtype=torch.bool)
     case = make_case(9, H=40, V=150, mask=mask, dtype=torch.bfloat16)
     share = torch.linspace(0.5, 1.5, 67)[None].clone()
     share[:, 3 : 3 + zeros] = 0.0
-    case.ids[0, ::4] = 7  # many rows share a target
+    case.ids[0, ::4] = 7  # many rows have target 7
 
     def gradients(hidden):
         leaves = [x.clone().requires_grad_() for x in (hidden, case.weight, case.bias)]

@@ -20,12 +20,12 @@ T, H = 300, 24
 
 def problem():
     p = sparse.peaked(T, H, 456, "cpu")
-    p.hidden[5] = -p.weight[p.target_ids[5]] * 40  # -logp is large, so it is computed twice
+    p.hidden[5] = -p.weight[p.target_ids[5]] * 40  # -logp is large, so this row is computed twice
     return p
 
 
 def test_what_is_left_out_is_known():
-    """Check that the tiles with the smallest masses are skipped.
+    """Check that `live_tiles` skips the tiles with the smallest masses, up to the tolerance.
 
     The mass of a tile is the sum of the absolute gradients of its logits, computed in fp64 here.
     """
@@ -36,7 +36,7 @@ def test_what_is_left_out_is_known():
     by_target = (slopes - d.gather(1, p.target_ids[:, None])[:, 0]).float()
     d.scatter_(1, p.target_ids[:, None], 0.0)
     found, log_sums = live_tiles.weighed_exponentials(*p[:3], LogitTransform(), p.matrix)
-    log_sums[:, 7] = torch.nan  # rows without a slope must be ignored
+    log_sums[:, 7] = torch.nan  # must be ignored, because row 7 has slope 0
     live = live_tiles.live_tiles(log_sums, found.stats[0], slopes, by_target, tolerance)
     masses = torch.stack(
         [torch.stack([x.abs().sum() for x in r.split(COLUMNS, 1)]) for r in d.split(ROWS)]
@@ -55,9 +55,9 @@ def test_what_is_left_out_is_known():
 
 
 def test_whole_gradients(monkeypatch):
-    """Check that gradients are within the bounds of the filter, as the benchmark does on a GPU.
+    """Check that the gradients of the filter are within the bounds that the GPU benchmark uses.
 
-    The tile has two pieces and uses TMA.
+    The tile has several pieces and uses TMA.
     """
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)

@@ -1,6 +1,6 @@
-"""Interpreter cases for loops that may replace the loop of slice_kernel.
+"""Interpreter cases for variants of the loop of `slice_kernel` that may replace it.
 
-Such a candidate must give the same bits as the shipped kernel.
+A variant must give the same bits as the shipped kernel.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (repairs bf16)
 
 PLAIN = LogitTransform(1.0, None, 1.0)
-ROWS, HIDDEN, VOCAB = 70, 72, 200  # no size is a multiple of its tile
+ROWS, HIDDEN, VOCAB = 70, 72, 200  # no multiples of tile sizes
 
 
 @pytest.fixture(autouse=True)
 def config(monkeypatch):
-    """Use a tile of four pieces with tensor descriptors."""
+    """Use a tile of four pieces with tensor descriptors (TMA)."""
     chosen = LinearConfig(64, 128, 32, 4, 2, 32, use_tma=True)
     monkeypatch.setattr(linear, "linear_config", lambda *args, **options: chosen)
 
@@ -30,7 +30,7 @@ def head():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()
     weight = (0.2 * torch.randn(VOCAB, HIDDEN, generator=generator)).bfloat16()
-    target = torch.randint(40, (ROWS,), generator=generator)  # tiles with and without a target
+    target = torch.randint(40, (ROWS,), generator=generator)  # some tiles have no target
     target[3] = -100
     return hidden, weight, None, target
 
@@ -55,9 +55,9 @@ def test_logps_and_logits(loop):
 @pytest.mark.parametrize("loop", loops.REPLACED)
 @pytest.mark.parametrize("columns", [VOCAB, VOCAB + 3], ids=["stored by TMA", "stored by masks"])
 def test_exponentials(loop, columns):
-    """Check that the candidate's exponentials have the same bits.
+    """Check that each variant of the loop gives the bits of the shipped loop for exponentials.
 
-    One row is computed twice, because its target is unlikely.
+    The target of row 5 is unlikely, so this row is computed twice.
     """
 
     def run():

@@ -15,7 +15,7 @@ from tests.kernels.triton_tools.interpreter import only_memory_of
 
 @pytest.fixture
 def transposed():
-    """Return a (V, H) bf16 weight with contiguous columns.
+    """Return a (V, H) bf16 weight that is stored transposed and is larger than 2^31 elements.
 
     The offsets of its last elements exceed 2^31. Its memory is mapped lazily, so only written pages
     use memory.
@@ -29,7 +29,7 @@ def transposed():
 
 
 def test_a_transposed_head_beyond_2_to_the_31(transposed):
-    """Check that the target logit, dH and the rows of a token set use 64-bit offsets."""
+    """Check that target logits, dH and the kernels for `support` use 64-bit offsets."""
     weight, ids = transposed, torch.tensor([5, 7, 5])
     hidden = torch.randn(weight[ids].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide, ones, factors = weight[ids].double(), torch.ones(3), torch.tensor([0.5, 2.0, 1.0])
@@ -43,7 +43,7 @@ def test_a_transposed_head_beyond_2_to_the_31(transposed):
     with only_memory_of(*tensors, out, zeros):
         gradients.write_hidden_(out, zeros, ones, factors, ids, weight)
     assert torch.equal(out, factors[:, None] * wide.float())
-    # Use a view of W as hidden, so that the offsets of its columns also exceed 2^31.
+    # Use rows of W as `hidden`, so that the offsets of its columns also exceed 2^31.
     rows = SupportRows(None, None, ids, torch.tensor([0, 2, 3]), torch.tensor([0, 0]))
     with only_memory_of(*tensors, *(x for x in rows if x is not None)):
         found = support.head_rows(

@@ -14,9 +14,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pairs(programs=[1, 2, 2048], size=[0, 1, 4095, 4096, 4097, 20000], dtype=DTYPES)
 def test_scaled(dtype, size, programs, monkeypatch):
-    """Check that every element is scaled once, even if a program processes several blocks.
+    """Check that `scale_` multiplies each element once, even if a program processes several blocks.
 
-    Powers of two must be exact.
+    A factor that is a power of two must be exact.
     """
     monkeypatch.setattr(scale_triton, "PROGRAMS", programs)
     before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)

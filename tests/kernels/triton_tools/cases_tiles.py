@@ -1,4 +1,4 @@
-"""Interpreter cases for the tiling of the head kernels, against fp64 and bit for bit.
+"""Interpreter cases for the tiling of the head kernels, against fp64 and for equal bits.
 
 They cover tensor descriptors, slices of the vocabulary, groups of rows, and tiles that are computed
 twice. test_head.py checks the values of other tilings.
@@ -40,11 +40,11 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
 def test_tensor_descriptors(blocks, dtype, block_v):
     """Check that TMA loads and stores are correct if the last tile is only partly filled.
 
-    Rows, columns and depth are no multiples of the tile. Tiles with one piece and tiles with
+    Rows, columns and depth are not multiples of the tile. Tiles with one piece and tiles with
     several pieces must give the same bits.
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
-    ids %= 40  # tiles without a target use the short path
+    ids %= 40  # tiles without a target are simpler
     given = hidden, weight, None, ids, TRANSFORM
     blocks(32, 32, 32, 4, 2, 32)
     plain = check_logps(given)
@@ -54,7 +54,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
     assert all(map(torch.equal, check_logps(given, logits_out=out), plain))
     raw = raw_of(*given[:3])
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
-    # An unaligned hidden must be copied and then use the same tile.
+    # An unaligned `hidden` must be copied and then use the same tile.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
     assert all(map(torch.equal, check_logps((unaligned, *given[1:])), plain))
     if expected is not None:
@@ -67,9 +67,9 @@ def test_tensor_descriptors(blocks, dtype, block_v):
 
 
 def test_several_slices(monkeypatch):
-    """Check that joining the slices of the vocabulary gives the exact result.
+    """Check that a vocabulary in several slices gives the fp64 result.
 
-    Columns at −inf fill one slice and the start of another slice.
+    Columns at −inf fill one slice and the start of a different slice.
     """
     hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
     bias[:128] = bias[200:300] = -torch.inf
@@ -81,9 +81,10 @@ def test_several_slices(monkeypatch):
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
-    """Check that the short path of the epilogue, which runs only without entropy, is exact.
+    """Check that tiles without a target, which use a shorter path, give the bits of the long path.
 
-    The targets are at both ends of a tile and outside the vocabulary.
+    The short path exists only without entropy. The targets are at both ends of a tile, and some are
+    outside of the vocabulary.
     """
     blocks(32, 64, 16, 4, 2, 32)
     hidden, weight, _, _ = problem(9, 16, 150)
@@ -91,7 +92,7 @@ def test_tiles_with_and_without_a_target(blocks, first):
     ids[5:8] = torch.tensor([-100, 10**12, 150])
     given = hidden, weight, None, ids, LogitTransform()
     light = linear.head_logps(*given, return_entropy=False)
-    heavy = linear.head_logps(*given, return_entropy=True)  # uses the long path for every tile
+    heavy = linear.head_logps(*given, return_entropy=True)  # always the long path
     assert all(map(torch.equal, light[:2], heavy))
     inside = (ids >= 0) & (ids < 150)
     found = check_logps((hidden[inside], weight, None, ids[inside], LogitTransform()))
@@ -99,7 +100,7 @@ def test_tiles_with_and_without_a_target(blocks, first):
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """Check that row blocks in groups of two give the same bits as all row blocks in one group.
+    """Check that processing row blocks in groups of two gives the bits of a single group.
 
     The two cases run the blocks in a different order.
     """
@@ -112,9 +113,9 @@ def test_groups_of_row_blocks(monkeypatch, blocks):
 
 
 def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
-    """Check the result of joining 70 slices, which takes several blocks of 32 slices.
+    """Check that 70 slices, which are joined in blocks of 32 slices, give the fp64 result.
 
-    It must agree with fp64, and so must the result of a single slice.
+    The result of a single slice must agree, too.
     """
     slices = 70
     blocks(32, 32, 32, 4, 2, 32)

@@ -1,9 +1,9 @@
 """Repairs and checks for Triton's interpreter: bf16, memory accesses and program order.
 
 Import this module in a process with TRITON_INTERPRET=1, before any kernel runs. The interpreter
-stores bf16 as bit patterns in uint16, and computes with these patterns as if they were integers.
-The repaired arithmetic converts each bf16 operand to fp32, computes, and rounds the result to
-nearest even. `tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
+stores bf16 as bit patterns in uint16, and wrongly computes with these patterns as integers. The
+repaired arithmetic converts each bf16 operand to fp32, computes, and rounds the result to nearest
+even. `tl.sum` of bf16 is not repaired, so kernels must reduce in fp32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_bf16(handle: Any) -> bool:
 
 
 def widen(handle: TensorHandle) -> TensorHandle:
-    """Convert a bf16 handle to fp32. Return other handles unchanged."""
+    """Convert a bf16 handle to fp32, and return other handles unchanged."""
     if not is_bf16(handle):
         return handle
     bits = np.asarray(handle.data).astype(np.uint32) << np.uint32(16)
@@ -32,7 +32,7 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """Round fp32 values to bf16 (nearest even). NaN stays NaN."""
+    """Round fp32 values to bf16 (nearest even), and keep NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)
@@ -71,7 +71,7 @@ def _repaired_arithmetic(original: Any) -> Any:
 def _repaired_dot(original: Any) -> Any:
     def dot(self, a, b, accumulator, *rest):
         # Multiply in fp64. In an fp32 product of BLAS, the bits of a row depend on its position in
-        # the tile. On tensor cores they do not.
+        # the tile. On tensor cores they do not depend on it.
         product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
         total = (product + accumulator.data).astype(accumulator.data.dtype)
         return TensorHandle(total, accumulator.dtype.scalar)
@@ -85,8 +85,8 @@ _replace("create_fp_to_fp", _repaired_cast)
 _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
-# If one operand is NaN, tl.maximum and tl.minimum return the other operand on every GPU (maxnum,
-# minnum). The interpreter of Triton 3.6 returns the NaN, so replace its functions.
+# If one operand is NaN, tl.maximum and tl.minimum return the non-NaN operand on every GPU (maxnum,
+# minnum). The interpreter of Triton 3.6 returns NaN, so replace its functions.
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -94,8 +94,8 @@ InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.f
 def _with_index(original: Any) -> Any:
     def patch(tensor, scope):
         result = original(tensor, scope)
-        # Triton 3.6 calls int() for the bounds of range(), but numpy >= 2.4 refuses int() of a
-        # one-element array. So convert the bounds here.
+        # Triton 3.6 calls int() on the bounds of range(), but numpy >= 2.4 raises an error for
+        # int() of a one-element array. So convert the bounds here.
         scope.set_attr(
             tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
         )
@@ -108,7 +108,7 @@ interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
 def _once_per_launch(original: Any) -> Any:
-    """Wrap the patch function, so that nested calls do not patch `triton.language` again.
+    """Wrap the function that patches `triton.language`, so that nested calls do not patch again.
 
     The repeated patches would take half of the time.
     """
@@ -119,7 +119,7 @@ def _once_per_launch(original: Any) -> Any:
             value for value in function.__globals__.values() if value is tl or value is tl.core
         ]
         if patched and all(module in patched for module in modules):
-            return None  # a nested call: the outermost call restores the scope
+            return None  # the outermost call restores the scope
         scope = original(function)
         restore = scope.restore
         outermost = not patched
@@ -140,7 +140,7 @@ interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
 def _by_name(original: Any) -> Any:
-    """Cache numpy dtypes by name.
+    """Wrap `np_dtype`, so that numpy dtypes are cached by name.
 
     The original function builds a table in every call, which takes a tenth of the time.
     """
@@ -190,7 +190,7 @@ def _checked(kind: str, position: int | None) -> Any:
     return make
 
 
-# Replace the masked functions only. Unmasked accesses call them, so these two patches check all
+# Replace only the masked functions. Unmasked accesses call them, so these two patches check all
 # accesses. Kernels use no atomics.
 _replace("create_masked_load", _checked("load", 0))
 _replace("create_masked_store", _checked("store", 1))
@@ -220,7 +220,7 @@ _replace("set_grid_idx", _reorder)
 
 @contextlib.contextmanager
 def only_memory_of(*tensors: Any) -> Iterator[None]:
-    """Inside the block, raise IndexError for loads and stores outside the memory of these tensors.
+    """Raise IndexError for loads and stores outside of these tensors inside the block.
 
     Arguments that are not tensors are ignored. Outputs that a function allocates with `torch.empty`
     or `torch.empty_like` are allowed as well. The block patches these two functions, which also
@@ -260,7 +260,7 @@ def only_memory_of(*tensors: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reversed_programs() -> Iterator[None]:
-    """Run the programs of a grid from last to first.
+    """Run the programs of a grid from last to first inside the block.
 
     This reveals results that depend on the order of the programs.
     """

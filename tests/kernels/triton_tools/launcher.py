@@ -1,6 +1,6 @@
-"""Runner of the Triton checks.
+"""Functions that run the Triton checks in separate processes.
 
-It uses separate processes, because the interpreter and the compiler cannot share a process.
+The interpreter and the compiler cannot share a process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Test files that are parametrized by engine.
+# Test files whose tests have a parameter for the backend and can run in the interpreter.
 OF_ENGINES = (
     "kernels/test_rows kernels/test_head kernels/test_support_kernels kernels/test_grad_filter "
     "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_hidden_rows "
     "loss/test_loss_extras loss/test_nan_is_seen loss/test_support"
 ).split()
-# Folder with a second Triton (3.6), installed with `pip install --target`, to test both versions.
+# Folder in which a second Triton (3.6) was installed with `pip install --target`, to test it, too.
 OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 
@@ -29,14 +29,14 @@ def run_python(
 ) -> str:
     """Run Python with the repository on the path, and return its standard output.
 
-    With `other_triton`, the process imports the Triton in this folder.
+    If `other_triton` is given, the process imports the Triton in this folder.
     """
     environment = {
         k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_ADDOPTS")
     }
     paths = [other_triton, str(ROOT), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    environment["OPENBLAS_NUM_THREADS"] = "1"  # threads are slower for small tiles
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # small tiles are slower with threads
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
@@ -52,7 +52,7 @@ def run_python(
 
 
 def run_cases(other_triton: str | None = None) -> str:
-    """Run the interpreter cases and the test files of all engines. Return the output of pytest."""
+    """Run the interpreter cases and the files in OF_ENGINES, and return the output of pytest."""
     options = ["-q", "-k", "triton", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     files = [*sorted(map(str, TOOLS.glob("cases_*.py"))), *(f"tests/{x}.py" for x in OF_ENGINES)]
     return run_python("-m", "pytest", *files, *options, interpret=True, other_triton=other_triton)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 def lines(arch: str, *, counts_all: bool = True) -> list[dict]:
     """Return one entry for each kernel that is compiled for `arch`.
 
-    `benchmarks.gpu.resources.resources` documents the entries.
+    `benchmarks.gpu.resources.resources` documents the fields of an entry.
     """
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources

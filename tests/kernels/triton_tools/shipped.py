@@ -1,6 +1,6 @@
-"""Calls of public kernel functions that together use every shipped configuration.
+"""Calls of public kernel functions that together use every shipped Triton configuration.
 
-`compile_launches` compiles the kernels that they launch.
+`compile_launches` compiles the kernels that these calls launch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROWS = 64
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
-    """Return the arguments of a head function, and True if the entropy is requested.
+    """Return the arguments of a head function, and True if `options` requests the entropy.
 
     `options` may contain "b" (a bias, and a temperature per row), "t" (a temperature per row), "c"
     (a soft cap) and "e" (the entropy).
@@ -52,7 +52,7 @@ def linear(
 ) -> None:
     """Compile the kernels that compute logps from hidden states.
 
-    With `store`, they also store fp32 logits.
+    With `store`, the kernels also store fp32 logits.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, vocab) if store else None
@@ -64,7 +64,7 @@ def written(
 ) -> None:
     """Compile the kernels that write 16-bit exponentials.
 
-    They use two passes, or one pass with `known` statistics.
+    If the statistics are `known`, one pass is enough. Otherwise there are two.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
@@ -81,7 +81,7 @@ def rows(dtype: torch.dtype, vocab: int) -> None:
     rows_triton.row_logps(logits, target, transform, return_entropy=True)
     rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform)
     if dtype == torch.float32:
-        # Test fp32 logits with a gradient in 16 bits.
+        # Also compile the kernels for fp32 logits with a 16-bit gradient.
         out = torch.empty(4, vocab, dtype=torch.bfloat16)
         rows_triton.row_grad_(logits, target, (v, v, v), v, v, transform, out=out)
         rows_triton.row_loss_(
@@ -111,7 +111,7 @@ def surrounded(hidden_size: int) -> None:
 
 
 def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
-    """Compile the kernels for token sets. `problem` documents `options`."""
+    """Compile the kernels for `support`. `problem` documents `options`."""
     (hidden, weight, bias, ids, transform), has_entropy = problem(dtype, 1000, hidden_size, options)
     v, index = torch.ones(ROWS), ids if "b" in options else None
     rows = SupportRows(None, None, ids, torch.arange(ROWS + 1), ids)
@@ -130,9 +130,9 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
 
 
 def compared(kind: str, vocab: int) -> None:
-    """Compile the divergence kernels.
+    """Compile the divergence kernels with three sets of options.
 
-    They are compiled with soft caps and gradient, for values only, and for a shard.
+    These are soft caps with a gradient, values without a gradient, and one shard of a vocabulary.
     """
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
     transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
@@ -152,7 +152,7 @@ def loss(config: LossConfig) -> None:
 
 
 def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, Callable[[], None]]:
-    """Return the name of a call, and the call itself as a function without arguments."""
+    """Return a readable name for a call, and the call as a function without arguments."""
     options = [f"{name}={x}" for name, x in more.items()]
     words = [f"{x.loss_type} {x.kl_estimator}" if isinstance(x, LossConfig) else x for x in given]
     name = " ".join(map(str, (function.__name__, *words, *options)))
@@ -193,8 +193,8 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     yield call(loss, LossConfig(loss_type="dapo", beta=0.1, kl_times_ratio=True))
     for dtype in (fp32, bf16):
         yield call(scaled, dtype)
-    # The code of the loss functions does not depend on the architecture, so compile it for one
-    # architecture only. There are more losses than KL estimators, so the estimators are repeated.
+    # The code of the loss functions does not depend on the architecture, so compile it only for
+    # sm_90. There are more losses than KL estimators, so the estimators are repeated.
     if arch == "sm_90":
         token = {
             o.function: name

@@ -3,8 +3,8 @@
     losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,    grad_logps[t] = d losses[t] / d logp[t]
 
 The functions of objective/losses.py and objective/kl.py are compiled from their Python source.
-`row_coefficients` fuses about twenty torch operations into one launch, with 24 to 36 bytes of HBM
-traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
+`row_coefficients` computes them in one launch instead of about twenty torch operations, with 24 to
+36 bytes of HBM traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def loss_and_slope(
 ):  # fmt: skip
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
 
-    `at` is the index of one row or of a block of rows.
+    `at` is the index of the row, or a block of row indices. ℓ is the policy loss of a token.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
@@ -85,8 +85,8 @@ def loss_and_slope(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # If the logp is NaN, return NaN. Otherwise comparisons in the loss function or a weight of 0
-    # would hide it.
+    # If the logp is NaN, return NaN. Otherwise a comparison in the loss function or a weight of 0
+    # would turn the NaN into a number.
     return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
 
 
@@ -98,9 +98,10 @@ def device_function(leaf: TokenFunction) -> TokenFunction:
 
 
 def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
-    """Return the numeric and the compile-time arguments of a loss for the Triton kernels.
+    """Return the arguments that describe a loss to the Triton kernels.
 
-    The numeric arguments are p0 … p3 and the KL clamps.
+    Returns:
+        The numeric arguments p0 … p3, kl_most and kl_reach, and a dict of compile-time arguments.
     """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {

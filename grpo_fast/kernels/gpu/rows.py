@@ -14,7 +14,7 @@ The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
 
 Sums are computed online in fp32. Each row has one running maximum, and each lane has one running
 sum. The lanes are summed once, in a fixed order. The results of a row depend on that row only.
-Lengths, strides and hyperparameters are run-time arguments, so new values do not cause
+Lengths, strides and hyperparameters are run-time arguments, so different values do not cause
 recompilation.
 
 Every launch sets `enable_fp_fusion=False`. Otherwise the compiler would fuse a multiplication and
@@ -56,7 +56,7 @@ def statistics(
     ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute lse, logp and entropy in the first pass over a row."""
+    """Compute lse, logp and entropy of a row in the first pass over its logits."""
     offs_v = tl.arange(0, BLOCK_V)
     # Load the target's logit now, because pass 2 may overwrite the row. The reductions below
     # contain barriers, which order this load before the stores of pass 2.
@@ -80,8 +80,8 @@ def statistics(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if ENTROPY:
-            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
-            # of two numbers as large as the logits.
+            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
+            # numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
                 e > 0, e * shifted, 0.0
             )
@@ -97,7 +97,7 @@ def write_gradient(
 ):  # fmt: skip
     """Write the gradient with respect to the raw logits in the second pass over a row.
 
-    A row whose coefficients are 0 is not read.
+    If both coefficients of the row are 0, zeros are written and the row is not read.
     """
     offs_v = tl.arange(0, BLOCK_V)
     # The condition is the same for all threads of the program, so no warp diverges.
@@ -193,8 +193,8 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # 2. Compute the loss and its slope. Excluded rows may contain NaN, so their results are set to
-    # 0 with a select.
+    # 2. Compute the loss and its slope. Replace the results of excluded rows by a select, because
+    # they may be NaN.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
@@ -224,8 +224,8 @@ def row_logps(
 ) -> RowStats:
     """Implement `reference.row_logps` in Triton on fp32, bf16 or fp16 logits with any row stride.
 
-    The last dimension must be contiguous. A target id outside [0, V) is never read, and the logp of
-    its row is that of a raw logit of 0.
+    The last dimension must be contiguous. A target id outside [0, V) is never read, and its raw
+    logit counts as 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -252,7 +252,7 @@ def row_grad_(
 ) -> Tensor:
     """Implement `reference.row_grad_` in Triton.
 
-    `out` must be `logits`, or memory that does not overlap it.
+    `out` must be `logits` itself, or must not overlap it.
     """
     out = logits if out is None else out
     if len(target_ids):
@@ -280,7 +280,7 @@ def row_loss_(
 ) -> RowLoss:
     """Implement `reference.row_loss_` in Triton.
 
-    lse, logps and entropy equal those of `row_logps` bit for bit.
+    The lse, logps and entropy are bitwise equal to the results of `row_logps`.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)

@@ -11,7 +11,7 @@ algorithm of flash attention, with the rows of W as keys and values:
 Here f is 1 - tanh², or 1 without a soft cap. The backward pass computes dH[t] = g[t]·slope[t]
 without reading W again. If the entropy has a gradient, `sums_kernel` reads the weight rows a second
 time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs (id, row), sorted by
-id. Each program owns a part of a row of dW, and also writes the zeros of ids that occur in no set.
+id. Each program writes a part of one row of dW, including the zeros of ids that occur in no set.
 
 HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
 (written and read), nnz·H elements of `hidden` and V·H elements of dW. The additional memory is
@@ -45,15 +45,15 @@ from grpo_fast.kernels.types import LogitTransform, transform_arguments
 
 @triton.jit
 def load_columns(start, cols, H, stride):
-    """Load columns of one row as fp32, with zeros beyond H."""
+    """Load columns of one row as fp32. Columns that are not less than H are 0."""
     return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
-    """Load columns of the rows that begin at `starts`, as fp32.
+    """Load columns of the rows that begin at the addresses `starts`, as fp32.
 
-    Rows where `inside` is False and columns that are not less than H are 0.
+    Elements are 0 in rows where `inside` is False, and in columns that are not less than H.
     """
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
@@ -67,10 +67,13 @@ def support_head_kernel(
     stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits, the statistics and the slope of one row. BLOCK_H is at least H."""
-    # 1. Find the token set of the row and its row of `hidden`.
+    """Compute the logits, the statistics and the slope of one row.
+
+    BLOCK_H must be at least H, because one program keeps all columns of the row.
+    """
+    # 1. Find the token set of this row, and the row of `hidden` that predicts its target.
     row = tl.program_id(0).to(tl.int64)
-    # The start of the row is int64. Positions inside the row are int32, which needs fewer
+    # Store the start of the set in int64, but positions inside the set in int32, which need fewer
     # registers.
     first = tl.load(offset_ptr + row)
     count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
@@ -112,8 +115,8 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
-            # of two numbers as large as the logits.
+            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
+            # numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -121,8 +124,8 @@ def support_head_kernel(
         if slope_ptr is not None:
             if softcap is not None:
                 e *= f
-            # Load the tile again, which hits L1. Keeping it in registers would leave no room for a
-            # second program on the multiprocessor.
+            # Load the tile of W again, which hits L1. If it stayed in registers, a second program
+            # would not fit on the multiprocessor.
             w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
@@ -130,7 +133,7 @@ def support_head_kernel(
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
-    # 5. Statistics.
+    # 5. Compute the statistics of the row.
     lse, lp, entropy = finish(new_max, exp_sum * rescale, exp_z_sum, z_target, True)
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
@@ -164,7 +167,8 @@ def sums_kernel(
     cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
     first = tl.load(offset_ptr + segment)
-    # The count is 0 for an id that occurs in no set. Its row of dW is still written, as zeros.
+    # The count is 0 for an id that occurs in no set. The loop is then skipped, and zeros are
+    # written.
     count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, count, BLOCK_R):
@@ -198,7 +202,8 @@ def head_rows(
     the reference implementation is used.
     """
     count, width = len(rows.places), weight.shape[1]
-    # The kernel keeps a full row of `hidden` in registers, so a larger H does not fit.
+    # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
+    # registers.
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
@@ -240,12 +245,11 @@ def head_weight(
 
     Each element of `out` is written once.
     """
-    # A stable sort keeps the rows of one id in order, so every run gives the same bits.
+    # Sort stably, so that the rows of an id stay in order and every run gives the same bits.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # The segment of an id is its range in the sorted ids. Find all bounds by binary search, which
-    # needs no histogram.
+    # Find the range of each id in the sorted ids by binary search. It is the id's segment.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Above this value of d, k3 continues as its tangent. Its value then stays finite, and its gradient
-# still pulls the policy towards the reference.
+# For d above this value, k3 is replaced by its tangent at this value. The estimate then stays
+# finite, and its gradient still pulls the policy towards the reference.
 K3_GUARD = 20.0
 INF = float("inf")
 
@@ -25,29 +25,29 @@ def expm1(x):
 
 
 def expm1_minus(x):
-    """Compute e^x - 1 - x in fp64, because its leading term x²/2 cancels in fp32."""
+    """Compute e^x - 1 - x in fp64. For small x, it is about x²/2 and would cancel in fp32."""
     x64 = x.double()
     return (tl.expm1(x64) - x64).to(x.dtype)
 
 
-# The last arguments of an estimator are `LossConfig.kl_limits`. `most` is the bound of the value,
-# and `reach` is the bound of d.
+# Every estimator receives `LossConfig.kl_limits` as its last two arguments. `most` is the bound of
+# the value, and `reach` is the bound of d.
 def clamped(value, slope, d, most, reach):
-    """Clamp a value to ±most, and set the slope to 0 where the value or d is out of bounds."""
+    """Clamp a value to ±most, and set the slope to 0 where |value| > most or |d| > reach."""
     inside = (tl.abs(value) <= most) & (tl.abs(d) <= reach)
     return tl.clamp(value, -most, most), tl.where(inside, slope, 0.0)
 
 
 def k1(d, most=INF, reach=INF):
-    """Compute -d, an unbiased estimate with high variance."""
+    """Compute -d, an unbiased estimate of the KL with high variance."""
     near = tl.clamp(d, -reach, reach)
-    # Compute the slope 1 as near·0 + 1, so that it has the shape of d, and is NaN where d is NaN.
+    # Write the slope 1 as near·0 + 1, so that it has the shape of d, and is NaN where d is NaN.
     value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
     return value, slope
 
 
 def absolute(d, most=INF, reach=INF):
-    """Compute |d|."""
+    """Compute |d|, the absolute value of the estimate k1."""
     near = tl.clamp(d, -reach, reach)
     side = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
     value, slope = clamped(tl.abs(near), side, d, most, reach)
@@ -62,7 +62,7 @@ def k2(d, most=INF, reach=INF):
 
 
 def k3(d, most=INF, reach=INF):
-    """Compute e^d - d - 1, which is unbiased and never negative. It is linear above d = 20."""
+    """Compute the unbiased estimate e^d - d - 1, which is never negative. Linear for d > 20."""
     inside = tl.clamp(d, -reach, reach)
     near = tl.clamp(inside, -1e30, 20.0)
     slope_near = -expm1(near)
@@ -72,8 +72,8 @@ def k3(d, most=INF, reach=INF):
     return value, slope
 
 
-# Straight-through estimators have the value of k3 or k1 and the gradient of k2. The clamps apply
-# only to the value, as in verl.
+# Straight-through estimators have the value of k3 or k1, and the gradient of k2. As in verl, the
+# clamps apply only to the value.
 def k3_straight_through(d, most=INF, reach=INF):
     value, unused = k3(d, most, reach)
     return value, -d
@@ -84,8 +84,8 @@ def k1_straight_through(d, most=INF, reach=INF):
     return value, -d
 
 
-# These names select exact KLs over the full vocabulary, which `linear_divergence` computes, instead
-# of estimators. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖
+# Names of exact KLs over the full vocabulary, which `linear_divergence` computes instead of an
+# estimator. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖
 # policy).
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 

@@ -32,7 +32,7 @@ struct Variant {
 
 // Calls run(Variant{}) with the variant for a dtype and the options. Each variant costs compile
 // time, so only fp32 rows without a soft cap have a variant without entropy. The other variants
-// always compute it, because slower operations hide its cost.
+// always compute the entropy, which costs little compared with their other operations.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -136,7 +136,7 @@ void check_function(const LossFunction& function) {
   check("kl", function.kl, k_kl_estimator_count);
 }
 
-// The results are lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,)
+// Type of the results: lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,)
 // unless requested.
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -153,7 +153,8 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
-      // Exclude a row without a target: its loss and gradient are 0, even if its terms contain NaN.
+      // Set the loss and the gradient of a row without a target to 0, even if its terms contain
+      // NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
       if (counts) loss = row_loss(function, terms, row, to.logps[row]);

@@ -10,7 +10,7 @@
 
 namespace grpo_fast {
 
-// Number of elements in a 32-bit word. A word is an fp32, or a pair of bf16 with neighbouring k.
+// Number of elements in a 32-bit word, which is one fp32 or a pair of bf16 with neighbouring k.
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
@@ -46,8 +46,8 @@ struct Slice {
   }
 
  private:
-  // GCC treats a function that only calls __builtin_prefetch as free of side effects, and removes
-  // its calls. Inline assembly prevents this.
+  // Prefetch with inline assembly. GCC treats a function that only calls __builtin_prefetch as free
+  // of side effects, and removes its calls.
   static void ask_for(const char* x) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*x));
@@ -57,8 +57,8 @@ struct Slice {
   }
 };
 
-// Uses of scratch memory. Each thread has one allocation per purpose and reuses it across calls,
-// because page faults on fresh memory would take longer than the packing.
+// Purposes of scratch memory. Each thread has one allocation per purpose and reuses it across
+// calls, because page faults on fresh memory would take longer than the packing.
 enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
 
 // Returns thread-local memory for `size` elements, aligned to 64 bytes. The next call with the same

@@ -2,11 +2,11 @@
 //
 //   E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
 //
-// The number s is an estimate of the row's lse and may be too small. The sum of the row can then overflow, but
-// every E is finite, because its exponent is clamped. An element of a Positive16 matrix is dominant
-// if it exceeds 1/16 of the sum of its row. Dominant elements are also recorded in fp32, because
-// their rounding errors may be large compared with the gradient of the row. The rounding errors of
-// smaller elements are small, or cancel.
+// The number s is an estimate of the row's lse and may be too small. The sum of the row can then
+// overflow, but every E is finite, because its exponent is clamped. An element of a Positive16
+// matrix is dominant if it exceeds 1/16 of the sum of its row. Dominant elements are also recorded
+// in fp32, because their rounding errors may be large compared with the gradient of the row. The
+// rounding errors of smaller elements are small, or cancel.
 #pragma once
 
 #include <atomic>

@@ -52,7 +52,7 @@ class ActiveRows(NamedTuple):
     transform: LogitTransform  # temperature: a float, or (T,)
     hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
     repeats: bool = False  # one row of `hidden` may predict several targets
-    support: SupportRows | None = None  # None: all rows use the whole vocabulary
+    support: SupportRows | None = None  # None: all rows use the full vocabulary
 
     def select(self, index: Tensor | None) -> ActiveRows:
         """Return the active rows at the positions `index`, in that order and without token sets.
@@ -61,10 +61,10 @@ class ActiveRows(NamedTuple):
         """
         if index is None:
             return self._replace(support=None)
-        whole = self.active_index, self.hidden_index
+        indices = self.active_index, self.hidden_index
         # An index tensor of None means all rows in order, so selecting from it gives `index`
         # itself.
-        active, hidden = (index if x is None else x[index] for x in whole)
+        active, hidden = (index if x is None else x[index] for x in indices)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
         return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)

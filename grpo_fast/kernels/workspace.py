@@ -39,7 +39,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     x = torch.frombuffer(pages, dtype=dtype).view(*shape)
     libc = ctypes.CDLL(None)
 
-    def take(start: int) -> None:
+    def fault_in(start: int) -> None:
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
         # Ignore an error of madvise, because old Linux kernels do not support this advice. The
@@ -47,7 +47,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(take, range(0, size, ZERO_PAGES_FROM)))
+        list(pool.map(fault_in, range(0, size, ZERO_PAGES_FROM)))
     return x
 
 
@@ -143,9 +143,9 @@ def give_back_workspace(workspace: Tensor | None) -> None:
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.
-    whole = workspace if workspace._base is None else workspace._base
-    if whole.nbytes <= KEPT_BYTES:
-        _spare[:] = [whole]
+    allocation = workspace if workspace._base is None else workspace._base
+    if allocation.nbytes <= KEPT_BYTES:
+        _spare[:] = [allocation]
 
 
 def drop_workspace() -> None:

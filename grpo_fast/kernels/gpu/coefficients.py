@@ -91,10 +91,10 @@ def loss_and_slope(
 
 
 @functools.cache
-def device_function(leaf: TokenFunction) -> TokenFunction:
+def device_function(function: TokenFunction) -> TokenFunction:
     """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
-    return bind(leaf, tl, triton.jit, words)
+    return bind(function, tl, triton.jit, words)
 
 
 def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
@@ -138,11 +138,11 @@ def row_coefficients(
 ) -> tuple[Tensor, Tensor]:
     """Return (losses, grad_logps), (C,) each. objective/coefficients.py is the reference."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
-    numbers, leaves = loss_arguments(config)
+    numbers, constants = loss_arguments(config)
     if len(logps):
         launch(
             coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
             *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
-            BLOCK_T=BLOCK_T, num_warps=4, **leaves,
+            BLOCK_T=BLOCK_T, num_warps=4, **constants,
         )  # fmt: skip
     return losses, grad_logps

@@ -288,7 +288,7 @@ def row_loss_(
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)
-    numbers, leaves = loss_arguments(config)
+    numbers, constants = loss_arguments(config)
     *scalars, temperature_ptr = transform_arguments(transform)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
@@ -296,6 +296,6 @@ def row_loss_(
         *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps,
         logits.shape[1], logits.stride(0), out.stride(0), *scalars, *numbers,
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v, num_warps=num_warps,
-        **leaves,
+        **constants,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy, losses, grad_logps)

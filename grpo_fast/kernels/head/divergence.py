@@ -94,7 +94,7 @@ class DivergenceHead(LinearHead):
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
-        chunk.on_logits = self._form
+        chunk.on_logits = self._compute_divergences
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
@@ -147,8 +147,8 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute the chunk's logits. raw_logits then calls _form, which computes the
-            # divergences of the chunk in `self.at`.
+            # 1. Compute the chunk's logits. raw_logits then calls _compute_divergences, which uses
+            # the chunk in `self.at`.
             self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)
@@ -165,13 +165,13 @@ class DivergenceHead(LinearHead):
             # and db.
             if not self.has_gradient:
                 continue
-            d = self._written(at.hidden.shape[0])
+            d = self._gradient_buffer(at.hidden.shape[0])
             if policy is not None:
                 d[:count] += d_policy[:count]
             sums.add(chunk, at.hidden, ChunkGradients(d), count, keep)
         return self._finished(sums)
 
-    def _written(self, rows: int) -> Tensor:
+    def _gradient_buffer(self, rows: int) -> Tensor:
         """Return the buffer to which the d-logits of the divergences are written, (rows, V).
 
         If the teacher has an LM head, the buffer first contains the teacher's logits.
@@ -180,7 +180,7 @@ class DivergenceHead(LinearHead):
         # d-logits overwrite the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
-    def _form(self, z: Tensor) -> None:
+    def _compute_divergences(self, z: Tensor) -> None:
         """Compute the divergences of the current chunk from its raw logits (padded C, V)."""
         chunk = self.at
         if chunk is None:
@@ -189,17 +189,17 @@ class DivergenceHead(LinearHead):
         count = chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
         teacher = self.teacher.rows(at)
-        out = self._written(z.shape[0])
+        out = self._gradient_buffer(z.shape[0])
         transform = self.rows.transform.rows(chunk)
         w = self.weights[chunk]
         to = out[:count] if self.has_gradient else None
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
             of_rows = z[:count], out[:count], w, self.divergence, transform, teacher.transform
-            own = whole = self._join_ranks(self.row_kernels.row_divergence_, *of_rows)
-            if whole is None or (to is not None and z.shape[1]):
-                own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
-            values = (whole or own).values  # type: ignore[union-attr]
+            own = joined = self._join_ranks(self.row_kernels.row_divergence_, *of_rows)
+            if joined is None or (to is not None and z.shape[1]):
+                own = self.row_kernels.row_divergence_(*of_rows, out=to, known=joined)
+            values = (joined or own).values  # type: ignore[union-attr]
         else:
             # For a top-k teacher, call the function that all backends share. There are no teacher
             # logits.
@@ -237,10 +237,10 @@ class DivergenceHead(LinearHead):
         # 1. Compute the lse of the full rows from the lse of all ranks.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
-        whole = DivergenceRows(nothing, nothing, *lses)
+        full = DivergenceRows(nothing, nothing, *lses)
         # 2. Compute this rank's values and centers with the lse of the full rows, and add those of
         # all ranks.
-        own = row_divergence_(z, *of_rows, known=whole) if has_columns else none
+        own = row_divergence_(z, *of_rows, known=full) if has_columns else none
         sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
         return DivergenceRows(*sums, *lses)
 

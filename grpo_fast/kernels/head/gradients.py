@@ -124,7 +124,7 @@ class GradientSums:
             return
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
-        if keep is not None and gathers(keep, count):
+        if keep is not None and should_gather(keep, count):
             # 1. Copy only the active rows if the smaller GEMMs save more time than the copy costs.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
@@ -145,10 +145,10 @@ class GradientSums:
         """Add the gradients of a chunk that contains d-logits."""
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_d_hidden(d, weight)[:count], index)
-        self._keep_weight(d, h, columns)
+            self._accumulate_hidden(matmul_d_hidden(d, weight)[:count], index)
+        self._accumulate_weight(d, h, columns)
         if self.wanted.bias:
-            self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
+            self._accumulate_bias(d.sum(0, dtype=self.sum_dtype), columns)
 
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
@@ -171,15 +171,15 @@ class GradientSums:
                 # Drop the rounding errors of skipped columns, which are not part of the product.
                 errors = errors if columns is None else errors.of_columns(columns)
                 added = errors.added_to(added, by.by_row)
-            self._keep_hidden(
+            self._accumulate_hidden(
                 weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
             )
         if self.wanted.weight and not fused:
-            self._keep_weight(
+            self._accumulate_weight(
                 d, h, columns, by.by_row, AddedRows(target, h[:count], ids=by.target_ids)
             )
         if self.wanted.bias:
-            self._keep_bias(weighted_column_sum(d, by.by_row), columns)
+            self._accumulate_bias(weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, target)
 
@@ -191,7 +191,7 @@ class GradientSums:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
             self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight)
-            self._keep_hidden(out, index)
+            self._accumulate_hidden(out, index)
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
             # A stable sort keeps equal ids in row order, which makes the sum reproducible.
@@ -233,7 +233,7 @@ class GradientSums:
             return d, self.weight, None
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
-    def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
+    def _accumulate_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
         """Write the dH of some rows into the full dH, or add it if rows of `hidden` repeat."""
         # If one chunk contains all rows in order, its dH is already the full dH and need not be
         # copied.
@@ -248,7 +248,7 @@ class GradientSums:
         else:
             self.d_hidden[index] = dh.to(self.hidden_dtype)
 
-    def _keep_weight(
+    def _accumulate_weight(
         self,
         d: Tensor,
         h: Tensor,
@@ -277,7 +277,7 @@ class GradientSums:
         if added is not None:
             added.add_to_(self.d_weight)
 
-    def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
+    def _accumulate_bias(self, db: Tensor, columns: Tensor | None) -> None:
         """Add the bias gradient of some columns to the sum. `columns` is None for all columns."""
         if columns is not None:
             db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
@@ -305,6 +305,6 @@ class GradientSums:
         return results[0], results[1], results[2]
 
 
-def gathers(keep: Tensor, count: int) -> bool:
+def should_gather(keep: Tensor, count: int) -> bool:
     """Return whether so few of `count` rows are active that copying them together saves time."""
     return keep.shape[0] < GATHER_BELOW * count

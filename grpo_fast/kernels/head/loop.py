@@ -29,7 +29,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.activity import Activity, active_rows, known_active
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
 from grpo_fast.kernels.head.grad_filter import filtered_shares
-from grpo_fast.kernels.head.gradients import GradientSums, gathers
+from grpo_fast.kernels.head.gradients import GradientSums, should_gather
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks, VocabularyShard
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import (
@@ -249,7 +249,7 @@ class LinearHead:
             is_cached = chunk == self.cached
             self.cached = None
             # If few rows are active, recompute the logits of only the active rows.
-            if not is_cached and keep is not None and gathers(keep, len(at.target_ids)):
+            if not is_cached and keep is not None and should_gather(keep, len(at.target_ids)):
                 h, targets, transform = at
                 at = ChunkRows(
                     pad_rows(h.index_select(0, keep)), targets[keep], transform.rows(keep)

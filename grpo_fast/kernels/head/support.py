@@ -58,9 +58,9 @@ def linear_sweep(
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
     if full_entropy:
-        inside = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
-        whole = LinearHead(tensors, rows._replace(support=None), route, **options)
-        return FullEntropySweep(inside, whole)
+        supported = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
+        full = LinearHead(tensors, rows._replace(support=None), route, **options)
+        return FullEntropySweep(supported, full)
     support = rows.support
     dense = None
     keep_fp32 = options.pop("keep_fp32", False)

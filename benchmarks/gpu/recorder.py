@@ -162,7 +162,7 @@ def target_rows(given: dict[str, Any]) -> int:
     return 0 if given["product_ptr"] is not None else rows * width * once
 
 
-def named_rows(given: dict[str, Any]) -> int:
+def indexed_rows(given: dict[str, Any]) -> int:
     """Return the bytes of a kernel that reads one matrix row for each id, and writes its output."""
     head = "id_ptr" in given
     names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
@@ -182,8 +182,8 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "gather_columns_kernel": lambda given: 0,
     "column_product_kernel": lambda given: 0,
     "scale_kernel": lambda given: 0,
-    "support_head_kernel": named_rows,
-    "sums_kernel": named_rows,
+    "support_head_kernel": indexed_rows,
+    "sums_kernel": indexed_rows,
 }
 
 

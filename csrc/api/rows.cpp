@@ -173,7 +173,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
                     std::optional<Tensor> grad_entropy, int64_t objective, int64_t kl,
                     bool kl_times_ratio, double p0, double p1, double p2, double p3,
-                    double kl_most, double kl_reach,
+                    double kl_max, double kl_d_max,
                     double logit_scale, std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy) {
   const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
@@ -185,7 +185,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                        checked_vector(old_logps, chunk.rows, "old_logps"),
                        checked_vector(ref_logps, chunk.rows, "ref_logps"),
                        checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  const LossFunction function{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
+  const LossFunction function{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_max, kl_d_max}};
   check_function(function);
   return loss_pass(logits, out, chunk, terms, function, return_entropy);
 }
@@ -206,7 +206,7 @@ STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
       " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
-      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap,"
+      " float p2, float p3, float kl_max, float kl_d_max, float logit_scale, float? softcap,"
       " float temperature, Tensor? temperatures, bool return_entropy)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

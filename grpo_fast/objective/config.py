@@ -311,9 +311,9 @@ class LossConfig:
 
         None is converted to inf.
         """
-        value = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
-        reach = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
-        return value, reach
+        value_max = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
+        d_max = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
+        return value_max, d_max
 
     @property
     def uses_reference(self) -> bool:

@@ -80,11 +80,11 @@ def gae(
     # 3. Sum the discounted errors, with twice as many terms after each step, and move the sums back
     # to the tokens.
     advantages = r + gamma * after - v
-    reach = 1
-    while reach < length:  # invariant: A_t holds the terms k < reach, and decay = (γλ)^reach
-        later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
+    span = 1
+    while span < length:  # invariant: A_t holds the terms k < span, and decay = (γλ)^span
+        later = torch.nn.functional.pad(advantages[:, span:], (0, span))
         advantages = advantages + decay * later
-        reach = 2 * reach
+        span = 2 * span
         decay = decay * decay
     return torch.zeros_like(advantages).scatter(1, order, advantages).float()
 

@@ -80,7 +80,7 @@ def loss_arguments(key: str) -> tuple[float, ...]:
         key: the loss configuration, as returned by `LossConfig.key`.
 
     Returns:
-        (objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach).
+        (objective, kl, kl_times_ratio, p0, …, p3, kl_max, kl_d_max).
     """
     config = LossConfig.from_key(key)
     objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)

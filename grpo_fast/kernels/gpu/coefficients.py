@@ -56,7 +56,7 @@ def call_objective(
 @triton.jit
 def loss_and_slope(
     lp, at, mask, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
-    p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
+    p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
 ):  # fmt: skip
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
@@ -77,7 +77,7 @@ def loss_and_slope(
     if kl_weights_ptr is not None:
         kl_weight = tl.load(kl_weights_ptr + at, mask=mask, other=0.0)
         d = tl.load(ref_logps_ptr + at, mask=mask, other=0.0) - lp
-        kl, kl_slope = KL(d, kl_most, kl_reach)
+        kl, kl_slope = KL(d, kl_max, kl_d_max)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
             # Apply the product rule, d(KL·ratio) = (KL' + KL)·ratio.
@@ -101,7 +101,7 @@ def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, obj
     """Return the arguments that describe a loss to the Triton kernels.
 
     Returns:
-        The numeric arguments p0 … p3, kl_most and kl_reach, and a dict of compile-time arguments.
+        The numeric arguments p0 … p3, kl_max and kl_d_max, and a dict of compile-time arguments.
     """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
@@ -115,7 +115,7 @@ def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, obj
 @triton.jit(do_not_specialize=["n_rows"])
 def coefficients_kernel(
     logps_ptr, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
-    losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, kl_most, kl_reach,
+    losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, kl_max, kl_d_max,
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
     KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def coefficients_kernel(
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
     loss, g = loss_and_slope(
         lp, rows, in_rows, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-        ref_logps_ptr, p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
+        ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
     )  # fmt: skip
     tl.store(losses_ptr + rows, loss, mask=in_rows)
     tl.store(grad_logps_ptr + rows, g, mask=in_rows)

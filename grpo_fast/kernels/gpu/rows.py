@@ -177,7 +177,7 @@ def row_loss_kernel(
     logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr,
     kl_weights_ptr, old_logps_ptr, ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
     losses_ptr, grad_logps_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature,
-    p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
+    p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -198,7 +198,7 @@ def row_loss_kernel(
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-        ref_logps_ptr, p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
+        ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
     )  # fmt: skip
     loss = tl.where(counts, loss, 0.0)
     g = tl.where(counts, g, 0.0)

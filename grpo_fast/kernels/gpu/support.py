@@ -50,7 +50,7 @@ def load_columns(start, cols, H, stride):
 
 
 @triton.jit
-def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
+def load_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
     """Load columns of the rows that begin at the addresses `starts`, as fp32.
 
     Elements are 0 in rows where `inside` is False, and in columns that are not less than H.
@@ -99,7 +99,7 @@ def support_head_kernel(
         inside = at < count
         ids = tl.load(id_ptr + first + at, mask=inside, other=0).to(tl.int64)
         at_weight = weight_ptr + ids * stride_weight_v
-        w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
+        w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
         raw = tl.sum(w * h[None, :], 1)
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def support_head_kernel(
                 e *= f
             # Load the tile of W again, which hits L1. If it stayed in registers, a second program
             # would not fit on the multiprocessor.
-            w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
+            w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
     # 4. Include the target in the maximum, and rescale the sums to the new maximum.
@@ -175,7 +175,7 @@ def sums_kernel(
         at = start + tl.arange(0, BLOCK_R)
         factor = tl.load(factor_ptr + first + at, mask=at < count, other=0.0)
         row = tl.load(index_ptr + first + at, mask=at < count, other=0).to(tl.int64)
-        x = named_rows(
+        x = load_rows(
             matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, ""
         )
         total += tl.sum(x * factor[:, None], 0)

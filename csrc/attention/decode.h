@@ -26,8 +26,8 @@ struct Tokens {
   int64_t first, end;
 };
 
-// `rows` completions of one prompt, starting with completion `first`. A thread processes one head
-// of a share at a time.
+// A group of `rows` completions of one prompt, starting with completion `first`. A thread processes
+// one head of a share at a time.
 struct Share {
   int64_t prompt, first, rows;
 };

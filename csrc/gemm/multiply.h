@@ -59,7 +59,7 @@ struct Problem {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
   }
-  // Returns the rows of a block in a slice of k.
+  // Returns the part of `a` with the rows of a block and the words of a slice of k.
   Slice<S> rows(int64_t slice, const Block& block) const {
     return slice_of(a, slice, block.row, block.rows);
   }

@@ -61,7 +61,7 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
                 raise _unknown_keyword(name, unknown, parameters)
             is_outside = word is not None or not is_traceable
             # Disable tracing of the function only if torch._dynamo has been imported. If it has
-            # not, nothing is being compiled, and importing it here would take seconds.
+            # not, nothing is being compiled, and importing torch._dynamo here would take seconds.
             if is_outside and "torch._dynamo" in sys.modules:
                 untraced_function: Callable[P, R] = untraced(function)
                 return untraced_function(*args, **keywords)

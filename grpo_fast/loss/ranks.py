@@ -146,7 +146,7 @@ class Agreement:
             self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """Return the description of this rank's part of the vocabulary, or None without a group.
+        """Describe this rank's part of the vocabulary. Return None if there is no group.
 
         The call is collective.
 

@@ -34,7 +34,7 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Implement `reference.row_logps` in C++.
+    """Compute lse, logps and entropies of logits in C++, like `reference.row_logps`.
 
     A target id outside [0, V) is never read, and its logp is NaN.
     """
@@ -59,7 +59,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V), dtype of the logits
     offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
-    """Implement `reference.row_grad_` in C++."""
+    """Write the gradient with respect to the logits in C++, like `reference.row_grad_`."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
     # Drop the entropies if no entropy has a coefficient, because the kernel does not need them
@@ -100,7 +100,7 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Implement `reference.row_loss_` in C++.
+    """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
     All steps of a row run while the row is in cache. The results are bitwise equal to those of
     separate calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated

@@ -194,7 +194,7 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,)
 ) -> DivergenceRows:
-    """Implement `divergence_reference.row_divergence_` in Triton.
+    """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
     `out` must not be the student's logits.
     """

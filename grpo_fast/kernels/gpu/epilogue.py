@@ -75,7 +75,8 @@ def fold(
         )
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
-        # 4. Store the exponentials relative to the normaliser of the row.
+        # 4. Rescale the exponentials from the running maximum to the row's normaliser, and store
+        # them.
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope

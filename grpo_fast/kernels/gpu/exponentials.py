@@ -118,7 +118,7 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """Implement `cpu/linear.head_exponentials` in Triton for bf16 inputs.
+    """Compute statistics and write exponentials in bf16, like `cpu/linear.head_exponentials`.
 
     The target's logit is 0 if its id is outside [0, V). `dominant` in the result is always None,
     because the GEMM uses the stored bf16 values without further rounding.

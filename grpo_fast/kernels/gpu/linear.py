@@ -335,7 +335,7 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
-    """Implement `cpu/linear.head_logps` in Triton.
+    """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 
     Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
     any strides. The last dimension of `logits_out` must be contiguous. The target's logit is 0 if

@@ -222,10 +222,10 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Implement `reference.row_logps` in Triton on fp32, bf16 or fp16 logits with any row stride.
+    """Compute lse, logps and entropies of logits in Triton, like `reference.row_logps`.
 
-    The last dimension must be contiguous. A target id outside [0, V) is never read, and its raw
-    logit counts as 0.
+    The logits are fp32, bf16 or fp16 with any row stride and a contiguous last dimension. A target
+    id outside [0, V) is never read, and its raw logit counts as 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -250,7 +250,7 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """Implement `reference.row_grad_` in Triton.
+    """Write the gradient with respect to the logits in Triton, like `reference.row_grad_`.
 
     `out` must be `logits` itself, or must not overlap it.
     """
@@ -278,7 +278,7 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Implement `reference.row_loss_` in Triton.
+    """Compute the loss of every row and its gradient in Triton, like `reference.row_loss_`.
 
     The lse, logps and entropy are bitwise equal to the results of `row_logps`.
     """

@@ -196,7 +196,7 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Implement `support_reference.head_rows` in Triton in fp32.
+    """Compute logits and statistics over token sets in fp32, like `support_reference.head_rows`.
 
     Computing slopes does not change the bits of the other results. If H exceeds SUPPORT_COLUMNS,
     the reference implementation is used.
@@ -225,7 +225,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Implement `support_reference.head_hidden` in Triton. The result is (R, H) fp32."""
+    """Compute dH, (R, H) fp32, from d-logits over token sets (`support_reference.head_hidden`)."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
@@ -241,7 +241,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Implement `support_reference.head_weight` in Triton.
+    """Compute dW from d-logits over token sets, like `support_reference.head_weight`.
 
     Each element of `out` is written once.
     """

@@ -134,7 +134,7 @@ def accumulate_outer(
 def _accumulate_outer(
     total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_single_chunk: bool
 ) -> Tensor:
-    """Implement `accumulate_outer` with torch."""
+    """Add dᵀ·h to `total` with torch. `accumulate_outer` documents the arguments."""
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:

@@ -103,7 +103,7 @@ struct Layer {
   }
 
   // Adds the qkv bias to row i, applies the optional per-head norms, and rotates queries and keys.
-  void add_bias_and_turn(int64_t i) const {
+  void add_bias_and_rotate(int64_t i) const {
     const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
     if (bias) add_scaled(bias, 1.0f, qkv.width, row);
@@ -125,7 +125,7 @@ struct Layer {
     // 1. Compute the attention block.
     normalise(norm, first, rows);
     qkv.multiply(normed + first * hidden, rows, projected + first * wide, false);
-    for_each_row(rows, wide, [&](int64_t i) { add_bias_and_turn(first + i); });
+    for_each_row(rows, wide, [&](int64_t i) { add_bias_and_rotate(first + i); });
     attend(attention, from, to);
     out.multiply(found + first * depth, rows, x + first * hidden, true);
 

@@ -42,13 +42,13 @@ struct Slice {
     const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
     for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row)
       for (int64_t byte = 0; byte < bytes; byte += 64)
-        ask_for(reinterpret_cast<const char*>(data + row * stride) + byte);
+        prefetch_line(reinterpret_cast<const char*>(data + row * stride) + byte);
   }
 
  private:
   // Prefetch with inline assembly. GCC treats a function that only calls __builtin_prefetch as free
   // of side effects, and removes its calls.
-  static void ask_for(const char* x) {
+  static void prefetch_line(const char* x) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*x));
 #else

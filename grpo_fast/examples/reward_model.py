@@ -44,13 +44,13 @@ def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         digits = [str(rng.randrange(SYMBOLS)) for _ in range(DIGITS)]
         worse = rng.randint(1, DIGITS)
-        texts = [spoiled(sorted(digits), n, rng) for n in (rng.randrange(worse), worse)]
+        texts = [with_mistakes(sorted(digits), n, rng) for n in (rng.randrange(worse), worse)]
         prompt = " ".join([*digits, "="])
         pairs.append({"prompt": prompt, "chosen": texts[0], "rejected": texts[1]})
     return pairs
 
 
-def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
+def with_mistakes(answer: list[str], wrong: int, rng: random.Random) -> str:
     """Return the answer with the given number of wrong symbols.
 
     In a quarter of the cases, the last `wrong` symbols are cut off instead of replaced.

@@ -44,7 +44,7 @@ Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
 # Type of the outputs of a loss: the loss, the logps, the entropy, the metrics of grad_filter and
 # the divergence.
-FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # ---- Losses: gradients are computed in the forward pass
 
@@ -62,7 +62,7 @@ class LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, run: Callable[..., LossResult], overwrites: bool, *inputs: Tensor | None
-    ) -> FormedOutputs:
+    ) -> LossValues:
         tensors = tuple(None if x is None else x.detach() for x in inputs)
         result = run(*tensors)
         if not overwrites:
@@ -86,16 +86,16 @@ class LossFunction(torch.autograd.Function):
     def backward(
         ctx: Context, grad_loss: Tensor | None, *unused: None
     ) -> tuple[Tensor | None, ...]:
-        def form_again() -> Gradients:
+        def recompute() -> Gradients:
             if ctx.overwrites:
                 raise RuntimeError(OVERWRITTEN)
             result = ctx.run(*ctx.saved_tensors)
             return with_units(ctx.saved_tensors, result.gradients, result.units)
 
-        return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], form_again)
+        return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], recompute)
 
 
-apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
+apply_loss: Callable[..., LossValues] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
@@ -117,7 +117,7 @@ def scaled_gradients(
     ctx: Context,
     grad_loss: Tensor | None,
     needs_grad: tuple[bool, ...],
-    form_again: Callable[[], Gradients],
+    recompute: Callable[[], Gradients],
 ) -> list[Tensor | None]:
     """Return the gradients of a loss, multiplied by the upstream gradient.
 
@@ -126,7 +126,7 @@ def scaled_gradients(
             first call.
         grad_loss: 0-d, the upstream gradient, or None if the loss was not used.
         needs_grad: for each tensor, whether autograd needs its gradient.
-        form_again: computes the gradients again for a second backward.
+        recompute: computes the gradients again for a second backward.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
@@ -136,7 +136,7 @@ def scaled_gradients(
     # them in place in a second backward would change `.grad`. Compute the gradients again instead.
     gradients = ctx.gradients
     ctx.gradients = None
-    gradients = form_again() if gradients is None else gradients
+    gradients = recompute() if gradients is None else gradients
     return [
         scale_(x, grad_loss if unit is None else grad_loss * unit)
         if need and x is not None

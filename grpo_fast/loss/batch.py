@@ -58,7 +58,7 @@ class TokenBatch(NamedTuple):
         ids = values.checked_ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
         return cls(places.rows(ids, transform, targets, validate), tokens, config)
 
-    def in_range(self) -> TokenBatch:
+    def with_scaled_weights(self) -> TokenBatch:
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
 
         The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
-from grpo_fast.kernels.head.half_range import needs_range, weight_unit
+from grpo_fast.kernels.head.half_range import needs_scaling, weight_unit
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks, values
-from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
+from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
 from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
@@ -149,7 +149,7 @@ def linear_divergence(
         # 2. Prepare the rows of the pass, and check that the other ranks make the same call.
         rows = _rows(hidden_rows, like, len(tensors[0]), transform, support, len(weight))
         run = partial(
-            form_divergence, rows=rows, teacher=teacher, divergence=divergence,
+            compute_divergence, rows=rows, teacher=teacher, divergence=divergence,
             weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
             shard=shard,
         )  # fmt: skip
@@ -160,7 +160,7 @@ def linear_divergence(
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
-def form_divergence(
+def compute_divergence(
     hidden: Tensor,  # (R, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -179,7 +179,7 @@ def form_divergence(
     D of each row.
     """
     # 1. Scale the weights for fp16, as `linear_loss` does.
-    is_half = any(wanted) and needs_range(hidden.dtype)
+    is_half = any(wanted) and needs_scaling(hidden.dtype)
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
     route = head_route(backend, weight, is_shard=True)
@@ -198,7 +198,7 @@ def form_divergence(
             gradients = sweep.sweep(wanted)
             each = sweep.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
-    return result if unit is None else in_units(result, unit, hidden.dtype)
+    return result if unit is None else rescaled(result, unit, hidden.dtype)
 
 
 def checked_term(

@@ -89,7 +89,7 @@ class LogitsSweep:
             fields = (*fields[:2], None, *fields[3:])
         return tuple(map(self.rows.active, fields))
 
-    def _written(self) -> Tensor:
+    def _gradient_buffer(self) -> Tensor:
         if self.out is None:
             self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
         return self.out
@@ -116,7 +116,7 @@ class LogitsSweep:
         Returns:
             The losses of the active rows, and (d-logits,).
         """
-        out = self._written()
+        out = self._gradient_buffer()
         spread = terms.map(self.rows.to_rows)
         parts = []
         for b in self._blocks():
@@ -140,7 +140,7 @@ class LogitsSweep:
         """
         if not any(wanted):
             return (self.logits.new_empty(0),)
-        out = self._written()
+        out = self._gradient_buffer()
         g, g_entropy, *stats = map(self.rows.to_rows, (g, g_entropy, *known))
         for b in self._blocks():
             of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.transform.rows(b)

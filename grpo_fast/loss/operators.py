@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import NAMESPACE
-from grpo_fast.kernels.head.half_range import needs_range
+from grpo_fast.kernels.head.half_range import needs_scaling
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
 from grpo_fast.loss.autograd import (
     NO_DOUBLE_BACKWARD,
     Context,
-    FormedOutputs,
     Gradients,
     LogpsPass,
+    LossValues,
     RowTensors,
     scaled_gradients,
     with_units,
@@ -98,7 +98,7 @@ def build_batch(
 
 def compiled_loss(
     name: str, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
-) -> tuple[FormedOutputs, Callable[..., dict[str, Tensor]]]:
+) -> tuple[LossValues, Callable[..., dict[str, Tensor]]]:
     """Call the operator of a loss.
 
     Returns:
@@ -218,7 +218,7 @@ def _fake_loss(
         # `logps_loss` computes both gradients in fp32, whatever the dtypes of the inputs are.
         wanted = [True, has_entropy and config.entropy_coef != 0]
         tensors = tuple(x.float() for _ in wanted)
-    elif any(wanted) and needs_range(x.dtype):
+    elif any(wanted) and needs_scaling(x.dtype):
         units = len(tensors)
     metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
     entropies = rows if has_entropy else 0
@@ -255,7 +255,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
         def gradients_of(output: Sequence[Tensor]) -> Gradients:
             return with_units(tuple(inputs[:count]), tuple(output[6:]), output[5])
 
-        def form_again() -> Gradients:
+        def recompute() -> Gradients:
             return gradients_of(getattr(operators, f"{name}_loss")(*inputs))
 
         # Use the gradients that the forward operator returned only once, because `scaled_gradients`
@@ -263,7 +263,7 @@ def _register_loss(name: str, loss: LossPass) -> None:
         output = ctx.output
         ctx.output = None
         ctx.gradients = None if output is None else gradients_of(output)
-        return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], form_again)
+        return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], recompute)
 
     schema = f"({loss.tensors}, {OPTIONS}, {BATCH}) -> ({LOSS}, {loss.gradients})"
     _register(f"{name}_loss", schema, run, fake, backward)

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.entropy import FullEntropySweep
-from grpo_fast.kernels.head.half_range import narrowed, needs_range
+from grpo_fast.kernels.head.half_range import narrowed, needs_scaling
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.support import SupportSweep, linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route
@@ -68,9 +68,9 @@ def linear_loss(
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
     # fp16 gradients are summed in fp32 and rounded once, after scaling by a power of two (`unit`).
-    is_half = needs_range(hidden.dtype)
+    is_half = needs_scaling(hidden.dtype)
     if any(wanted) and is_half:
-        batch = batch.in_range()
+        batch = batch.with_scaled_weights()
     term = options.divergence
     tensors = HeadTensors(hidden, weight, bias)
     keep_fp32 = is_half or (term is not None and batch.rows.support is not None)
@@ -86,7 +86,7 @@ def linear_loss(
         sweep["full_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
     unit = batch.tokens.unit
-    return result if unit is None else in_units(result, unit, hidden.dtype)
+    return result if unit is None else rescaled(result, unit, hidden.dtype)
 
 
 def _with_divergence(
@@ -119,8 +119,8 @@ def _with_divergence(
         teacher |= dict(wanted=wanted, keep_fp32=True)
         each, more = supported_divergence(tensors, rows, route, **teacher)
         # Round only the sum of both gradients, because two rounded gradients would have twice the
-        # error. In fp16, the sum stays in fp32, because `in_units` rounds it later.
-        likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
+        # error. In fp16, the sum stays in fp32, because `rescaled` rounds it later.
+        likes = tensors if not needs_scaling(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)
             for x, y, like in zip(result.gradients, more, likes, strict=True)
@@ -130,7 +130,7 @@ def _with_divergence(
     return result._replace(loss=loss, divergence=rows.to_rows(each))
 
 
-def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
+def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
     """Divide the loss by `unit`, and round each gradient to `dtype`.
 
     Each gradient is first scaled by a power of two, so that its largest element fits the range of
@@ -149,8 +149,8 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
     """
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
-    if wanted.hidden and needs_range(logits.dtype):
-        batch = batch.in_range()
+    if wanted.hidden and needs_scaling(logits.dtype):
+        batch = batch.with_scaled_weights()
     out = logits if options.inplace else None
     route = rows_route(options.backend, logits)
     over_vocabulary = batch.config.entropy_over_vocabulary

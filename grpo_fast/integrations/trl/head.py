@@ -104,7 +104,7 @@ def _swap(
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
         raise _not_1_16(f"{sorted(missing)} in the fused LM head")
-    ours = _over(theirs, model)
+    ours = _with_our_head(theirs, model)
     run_inside(model.get_output_embeddings())
     # accelerate wraps the forward of a prepared model in autocast. Our forward replaces the wrapped
     # forward, so it must apply the same autocast.
@@ -117,14 +117,14 @@ def _swap(
         with context():
             # If `self` is a deep copy of the model, use the head of the copy instead of the model's
             # head.
-            function = ours if self is model else _over(theirs, self)
+            function = ours if self is model else _with_our_head(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     model.forward.__func__.trl_fused = theirs
 
 
-def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
+def _with_our_head(theirs: types.FunctionType, model: Any) -> types.FunctionType:
     """Return a copy of TRL's closure that calls our kernels inside the head of this model."""
     head = model.get_output_embeddings()
 

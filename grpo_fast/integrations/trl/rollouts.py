@@ -33,7 +33,7 @@ OFF = "fast_rollouts is False"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Forgetful(Sampling):
+class SamplingWithoutSupport(Sampling):
     """Sampling settings with which the sampler does not record the kept tokens."""
 
     @property
@@ -66,7 +66,7 @@ class OwnRollouts:
         self._replay = {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at = None
         self._replayed_logps = None
-        self._keeps = False
+        self._reduces_replay = False
         self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
         self._unsuited = unsuited(self, lm)
@@ -80,9 +80,9 @@ class OwnRollouts:
             self._engine = build_engine(self._sampled)
             self._unsuited = self._engine.fallback
         if self._unsuited is not None or not self.fast_rollouts:
-            self._say_rollouts(self._unsuited or OFF)
+            self._record_rollouts(self._unsuited or OFF)
 
-    def _say_rollouts(self, reason: str) -> None:
+    def _record_rollouts(self, reason: str) -> None:
         """Record in `fast_path` the reason why TRL samples. Log the reason when it changes."""
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
@@ -126,16 +126,15 @@ class OwnRollouts:
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # Set `_keeps` from the settings only, which are equal in all processes. It says whether
-        # this process takes part in a reduction of metrics over all processes, which would hang if
-        # the processes differed.
-        self._keeps = isinstance(sampling, Sampling) and sampling.needs_support
+        # Use only the settings, which are equal in all processes. If some processes took part in the
+        # reduction of the metrics and others did not, it would hang.
+        self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):
             sampling = "a prompt has no token"
         if isinstance(sampling, str):
-            self._say_rollouts(sampling)
+            self._record_rollouts(sampling)
             return super()._generate_single_turn(prompt_ids, *others, **more)  # type: ignore[misc]
         self.fast_path["rollouts"] = "ours"
         self._report_truncation(sampling)
@@ -180,7 +179,7 @@ class OwnRollouts:
         With support replay, also log the importance ratio between trainer and sampler.
         """
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
-        if self._keeps:
+        if self._reduces_replay:
             self._log_replay()
         self._replayed_logps = None
         return loss
@@ -232,7 +231,7 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
     settings = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     settings["temperature"] = config.temperature if config.do_sample else 0
     try:
-        kind = Sampling if trainer.replays else Forgetful
+        kind = Sampling if trainer.replays else SamplingWithoutSupport
         return kind(**settings, min_p=config.min_p or 0)
     except ValueError as error:
         return f"generation_kwargs: {' '.join(str(error).split())}"

@@ -18,7 +18,7 @@ from torch import Tensor
 TOP_EXPONENT = 13
 
 
-def needs_range(dtype: torch.dtype) -> bool:
+def needs_scaling(dtype: torch.dtype) -> bool:
     """Return whether gradients of this dtype must be scaled when they are stored (fp16 only)."""
     return dtype == torch.float16
 

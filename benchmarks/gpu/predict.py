@@ -63,7 +63,7 @@ LIVE_SHARES = {0.1: 0.04, 0.01: 0.22, 0.001: 0.58}
 
 
 class Case(NamedTuple):
-    """Configuration of a benchmark case."""
+    """Shape and inactive rows of a benchmark case."""
 
     operation: str
     shape: Shape

@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Record a Triton launch. This replaces `grpo_fast.kernels.gpu.launch.launch`."""
+        """Record a Triton launch, in place of `grpo_fast.kernels.gpu.launch.launch`."""
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])

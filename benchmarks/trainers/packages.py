@@ -26,7 +26,7 @@ def load_verl(name: str) -> Any:
 
 
 def load_openrlhf_loss() -> Any:
-    """Import `openrlhf.models.loss`, but not `openrlhf.models.__init__`, which needs DeepSpeed."""
+    """Import `openrlhf.models.loss` without `openrlhf.models`, which needs DeepSpeed."""
     require("openrlhf")
     if "openrlhf.models" not in sys.modules:
         package = types.ModuleType("openrlhf.models")

@@ -139,13 +139,13 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
   });
 }
 
-// Inputs of the backward pass.
+// The tensors that the backward pass reads.
 struct Given {
   Packed grad, q, k, v, out;
   PerRow lse;
 };
 
-// Outputs of the backward pass.
+// The gradients that the backward pass writes.
 struct Wanted {
   Packed dq, dk, dv;
 };

@@ -81,7 +81,7 @@ Tensor linear(Tensor x, Tensor weight, int64_t width) {
   return out;
 }
 
-// The weights, inputs and buffers of a layer.
+// One call of decode_layer_: the layer's weights, its inputs and its buffers.
 struct Layer {
   Packed qkv, out, gate_up, down;
   const float *norm, *bias, *q_norm, *k_norm, *post_norm;

@@ -52,7 +52,7 @@ DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row
   return {chunk.start(logits, row), chunk.width(row), chunk.transform(row), chunk.softcap > 0};
 }
 
-// Calls run(kind) with the kind as a compile-time constant.
+// Calls run(kind) with the kind of divergence as a compile-time constant.
 template <class F>
 void with_kind(int64_t kind, const F& run) {
   STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number below ",

@@ -23,7 +23,7 @@
 namespace grpo_fast {
 namespace {
 
-// Compile-time parameters of the row functions.
+// Compile-time parameters of the row functions: element type, soft cap and entropy.
 template <class E, bool kCapped, bool kMean>
 struct Variant {
   using Element = E;
@@ -167,7 +167,7 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   return {found.lse, found.logps, found.entropy, losses, grad_logps};
 }
 
-// Checks the arguments and runs loss_pass.
+// Operator row_loss_: checks the arguments and runs loss_pass.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages,
                     Tensor policy_weights, std::optional<Tensor> kl_weights,
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,

@@ -88,9 +88,9 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   // Otherwise the softmax would include old scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
-  // Calls body(visible tokens, first query, number of queries, scores). The first call has the
-  // tokens of the prompt and all queries. The later calls have the tokens of one completion and its
-  // queries.
+  // Calls body(visible tokens, first query, number of queries, scores). The first calls have the
+  // tokens of the prompt, and all queries in groups. The later calls have the tokens of one
+  // completion and the queries of this completion.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,

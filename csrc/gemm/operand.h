@@ -14,7 +14,7 @@ namespace grpo_fast {
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
-// Rounds `size` up to a multiple of `multiple`.
+// Returns `size`, rounded up to a multiple of `multiple`.
 inline int64_t up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }

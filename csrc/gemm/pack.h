@@ -40,7 +40,7 @@ struct Entry {
 
 // ---- single words and vectors of words ----
 
-// Returns the word at x.
+// Returns the word that contains the fp32 at x.
 inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }

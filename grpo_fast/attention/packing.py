@@ -20,7 +20,7 @@ from grpo_fast.errors import names_nearest, require
 
 # Token ids, as a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
-# A prompt and its completions.
+# Type of a prompt with its completions.
 Group = tuple[Ids, Sequence[Ids]]
 # The ids of a sample, and a flag for each id that says whether the token is trained.
 Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]

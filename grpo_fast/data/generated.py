@@ -61,7 +61,7 @@ class GeneratedTask(LazySequence[Example]):
 
     @abstractmethod
     def render(self, content: tuple[int, ...]) -> Example:
-        """Return the example whose prompt contains these numbers."""
+        """Build the example whose prompt contains these numbers."""
 
     def make(self, index: int) -> Example:
         if self.split == "test":

@@ -138,7 +138,7 @@ def strip_calculator(solution: str) -> str:
 
 
 def _plain(number: Number) -> str:
-    """Return a number as text without an exponent."""
+    """Format a number as text without an exponent."""
     return f"{number:f}" if hasattr(number, "as_tuple") else str(number)
 
 

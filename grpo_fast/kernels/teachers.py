@@ -50,7 +50,7 @@ class TeacherHead(NamedTuple):
         return LogitTransform(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
-        """Return the teacher with the given rows of hidden states only."""
+        """Return a teacher that has only the given rows of hidden states."""
         return self._replace(hidden=self.hidden[rows])
 
 
@@ -91,7 +91,7 @@ class TeacherTopK(NamedTuple):
     floor: float = 1e-7
 
     def rows(self, rows: Tensor | slice) -> TeacherTopK:
-        """Return the teacher with the given rows only."""
+        """Return a teacher that has only the given rows."""
         return self._replace(ids=self.ids[rows], logps=self.logps[rows])
 
 

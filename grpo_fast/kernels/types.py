@@ -267,7 +267,7 @@ def padded(count: int) -> int:
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """Append zero rows up to a multiple of ROW_MULTIPLE."""
+    """Append rows of zeros, so that the number of rows is a multiple of ROW_MULTIPLE."""
     missing = padded(x.shape[0]) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 

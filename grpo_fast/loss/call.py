@@ -84,7 +84,7 @@ def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
 
 @functools.cache
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with torch.compile tracing disabled."""
+    """Return a function that torch.compile does not trace."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 

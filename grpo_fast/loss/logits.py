@@ -95,7 +95,7 @@ class LogitsSweep:
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Return (lse, logps, entropy) of the active rows."""
+        """Compute (lse, logps, entropy) of the active rows. `keep` has no effect."""
         parts = []
         for b in self._blocks():
             part = self.kernels.row_logps(

@@ -137,7 +137,7 @@ def _pack_arguments(config: LossConfig, inputs: BatchInputs) -> Row:
 
 
 def _unpack_arguments(row: Row) -> tuple[LossConfig, BatchInputs]:
-    """Return the config and inputs that `_pack_arguments` packed."""
+    """Return the config and the inputs of a list that `_pack_arguments` packed."""
     *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)

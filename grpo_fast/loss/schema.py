@@ -60,10 +60,10 @@ def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
 
 
 def options_of(values: Row) -> Options:
-    """Build Options from the result of `graph_fields`."""
+    """Build Options from the values that `graph_fields` returned."""
     return Options(**dict(zip(names_of(Options), values, strict=True)))
 
 
 def row_options_of(values: Row) -> RowOptions:
-    """Build RowOptions from the result of `graph_fields`."""
+    """Build RowOptions from the values that `graph_fields` returned."""
     return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))

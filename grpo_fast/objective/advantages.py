@@ -32,7 +32,7 @@ def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def raw_rewards(r: Tensor) -> Tensor:
-    """Return the rewards unchanged, A = r."""
+    """Use the rewards themselves as advantages, A = r."""
     return r
 
 

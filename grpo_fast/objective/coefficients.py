@@ -27,7 +27,7 @@ class RowTerms(NamedTuple):
     grad_entropy: Tensor | None = None  # (T,)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
-        """Return the terms with `function` applied to every tensor."""
+        """Apply `function` to every tensor of the terms, and return new terms."""
 
         def changed(x: Tensor | None) -> Tensor | None:
             return None if x is None else function(x)

@@ -41,7 +41,7 @@ def config() -> Any:
 
 
 def loss(backend: str) -> Callable[[Problem], Step]:
-    """Return the `prepare` function for `linear_grpo_loss`, forward and backward."""
+    """Return the `prepare` function that measures `linear_grpo_loss`, forward and backward."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_grpo_loss

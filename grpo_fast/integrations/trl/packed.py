@@ -201,7 +201,7 @@ def pack_padded(
 
 
 class PackedCall(NamedTuple):
-    """Arguments of one packed forward pass."""
+    """Arguments of one call of `packed_forward`."""
 
     pack: Pack
     head: FusedHead  # the logit transform that TRL read from the policy's config

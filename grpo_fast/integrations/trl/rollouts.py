@@ -126,8 +126,8 @@ class OwnRollouts:
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # Use only the settings, which are equal in all processes. If some processes took part in the
-        # reduction of the metrics and others did not, it would hang.
+        # Use only the settings, which are equal in all processes. If some processes took part in
+        # the reduction of the metrics and others did not, it would hang.
         self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"

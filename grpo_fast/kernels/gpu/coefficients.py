@@ -119,7 +119,7 @@ def coefficients_kernel(
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
     KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the losses and derivatives of BLOCK_T rows."""
+    """Compute the losses of BLOCK_T tokens and their derivatives dL/dlogp."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
@@ -136,7 +136,7 @@ def row_coefficients(
     terms: RowTerms,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return (losses, grad_logps), (C,) each. objective/coefficients.py is the reference."""
+    """Compute (losses, grad_logps), (C,) each, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
     numbers, constants = loss_arguments(config)
     if len(logps):

@@ -134,7 +134,7 @@ def scaled_hidden(
     by_row: Tensor,  # (C,) fp32
     dtype: torch.dtype,
 ) -> Tensor:  # (C, H)
-    """Return by_row[:, None]·hidden, (C, H), rounded once to `dtype`."""
+    """Multiply the rows of `hidden` by `by_row`, and round the result, (C, H), to `dtype` once."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
     if hidden.shape[0]:
         launch(

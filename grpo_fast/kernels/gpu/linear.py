@@ -190,7 +190,7 @@ def join_kernel(
             )
         exp_sum = exp_sum * rescale + tl.sum(exp_sum_s * rescale_s, 0)
         row_max = new_max
-    # 3. Add the target and compute the results.
+    # 3. Add the target to the sums, and compute the lse, logp and entropy.
     lse, lp, entropy = finish(row_max, exp_sum, exp_z_sum, z_target, inside)
     tl.store(lse_ptr + rows, lse, mask=in_rows)
     tl.store(logps_ptr + rows, lp, mask=in_rows)
@@ -228,7 +228,7 @@ def head_inputs(
 
 
 def slice_count(p: HeadInputs) -> int:
-    """Return the number of vocabulary slices."""
+    """Return the number of slices into which the vocabulary is divided."""
     return -(-p.weight.shape[0] // SLICE_COLUMNS)
 
 

@@ -69,7 +69,7 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
 
 @triton.jit
 def softcapped(x, softcap):
-    """Return softcap·tanh(x/softcap) and 1 - tanh²."""
+    """Return the soft-capped value softcap·tanh(x/softcap), and its derivative 1 - tanh²."""
     u = x / softcap
     # Use -2·|u| as exponent. It is never positive, so the exponential cannot overflow.
     t = exp_fp32(-2.0 * tl.abs(u))

@@ -140,7 +140,7 @@ def support_head_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
     if slope_ptr is not None:
-        # 6. Compute the slope.
+        # 6. Compute the slope from the weight row of the target and from `others`.
         at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
         by_target = -expm1(lp)
         if softcap is not None:

@@ -41,7 +41,7 @@ ROW_ELEMENTS = 64
 
 
 class LogitChunks:
-    """Chunks that store logits and overwrite them with d-logits."""
+    """Chunks that store logits, which a row kernel overwrites with d-logits."""
 
     has_entropy_gradient = True
 
@@ -73,7 +73,7 @@ class LogitChunks:
         return self.has_16_bit_gradient
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """Return a buffer of logits, (rows, V)."""
+        """Return one of the buffers for the logits of a chunk, (rows, V)."""
         if self._workspace is None:
             # Allocate the workspace once, for the largest chunk, so that smaller chunks can use a
             # part of it.
@@ -182,7 +182,7 @@ class ExponentialChunks(LogitChunks):
         return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """Return the buffer of exponentials, (rows, V)."""
+        """Return the buffer for the exponentials of a chunk, (rows, V)."""
         vocab = self.weight.shape[0]
         if self._workspace is None:
             # Round up the row length, so that rows are aligned for TMA stores and vector loads.

@@ -207,7 +207,7 @@ class DivergenceHead(LinearHead):
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
-        """Compute the teacher's raw logits into `out`."""
+        """Compute the teacher's raw logits of the current chunk and write them to `out`."""
         if not out.shape[1]:
             return
         h = pad_rows(teacher.hidden).contiguous()

@@ -54,7 +54,7 @@ class FullEntropySweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy."""
+        """Compute the gradients of Σ g·logp + g_entropy·entropy with both passes, and add them."""
         gradients: tuple[Tensor, ...] = self.supported.gradients(
             g, None, (*known[:2], None), wanted
         )

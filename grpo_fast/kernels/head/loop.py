@@ -129,7 +129,7 @@ class LinearHead:
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
     def chunks(self) -> Iterator[slice]:
-        """Yield the chunks of rows."""
+        """Yield the range of rows of each chunk."""
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
@@ -152,7 +152,7 @@ class LinearHead:
         return ChunkRows(h, self.rows.target_ids[chunk], self.rows.transform.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
-        """Create the accumulators for the gradients of this head."""
+        """Create the object that sums the gradients of this head over all chunks."""
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,

@@ -84,7 +84,7 @@ def weighted_product(
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a·b to `total` in place."""
+    """Add the matrix product a·b to `total` in place."""
     return gemm.mm_(a, b, total, add=True) if uses_csrc_gemm(b) else total.addmm_(a, b)
 
 

@@ -125,7 +125,7 @@ class SupportSweep:
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """True if this pass supports coefficients dL/dentropy."""
+        """True if this pass can compute the gradient of an entropy."""
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
@@ -283,7 +283,7 @@ class GivenLogits:
         return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
-        """Return an empty gradient."""
+        """Return an empty tensor in place of the gradient."""
         return (self.logits.new_empty(0),)
 
     def gradients(

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-# Number of vocabulary columns that one program processes for a block of 128 rows. The width is
-# constant, so that the order of sums, and with it every bit of a log-probability, does not depend
-# on the number of rows. The value 2048 is a compromise between idle multiprocessors in the last
-# wave of programs and the number of programs. With 2752 rows (a 1 GiB chunk at V = 151936), 4096
-# columns would give 814 programs. On 132 multiprocessors, these are 6.2 waves, so the seventh wave
-# is nearly empty. 2048 columns waste 5% less time than 4096. 1024 columns would save another 3%,
-# but would double the number of programs. With 8192 rows, 2048 columns waste 2% of the time.
+# Number of vocabulary columns that one program processes for a block of 128 rows. It is constant,
+# so that the order of sums, and with it every bit of a log-probability, does not depend on the
+# number of rows. The value is a compromise: larger slices leave more multiprocessors idle in the
+# last wave of programs, and smaller slices need more programs. For example, a 1 GiB chunk at V =
+# 151936 has 2752 rows. On 132 multiprocessors, 4096 columns give 6.2 waves, so the seventh wave is
+# nearly empty, and 2048 columns take 5% less time. 1024 columns would save another 3%, but would
+# double the number of programs.
 SLICE_COLUMNS = 2048
 
 # Maximum size of the hidden states that are processed concurrently. They are read again for every

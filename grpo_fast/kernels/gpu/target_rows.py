@@ -5,12 +5,12 @@
 If dW is fp32, one pass adds the hidden rows, with at most 10 bytes of HBM traffic per element of
 (C, H).
 
-If dW is 16-bit, the product A = Eᵀ·(…) has already been rounded. This is harmless if the final sum
-S is at least as large as A. It is harmful if A and the added rows nearly cancel, as for a token
-that is likely everywhere and often the target. The error is then 1e-2 of S. Rows with |A| > |S|/4
-are therefore recomputed from an fp32 product of their columns of E, and rounded once. Programs of
-all other rows return immediately, and the host does not wait. In those rows, the rounding of A adds
-at most 3% to the rounding error of S.
+If dW is 16-bit, the product A = Eᵀ·(…) was rounded before the hidden rows are added to it. This is
+harmless if the final sum S is at least as large as A. But if A and the added rows nearly cancel,
+the error is 1e-2 of S. This happens to a token that is likely everywhere and often the target. Rows
+with |A| > |S|/4 are therefore recomputed from an fp32 product of their columns of E, and rounded
+once. Programs of all other rows return immediately, and the host does not wait. In those rows, the
+rounding of A adds at most 3% to the rounding error of S.
 
 The kernels use no atomics. If a target id occurs several times, only its first program writes the
 row of dW, and adds the hidden rows in order.

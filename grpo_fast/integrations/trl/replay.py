@@ -17,7 +17,7 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    """What the sampler recorded for R scored tokens: kept ids, logps and probabilities."""
+    """Data that the sampler recorded for R scored tokens: kept ids, logps and probabilities."""
 
     support: Support  # the kept tokens; an empty set for tokens that were not sampled
     logps: Tensor  # (R,) fp32 log-probabilities of the sampler; NaN for tokens not sampled

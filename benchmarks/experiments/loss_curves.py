@@ -59,7 +59,7 @@ def clip_range(config: LossConfig) -> tuple[float, float] | None:
 
 
 def config_of(loss: str, options: dict[str, float]) -> LossConfig:
-    """Return the configuration of a loss. Leave out the options that this loss does not use."""
+    """Return the configuration of a loss, without the options that this loss does not use."""
     params = OBJECTIVES[loss].params
     read: dict[str, Any] = {
         name: value
@@ -121,7 +121,7 @@ def _draw(
     ratios: Tensor,  # (POINTS,)
     ranges: list[tuple[float, float]],
 ) -> None:
-    """Draw one panel. Earlier lines are broader, so that they stay visible under later lines."""
+    """Draw one panel. Earlier lines are thicker, so that they stay visible under later lines."""
     for index, (label, points) in enumerate(curves.items()):
         width = 1.4 + min(0.9, 5 / len(curves)) * (len(curves) - 1 - index)
         dash = DASHES[index % len(DASHES)]

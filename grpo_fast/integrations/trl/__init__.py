@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from grpo_fast.integrations.trl.trainer import FastGRPOTrainer
 
 
-# Import lazily, so that `import grpo_fast.integrations.trl.head` does not import TRL's GRPOTrainer.
+# Import on access, so that `import grpo_fast.integrations.trl.head` does not import TRL's
+# GRPOTrainer.
 def __getattr__(name: str) -> type[FastGRPOTrainer]:
     if name != "FastGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,8 +4,8 @@
                  with the epilogue of the current tile
 
 A candidate is the source of the shipped kernel with some lines replaced, so it follows every change
-of the kernel. Warp specialization is not a candidate, because it does not compile with Triton 3.6, the
-version on the GPU machine.
+of the kernel. Warp specialization is not a candidate, because it does not compile with Triton 3.6,
+the version on the GPU machine.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
 # The option use_fused_kernels in verl's run and in our run. In the mode "logits", verl runs without
 # its fused kernel. The kernel fails if the LM head is untied, because verl's engine then shards the
-# LM head in a group of its own.
+# LM head in a separate group.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 

@@ -1,11 +1,11 @@
-"""Candidates for the loop of `slice_kernel`, which must return the bits of the shipped loop.
+"""Candidates for the loop of `slice_kernel`. Their results must be bit-equal to the shipped loop's.
 
     flatten      one pipelined loop over tiles and depth, so that the loads of the next tile overlap
                  with the epilogue of the current tile
 
 A candidate is the source of the shipped kernel with some lines replaced, so it follows every change
-of the kernel. Loads by specialised warps are not a candidate, because they do not compile with the
-Triton 3.6 of the GPU machine.
+of the kernel. Warp specialization is not a candidate, because it does not compile with Triton 3.6,
+the version on the GPU machine.
 """
 
 from __future__ import annotations

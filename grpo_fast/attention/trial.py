@@ -29,8 +29,8 @@ FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
 # configuration.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
-# Number of random numbers in a pool that large weights repeat. It is prime, so that rows begin at
-# different places of the pool and no two rows are equal.
+# Size of the pool of random numbers. Large weights are filled by repeating the pool. The size is
+# prime, so that each row starts at a different place of the pool and no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor

@@ -276,9 +276,9 @@ def fused_head(model: Any) -> FusedHead:
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
-    """Return TRL's closure of this model, or None if the model has no fused head.
+    """Return the function that TRL installed as the model's forward, or None without a fused head.
 
-    The closure is also found if accelerate or `use_fast_head` has wrapped it.
+    The function is also found if accelerate or `use_fast_head` has wrapped it.
     """
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
@@ -289,7 +289,11 @@ def _fused_function(model: Any) -> types.FunctionType | None:
 
 
 def _require_fused(model: Any) -> types.FunctionType:
-    """Return TRL's closure of this model. Raise a ValueError if there is none."""
+    """Return the function that TRL installed as the model's forward.
+
+    Raises:
+        ValueError: TRL installed none.
+    """
     function = _fused_function(model)
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"

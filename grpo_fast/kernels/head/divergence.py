@@ -270,7 +270,7 @@ def supported_divergence(
     Returns:
         A pair of the divergences, (T,), and the gradients (dH, dW, db).
     """
-    # 1. Compute the rows without a set over the full vocabulary.
+    # 1. Some rows have no support set. Compute these rows over the full vocabulary.
     support = rows.support
     assert support is not None
     own = support.select

@@ -78,9 +78,9 @@ class GatheredHead:
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                # Slopes are missing if there is an entropy gradient, because dH is then not a
-                # multiple of the slopes. Compute dH from the d-logits instead, and set the
-                # coefficients to 1.
+                # With an entropy gradient there are no slopes, because the gradient of the hidden
+                # states is then not a multiple of them. Compute it from the d-logits. They contain
+                # the coefficients already, so set the coefficients to 1.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)

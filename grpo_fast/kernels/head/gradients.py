@@ -186,7 +186,7 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Compute dH and dW of a chunk of exponentials with the kernels of gpu/gradients.py."""
+        """Add one chunk's part of dH and dW, computed from its stored exponentials on the GPU."""
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)

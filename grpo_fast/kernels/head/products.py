@@ -151,8 +151,8 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    # With a single chunk, the fp32 product of a block of dW's rows is final, so round it by copying
-    # it into the 16-bit dW.
+    # A single chunk adds nothing more to dW. Compute dW in fp32, one block of rows at a time, and
+    # round each block by copying it into the 16-bit result.
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]

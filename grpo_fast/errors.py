@@ -191,7 +191,7 @@ class WriteError(RunError):
 
 
 class RankError(RunError):
-    """Raised if another rank failed or does not answer. The message names the rank."""
+    """Raised if another rank failed or does not answer."""
 
 
 class Stopped(SystemExit):
@@ -205,6 +205,7 @@ class Stopped(SystemExit):
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
+        super().__init__(number)  # pickle passes this argument to the class again
+        self.code = 128 + number
         self.number = number
         self.name = signal.Signals(number).name

@@ -83,8 +83,8 @@ def lines_of(found: Diagnosis) -> Iterator[str]:
     which = f"mean of {found.tokens} tokens (largest {found.largest:.2e})"
     yield f"{found.mean:.2e}  {which}: {verdict}, allowed {found.threshold:.1e}"
     yield f"{found.own:.2e}  the trainer against the model's own forward pass"
-    for noise in found.own_noise:
-        yield f"{noise.mean:.2e}  the trainer against itself, {noise.dtype}"
+    for dtype, mean in found.own_noise.items():
+        yield f"{mean:.2e}  the trainer against itself, {dtype}"
     for cause in found.tried:
         yield f"{cause.left:.2e}  left by {cause.name}: {cause.what}"
     for cause in found.causes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_fast.data import Prompt
 from grpo_fast.doctor.attempts import Case, attempts
 from grpo_fast.doctor.causes import DTYPE, EOS, STALE, Cause
-from grpo_fast.doctor.recompute import Noise, measure_noise, trainer_logps
+from grpo_fast.doctor.recompute import measure_noise, trainer_logps
 from grpo_fast.errors import require
 from grpo_fast.rollout import Engine, Samples, Sampling, awake, generate
 from grpo_fast.rollout.engine import Seed
@@ -41,7 +41,7 @@ class Diagnosis:
     threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
     tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
-    own_noise: list[Noise]  # differences between packed rows and single rows of the trainer
+    own_noise: dict[str, float]  # the trainer's packed rows against single rows, by dtype
     ok: bool  # True if the mean is allowed and all weight versions and ends are right
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +12,6 @@ from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
 
 BUDGET = 8192  # tokens in a packed row
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Mean difference between logps of packed rows and of rows with a single completion."""
-
-    dtype: str  # for example "float32"
-    mean: float  # mean absolute difference in nats per token
 
 
 @torch.no_grad()
@@ -50,21 +41,20 @@ def trainer_logps(
     return batch.samples.old_logps.float().cpu()
 
 
-def measure_noise(policy: Policy, samples: Samples, temperature: float) -> list[Noise]:
+def measure_noise(policy: Policy, samples: Samples, temperature: float) -> dict[str, float]:
     """Measure the rounding noise, which is the difference between packed and single rows.
 
     Returns:
-        The mean difference for each of these dtypes.
+        The mean absolute difference in nats per token, for each dtype such as "float32".
     """
     unmasked = dataclasses.replace(samples, support=None)
     own = policy.autocast or policy.head.weight.dtype
-    noises = []
+    noises = {}
     for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
         twin = policy if dtype == own else cast(policy, dtype)
         packed = trainer_logps(twin, unmasked, temperature)
         alone = trainer_logps(twin, unmasked, temperature, budget=1)
-        name = str(dtype).removeprefix("torch.")
-        noises.append(Noise(name, float((packed - alone).abs().mean())))
+        noises[str(dtype).removeprefix("torch.")] = float((packed - alone).abs().mean())
     return noises
 
 

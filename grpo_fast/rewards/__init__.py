@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,11 @@ __all__ = [
     "scorer_for",
 ]
 
+# The public functions of rules.py.
 REWARDS: dict[str, RewardFunction] = {
-    function.__name__: function
-    for function in (
-        rules.gsm8k_correct,
-        rules.gsm8k_correct_lenient,
-        rules.gsm8k_format,
-        rules.sort_positions,
-        rules.sort_inclusion_ordering,
-        rules.exact_match,
-        rules.length_penalty,
-        rules.overlong,
-        rules.format_tags,
-        rules.distinct_words,
-    )
+    name: function
+    for name, function in inspect.getmembers(rules, inspect.isfunction)
+    if function.__module__ == rules.__name__ and not name.startswith("_")
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010

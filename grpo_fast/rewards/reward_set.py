@@ -15,15 +15,12 @@ import copy
 import logging
 import math
 import reprlib
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from grpo_fast.data import escape_control
@@ -38,7 +35,6 @@ from grpo_fast.rewards.conventions import (
     is_per_sample,
     parameters_of,
 )
-from grpo_fast.rewards.per_token import per_token_rewards, score_sum
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +43,6 @@ WINDOW_CALLS = 10
 MIN_CALLS = 3
 RETRY_TIMEOUTS = 2  # after more timeouts than this, the remaining samples of a call are lost
 NONE_APPLIES = "none_applies"  # reason for a sample for which every function returned None
-# Number of lost samples. It is less than 2**53, so that every JSON reader keeps it exact.
-Lost = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
 class WeightedReward(NamedTuple):
@@ -92,20 +86,6 @@ class RewardResult(NamedTuple):
     extra: Mapping[str, list[str]] = MappingProxyType({})
     metrics: Mapping[str, list[float]] = MappingProxyType({})
 
-    @property
-    def failures(self) -> dict[str, int]:
-        """Number of samples that each function lost in this call, by function name."""
-        return {name: reasons.total() for name, reasons in self.reasons.items()}
-
-
-@dataclass
-class RewardsState:
-    """State of a RewardSet, which counts the samples that each function has lost."""
-
-    failed_total: dict[str, Lost]
-    recent: dict[str, list[tuple[Lost, Lost]]]  # (lost samples, all samples) of the latest calls
-    last_error: dict[str, str]
-
 
 class RewardSet:
     """Callable set of weighted reward functions.
@@ -124,16 +104,11 @@ class RewardSet:
         require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
-        self.state = RewardsState(
-            dict.fromkeys(names, 0), {name: [] for name in names}, dict.fromkeys(names, "")
-        )
+        # The numbers of lost samples and of all samples in the latest calls of each function.
+        self.recent: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
+        self.last_error = dict.fromkeys(names, "")
         # Fields of TRL's `trainer_state`: the number of finished steps and the number of all steps.
         self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
-        self._lock = threading.Lock()
-
-    @property
-    def names(self) -> list[str]:
-        return [reward.name for reward in self.rewards]
 
     def __call__(
         self,
@@ -196,17 +171,11 @@ class RewardSet:
         extra = {n: [str(x) for x in v] for n, v in run_log.extra.items() if len(v) == count}
         return RewardResult(total, per_fn, reasons, per_token, extra, run_log.metrics)
 
-    def state_dict(self) -> RewardsState:
-        with self._lock:
-            return copy.deepcopy(self.state)
+    def state_dict(self) -> dict[str, list[tuple[int, int]]]:
+        return dict(self.recent)
 
-    def load_state_dict(self, state: RewardsState) -> None:
-        with self._lock:
-            self.state = RewardsState(
-                {name: state.failed_total[name] for name in self.names},
-                {name: state.recent[name] for name in self.names},
-                {name: state.last_error[name] for name in self.names},
-            )
+    def load_state_dict(self, state: Mapping[str, list[tuple[int, int]]]) -> None:
+        self.recent = {name: state[name] for name in self.recent}
 
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
@@ -272,20 +241,50 @@ class RewardSet:
         return value
 
     def _note(self, name: str, message: str) -> None:
-        if not self.state.last_error[name]:
+        if not self.last_error[name]:
             text = "reward %s failed (its samples are dropped and counted): %r"
             logger.warning(text, name, message[:500])
-        self.state.last_error[name] = escape_control(message[:500])
+        self.last_error[name] = escape_control(message[:500])
 
     def _count(self, name: str, failed: int, asked: int) -> None:
-        with self._lock:
-            self.state.failed_total[name] += failed
-            recent = [*self.state.recent[name], (failed, asked)][-WINDOW_CALLS:]
-            self.state.recent[name] = recent
+        recent = [*self.recent[name], (failed, asked)][-WINDOW_CALLS:]
+        self.recent[name] = recent
         lost = sum(failed for failed, _ in recent)
         samples = sum(asked for _, asked in recent)
         if len(recent) >= MIN_CALLS and lost > self.max_failures * samples:
             got = f"{lost} of the last {samples} samples have no reward"
             limit = f"more than {self.max_failures:.0%}"
-            last = self.state.last_error[name]
+            last = self.last_error[name]
             raise RewardError(f"reward {name}: {got} ({limit}); last error: {last}")
+
+
+def score_sum(score: Score | str) -> float:
+    """Return a completion's total reward. It is NaN if the score is None or an error reason."""
+    if isinstance(score, list):
+        return float(sum(score))
+    return math.nan if score is None or isinstance(score, str) else score
+
+
+def per_token_rewards(
+    scored: list[tuple[float, list[Score | str]]],  # (weight, scores) of each function
+    lengths: Sequence[int] | None,
+) -> list[Tensor] | None:
+    """Combine the scores of all functions into weighted rewards for each token.
+
+    Args:
+        scored: the weight of each function, and its score for each completion.
+        lengths: number of tokens of each completion.
+
+    Returns:
+        An fp32 tensor for each completion. None if no function returned rewards per token.
+    """
+    if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
+        return None
+    rewards = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+    for weight, scores in scored:
+        for reward, score in zip(rewards, scores, strict=True):
+            if isinstance(score, list):
+                reward += weight * torch.tensor(score, dtype=torch.float64)
+            elif score is not None:  # reward[-1:] is empty for an empty completion
+                reward[-1:] += weight * score_sum(score)
+    return [reward.float() for reward in rewards]

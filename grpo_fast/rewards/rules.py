@@ -35,28 +35,18 @@ def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[f
 
 
 # ------------------------------------------------- Symbols separated by blanks (CS336 lecture)
-def sort_positions(*, completions: Texts, answers: Texts, scaled: bool = True) -> list[float]:
+def sort_positions(*, completions: Texts, answers: Texts) -> list[float]:
     """Return the fraction of positions that have the right symbol.
 
     The denominator is the number of symbols of the longer text (completion or answer).
-
-    Args:
-        completions: N completions of symbols separated by whitespace.
-        answers: N sorted answers.
-        scaled: True returns the fraction. False multiplies it by the answer's number of symbols,
-            as in the lecture.
     """
-    rewards = []
-    for symbols, gold in _symbol_pairs(completions, answers):
-        right = sum(a == b for a, b in zip(symbols, gold, strict=False))
-        share = right / max(len(symbols), len(gold), 1)
-        rewards.append(share if scaled else share * len(gold))
-    return rewards
+    return [
+        sum(a == b for a, b in zip(symbols, gold, strict=False)) / max(len(symbols), len(gold), 1)
+        for symbols, gold in _symbol_pairs(completions, answers)
+    ]
 
 
-def sort_inclusion_ordering(
-    *, completions: Texts, answers: Texts, scaled: bool = True
-) -> list[float]:
+def sort_inclusion_ordering(*, completions: Texts, answers: Texts) -> list[float]:
     """Reward a sorted answer for included symbols and for adjacent pairs in order.
 
     The reward is the fraction of the answer's symbols that occur, plus the fraction of adjacent
@@ -64,14 +54,8 @@ def sort_inclusion_ordering(
     at least once, so `0 0 1` gets the full score for `0 1 1`. A pair that contains a non-number is
     not in order. The denominator of the second fraction is the number of pairs of the longer text.
     Therefore neither a single symbol nor an endless tail is rewarded.
-
-    Args:
-        completions: N completions of symbols separated by whitespace.
-        answers: N sorted answers, each with exactly the symbols of its prompt.
-        scaled: if False, return the lecture's points. For an answer of n symbols, they are n times
-            the first fraction plus n - 1 times the second.
     """
-    return [_inclusion_ordering(*pair, scaled) for pair in _symbol_pairs(completions, answers)]
+    return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
 
 
 def exact_match(*, completions: Texts, answers: Texts) -> list[float]:
@@ -84,9 +68,9 @@ def _symbol_pairs(completions: Texts, answers: Texts) -> list[tuple[list[str], l
     return [(text.split(), gold.split()) for text, gold in pairs]
 
 
-def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> float:
+def _inclusion_ordering(symbols: list[str], gold: list[str]) -> float:
     present = set(symbols)
-    included = sum(symbol in present for symbol in gold) / (len(gold) or 1 if scaled else 1)
+    included = sum(symbol in present for symbol in gold) / (len(gold) or 1)
     count = max(len(symbols), len(gold)) - 1
     if count <= 0:
         return included + float(symbols == gold)
@@ -94,7 +78,7 @@ def _inclusion_ordering(symbols: list[str], gold: list[str], scaled: bool) -> fl
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
-    return included + ordered / count * (1 if scaled else max(len(gold) - 1, 1))
+    return included + ordered / count
 
 
 # ------------------------------------------------------------------------ Length, tags and words

@@ -29,11 +29,10 @@ from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs.build import Evaluation, build, load
 from grpo_fast.train.runs.export import save_models
 from grpo_fast.train.runs.resume import run_start
-from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.state import Rows
+from grpo_fast.train.runs.saving import Rows, Saver
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.budget import host_peak
-from grpo_fast.train.update.step import Step, update_rows
+from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,6 @@ def train(config: RunConfig) -> dict[str, Any]:
             stopping.listening(policy.lm.base_model, policy.agreed),
             report,
             build_engine(policy, config.rollout) as engine,
-            distributed.naming_dead_ranks(),
         ):
             saver = build(start, loaded, engine, report, stopping)
             kernels = {
@@ -84,7 +82,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 report.note(ONE_UPDATE)
             elif OBJECTIVES[saver.trainer.loss_config.loss_type].clips == "ppo":
                 report.note(USUAL_CLIP)
-            with saver.saved_when_it_ends(), distributed.naming_dead_ranks():
+            with saver.saved_when_it_ends(), distributed.as_rank_error():
                 _make_steps(saver, loaded.evaluate, stopping)
                 summary = {
                     "before": saver.state.before, "after": saver.state.after, **kernels,
@@ -146,10 +144,7 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
     """Return the log rows of a step. Collective call, because each rank has a part of the rows."""
     config = trainer.config
     number = step.number
-    rows = Rows(finite(metrics), [], [vars(record) for record in step.records], [])
-    if config.log.every_update:
-        first = (number - 1) * trainer.updates_per_step + 1
-        rows.updates = update_rows(step.updates, first)
+    rows = Rows(finite(metrics), [])
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
         size = config.rollout.group_size
@@ -172,15 +167,11 @@ def _log(saver: Saver, evaluate: Evaluation) -> None:
         return
     number = saver.state.step
     report = saver.report
-    report.prompts(rows.prompts)
-    for row in rows.updates:
-        report.log(number, row)
     if rows.completions:
         report.completions(number, rows.completions)
     found = _evaluated(number, saver, evaluate)
-    metrics = finite(rows.metrics | found)
-    report.log(number, metrics)
-    saver.mark(metrics=metrics, after=found or saver.state.after, unlogged=None)
+    report.log(number, finite(rows.metrics | found))
+    saver.mark(after=found or saver.state.after, unlogged=None)
 
 
 def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:

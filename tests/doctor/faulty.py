@@ -72,7 +72,7 @@ class FaultyEngine(Engine):
     def complete(self, prompt: list[int], request: Any) -> Completion:
         ids: list[int] = []
         logps: list[float] = []
-        kept: list[list[int]] = []
+        kept: list[torch.Tensor] = []
         longest = self.stops or request.sampling.max_new_tokens
         while len(ids) < longest and not (ids and ids[-1] in self.policy.eos_ids):
             tokens = torch.tensor([prompt + ids])
@@ -81,15 +81,11 @@ class FaultyEngine(Engine):
             token = int(torch.multinomial(p, 1, generator=self.generator))
             ids.append(token)
             logps.append(float((z.log_softmax(-1) if self.raw else p.log())[token]))
-            kept.append(p.nonzero()[:, 0].tolist())
+            kept.append(p.nonzero()[:, 0].int())
         reported = self.report_as(torch.tensor(logps))
-        names = None
-        if self.names_kept:
-            sizes = torch.tensor([0, *map(len, kept)]).cumsum(0)
-            kept_ids = torch.tensor([t for row in kept for t in row], dtype=torch.int32)
-            names = Support(kept_ids, sizes)
+        support = Support(torch.cat(kept), torch.tensor([0, *map(len, kept)]).cumsum(0))
         why = "eos" if ids[-1] in self.policy.eos_ids else "length"
-        return Completion(ids, reported, why, self.version, names)
+        return Completion(ids, reported, why, self.version, support if self.names_kept else None)
 
     def distribution(self, z: torch.Tensor, seen: torch.Tensor, sampling: Any) -> torch.Tensor:
         z = z.clone()

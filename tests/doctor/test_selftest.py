@@ -29,36 +29,25 @@ def test_kernels_of_this_machine():
     assert not Check("x", float("nan"), 1.0).ok and not Check("x", 2.0, 1.0).ok
 
 
-def no_kernel(out, call, weight):
+def no_kernel(*_):
     raise RuntimeError("no such kernel\nsecond line")
 
 
-# Maps the name of a fault to a function that plants the fault in the result of a loss call, and to
-# the names of the self-tests that must fail.
+# Maps the name of a fault to a field of the result of a loss call, to a function of (value, number
+# of the call, weight) that returns a wrong value, and to the self-tests that must fail.
 FAULTS = {
-    "logps": (lambda out, call, weight: replace(out, logps=out.logps + 1e-4), [VALUES]),
-    "NaN": (lambda out, call, weight: replace(out, logps=out.logps * torch.nan), [VALUES, BITS]),
-    "gradients": (
-        lambda out, call, weight: replace(
-            out, loss=out.loss + 1e-3 * (weight - weight.detach()).sum()
-        ),
-        [GRADIENTS],
-    ),
-    "bits that depend on the batch": (
-        lambda out, call, weight: replace(out, logps=out.logps + 2**-22 * len(out.logps)),
-        [BITS],
-    ),
-    "bits that depend on the call": (
-        lambda out, call, weight: replace(out, loss=out.loss * (1 + 2**-23 * (call % 2))),
-        [BITS],
-    ),
-    "raises": (no_kernel, [VALUES]),
+    "logps": ("logps", lambda x, *_: x + 1e-4, [VALUES]),
+    "NaN": ("logps", lambda x, *_: x * torch.nan, [VALUES, BITS]),
+    "gradients": ("loss", lambda x, _, w: x + 1e-3 * (w - w.detach()).sum(), [GRADIENTS]),
+    "bits that depend on the batch": ("logps", lambda x, *_: x + 2**-22 * len(x), [BITS]),
+    "bits that depend on the call": ("loss", lambda x, n, _: x * (1 + 2**-23 * (n % 2)), [BITS]),
+    "raises": ("loss", no_kernel, [VALUES]),
 }
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_kernel_that_is_wrong(monkeypatch, kind):
-    fault, expected = FAULTS[kind]
+    field, fault, expected = FAULTS[kind]
     correct = selftest.linear_grpo_loss
     calls = []
 
@@ -67,7 +56,8 @@ def test_a_kernel_that_is_wrong(monkeypatch, kind):
         if arguments["hidden"].dtype == torch.float64:  # the reference gets no fault
             return out
         calls.append(kind)
-        return fault(out, len(calls), arguments["lm_head_weight"])
+        wrong = fault(getattr(out, field), len(calls), arguments["lm_head_weight"])
+        return replace(out, **{field: wrong})
 
     monkeypatch.setattr(selftest, "BACKENDS", ("torch",))
     monkeypatch.setattr(selftest, "DTYPES", (torch.float32,))

@@ -81,7 +81,7 @@ def test_the_reward_is_the_share_of_tests_that_hold(rewards):
     half = "def add(a, b):\n    return abs(a) + abs(b)"
     result = ask(rewards, GOOD, half, "def add(a, b): return 7", "def add(")
     torch.testing.assert_close(result.total, torch.tensor([1.0, 2 / 3, 0.0, 0.0]))
-    assert result.failures == {"code_tests": 0}
+    assert result.reasons == {"code_tests": {}}
     tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(9, 9) == 18"]
     code = "def add(a, b):\n    while a == 9: pass\n    return a + b"
     torch.testing.assert_close(ask(rewards, code, tests=tests).total, torch.tensor([2 / 3]))
@@ -96,7 +96,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
     victim.write_text("here")
     code = HOSTILE[name].replace("VICTIM", repr(str(victim))).replace("PORT", "9")
     result = ask(rewards, GOOD, f"```python\n{code}\n```", GOOD)
-    assert result.total.tolist() == [1.0, 0.0, 1.0] and result.failures == {"code_tests": 0}
+    assert result.total.tolist() == [1.0, 0.0, 1.0] and result.reasons == {"code_tests": {}}
     assert victim.read_text() == "here" and list(victim.parent.iterdir()) == [victim]
     worker_pid = rewards.rewards[0].function._child.pid
     assert _session(worker_pid) == {worker_pid}
@@ -131,7 +131,7 @@ def test_many_answers_that_hang_have_their_own_time():
     # Six answers hang for 0.5 s each, which is longer than `timeout` in total. The call must not
     # fail, because its limit is `timeout` times the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
-    assert found.total.tolist() == [1.0] + [0.0] * 6 and found.failures == {"code_tests": 0}
+    assert found.total.tolist() == [1.0] + [0.0] * 6 and found.reasons == {"code_tests": {}}
 
 
 def test_the_time_limit_grows_with_the_completions_for_bounded_rewards_only(monkeypatch):
@@ -172,8 +172,8 @@ def test_the_code_is_that_of_the_last_block(text, code):
 
 def test_faulty_data_is_named_and_costs_its_samples(rewards):
     result = ask(rewards, GOOD, tests="x = 1")
-    assert result.total.isnan().all() and result.failures == {"code_tests": 1}
-    assert "at least one assert" in rewards.state.last_error["code_tests"]
+    assert result.total.isnan().all() and result.reasons == {"code_tests": {"error": 1}}
+    assert "at least one assert" in rewards.last_error["code_tests"]
     with pytest.raises(ValueError, match="code_tests asks for tests: expected a field 'tests'"):
         check_examples(rewards, [Example("p", "a", None)], "train")
 

@@ -101,7 +101,7 @@ def test_a_file_is_found_without_being_importable(file, build, monkeypatch, tmp_
     assert str(file.parent) not in sys.path
     monkeypatch.setenv("HOME", str(file.parent))
     rewards = build_rewards([spec("~/some_rewards.py:none_of_them")])
-    assert rewards.names == ["none_of_them"]
+    assert [reward.name for reward in rewards.rewards] == ["none_of_them"]
     assert ask(rewards, "a", "b").total.tolist() == [0.5, 0.25]
     rewards.rewards[0].function.close()
     for wrong, why in (
@@ -116,14 +116,14 @@ def test_a_file_is_found_without_being_importable(file, build, monkeypatch, tmp_
 
 def test_two_of_one_function_need_labels(file):
     twice = [spec(f"{file}:pid", in_process=True, label=label) for label in ("one", "two")]
-    assert build_rewards(twice).names == ["one", "two"]
+    assert [reward.name for reward in build_rewards(twice).rewards] == ["one", "two"]
     with pytest.raises(ValueError, match="expected different names"):
         build_rewards([spec(f"{file}:pid", in_process=True)] * 2)
 
 
 @pytest.mark.parametrize("here", [False, True])
 def test_options_that_a_function_does_not_take(build, here):
-    assert ask(build("everything", in_process=here, anything=1), "a").failures == {"everything": 0}
+    assert ask(build("everything", in_process=here, anything=1), "a").reasons == {"everything": {}}
     with pytest.raises(ValueError, match="asks: unexpected keyword argument 'units', expected"):
         build("asks", in_process=here, units=2)
 
@@ -139,7 +139,7 @@ def test_options_that_a_function_does_not_take(build, here):
 def test_each_loss_has_its_reason_and_costs_its_own_sample(build, completion, why):
     result = ask(build("moody", timeout=1), "good", completion, "good")
     assert result.total.isnan().tolist() == [False, True, False]
-    assert result.reasons == {"moody": {why: 1}} and result.failures == {"moody": 1}
+    assert result.reasons == {"moody": {why: 1}}
 
 
 def test_after_three_hanging_samples_the_rest_is_lost_unasked(build):

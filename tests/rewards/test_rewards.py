@@ -153,7 +153,7 @@ def test_weighted_sum():
     assert result.total.tolist() == [2.5, 0.5, 0.0] and result.total.dtype == torch.float32
     assert result.per_fn["gsm8k_correct"].tolist() == [1, 0, 0]
     assert result.per_fn["gsm8k_format"].tolist() == [1, 1, 0]
-    assert result.failures == {"gsm8k_correct": 0, "gsm8k_format": 0}
+    assert result.reasons == {"gsm8k_correct": {}, "gsm8k_format": {}}
     assert rewards([], [], []).total.shape == (0,)
 
     def broken(*, prompts, completions, answers):
@@ -183,7 +183,7 @@ def test_only_a_function_that_declares_it_is_called_again_sample_by_sample(caplo
     rewards = own(touchy)
     result = rewards(["p"] * 4, ["a", "bad", "b", "c"], ["x"] * 4)
     assert result.total.isnan().tolist() == [False, True, False, False]
-    assert result.failures == {"f": 1} and rewards.state.failed_total == {"f": 1}
+    assert result.reasons == {"f": {"error": 1}} and rewards.recent == {"f": [(1, 4)]}
     assert "boom" in caplog.text and "\x1b" not in caplog.text
 
 
@@ -219,7 +219,7 @@ def test_many_calls_with_none_do_not_end_the_run_unless_no_function_applies():
                          WeightedReward("b", 1.0, lambda **_: [2.0, None])])  # fmt: skip
     for _ in range(20):
         assert rewards(["p"] * 2, ["x"] * 2, [""] * 2).total.tolist() == [2.0, 1.0]
-    assert rewards.state.failed_total == {"a": 0, "b": 0}
+    assert rewards.recent == dict.fromkeys("ab", [(0, 2)] * 10)
     with pytest.raises(RewardError, match="every function returned None for a sample"):
         never = own(lambda **_: [None])
         for _ in range(3):

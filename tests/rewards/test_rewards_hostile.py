@@ -174,7 +174,7 @@ def test_everything_that_is_a_number_counts(odd, module):
 
 def test_everything_else_costs_its_samples(odd, module):
     lost = {what: ask(odd, what, 3) for what in module.BAD}
-    failures = {what: result.failures["f"] for what, result in lost.items()}
+    failures = {what: result.reasons["f"].total() for what, result in lost.items()}
     assert failures == dict.fromkeys(module.BAD, 3)
     assert all(result.total.isnan().all() for result in lost.values())
 
@@ -236,12 +236,12 @@ def test_a_text_that_interrupts_costs_its_samples(odd, what):
     result = None
     with contextlib.suppress(KeyboardInterrupt):
         result = ask(odd, what, 2)
-    assert result is not None and result.failures == {"f": 2}
+    assert result is not None and result.reasons["f"].total() == 2
 
 
 def test_a_function_that_changes_its_lists_scores_each_sample(odd):
     result = own(odd)(["empties"] * 3, ["a", "bb", "cccc"], ["x"] * 3)
-    assert result.total.tolist() == [1.0, 2.0, 4.0] and result.failures == {"f": 0}
+    assert result.total.tolist() == [1.0, 2.0, 4.0] and result.reasons == {"f": {}}
 
 
 def test_a_module_that_exits_or_cannot_say_why_it_fails_is_refused(module):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.report.report import RunReport
+from grpo_fast.train.report.samples import read_parquet
 from grpo_fast.train.runs.resume import Start
 from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.runs.stopping import Stopping
@@ -56,8 +57,10 @@ def result(folder: Path) -> dict[str, Any]:
     rows = [{k: v for k, v in json.loads(x).items() if not is_timing(k)} for x in lines]
     found: dict[str, Any] = {
         "metrics": rows,
-        "prompts": (folder / "prompts.jsonl").read_bytes(),
-        "tables": sorted(path.name for path in (folder / "completions").glob("*")),
+        "prompts": {
+            path.name: [row["prompt"] for row in read_parquet(path)]
+            for path in sorted((folder / "completions").glob("*"))
+        },
     }
     if (folder / "completions.html").exists():
         page = (folder / "completions.html").read_text(encoding="utf-8")

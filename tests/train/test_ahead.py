@@ -1,6 +1,5 @@
 """Tests of `rollout.ahead`, which samples with the weights from before the current step."""
 
-import json
 import shutil
 import signal
 import threading
@@ -61,14 +60,14 @@ def apart(monkeypatch):
 
     Each optimizer update sets the event `moved` of the newest engine.
     """
-    built, apply = [], Optimizer.apply
+    built, step = [], Optimizer.step
 
-    def applied(self):
-        norm = apply(self)
+    def stepped(self):
+        norm = step(self)
         built[-1].moved.set()
         return norm
 
-    monkeypatch.setattr(Optimizer, "apply", applied)
+    monkeypatch.setattr(Optimizer, "step", stepped)
     build = lambda *given: built.append(Apart(*given)) or built[-1]  # noqa: E731
     monkeypatch.setattr(loop, "build_engine", build)
     return built
@@ -90,9 +89,7 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
     assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # the loss corrects this difference
-    asked, others = ([json.loads(line)["prompt"] for line in x["prompts"].splitlines()]
-                     for x in (whole, plain))  # fmt: skip
-    assert asked == others and len(asked) == 6
+    assert whole["prompts"] == plain["prompts"] and len(plain["prompts"]) == 3
     # In a run without `rollout.ahead`, step 1 must be the same. Step 2 must differ, because
     # `rollout.ahead` samples it with older weights.
     others = training_rows(plain)
@@ -104,7 +101,6 @@ def test_weights_that_stand_still_are_sampled_with_the_same_random_numbers(tmp_p
     words = ["rollout.correct_sampling=true", "optim.lr=1e-30", "log.completions_every=0",
              "rollout.dynamic={rounds: 1}"]  # fmt: skip
     found, plain = (run(tmp_path / str(i), *words, f"rollout.ahead={i}") for i in (1, 0))
-    assert found["prompts"] == plain["prompts"]
     for row, other in zip(training_rows(found), training_rows(plain), strict=True):
         assert {**row, **other} == row and row["sampling/sampling_logp_difference/max"] < 1e-5
 

@@ -203,7 +203,6 @@ ENDINGS: dict[str, tuple[Any, ...]] = {
     "an interrupt between critic and policy": (
         f"{ADAM}", 4, KEY, NEWEST, 130, "advantages=gae", "critic={kind: model}", *EVERY),
     # The error occurs after the updates of step 2. The checkpoint contains the rows to log.
-    "a full disk for prompts": (f"{REPORT}.RunReport.prompts", 2, WriteError("full"), AFTER, 1),
     "a full disk for metrics": (f"{REPORT}.RunReport.log", 3, WriteError("full"), AFTER, 1),
     "a full disk for a table": (f"{REPORT}.write_parquet", 2, FULL, AFTER, 1),
     "a full disk for the page": (f"{REPORT}.CompletionsPage.add", 2, FULL, AFTER, 1),
@@ -336,15 +335,15 @@ def test_a_signal_between_updates_waits_for_the_end_of_the_step(tmp_path, monkey
 
 
 def test_the_third_bad_gradient_leaves_a_checkpoint(tmp_path, monkeypatch):
-    apply = Optimizer.apply
+    step = Optimizer.step
 
     def bad(self):
         for parameter in self.parameters:
             parameter.grad = parameter.grad * float("nan")
-        return apply(self)
+        return step(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Optimizer, "apply", bad)
+        patched.setattr(Optimizer, "step", bad)
         ended = invoke("train", write_recipe(tmp_path), *TABLE)
     assert refused(ended, "3 gradients in a row", "saved in", "step_000002", code=1)
     assert invoke("train", write_recipe(tmp_path), *TABLE, "resume=auto").exit_code == 0

@@ -66,7 +66,7 @@ def test_the_notebooks_rewards_have_room(tmp_path, models):
     assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)
     texts = ["the cat the CAT", "One two three.", "", "  "]
     found = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)
-    assert found.total.tolist() == [0.5, 2.0, 0.0, 0.0] and not any(found.failures.values())
+    assert found.total.tolist() == [0.5, 2.0, 0.0, 0.0] and not any(found.reasons.values())
     rows = run_notebook(tmp_path, models, "steps=24", "optim.lr=3e-3")
     first, last = ([row["reward"] for row in part] for part in (rows[:4], rows[-4:]))
     assert sum(last) > sum(first) + 0.8

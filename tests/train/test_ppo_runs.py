@@ -15,7 +15,7 @@ from grpo_fast.train.planning.memory_model import Shape, predict_run
 from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.optimizer import Optimizer, schedule
-from tests.train.tiny_runs import TINY_SORT, adapted, steps_of
+from tests.train.tiny_runs import adapted, sort
 
 PPO = ["advantages=gae", "critic={bootstrap: false}"]
 PASSES = ["inner_iterations=2", "minibatches=2", "shuffle=completions"]
@@ -24,15 +24,21 @@ KL = ["reference.kind=frozen", "loss.beta=0.1"]
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-def lines(folder, *overrides):
-    """Train, and return two lists of metrics without timings: one per step and one per update."""
-    loop.train(load_recipe("sort", [*TINY_SORT, *overrides, f"output_dir={folder}"]))
-    rows = steps_of(folder)
-    return [r for r in rows if "update" not in r], [r for r in rows if "update" in r]
+@pytest.fixture
+def lines(spied):
+    """Return a function that trains, and returns the metrics of each step and of each update."""
 
+    def train(folder, *overrides):
+        calls = spied(loop, "make_step")
+        rows = sort(folder, *overrides)
+        updates = [
+            {"step": step.number, **each.losses.result(), "grad_norm": each.norm, "rate": each.rate}
+            for step, _ in (call.result for call in calls)
+            for each in step.updates
+        ]
+        return rows, updates
 
-def steps(folder, *overrides):
-    return lines(folder, *overrides)[0]
+    return train
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_every_step_says_what_its_values_are_worth(tmp_path, spied, overrides):
     The critic must return values in fp32, even under autocast.
     """
     calls = spied(Critic, "values")
-    first = steps(tmp_path / "a", *PPO, *overrides)
+    first = sort(tmp_path / "a", *PPO, *overrides)
     assert {call.result.dtype for call in calls} == {torch.float32}
     for row in first:
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
@@ -85,21 +91,21 @@ def test_lora_with_a_critic_of_either_kind(tmp_path):
 def test_critic_path(tmp_path):
     """Check that `critic.path` loads a saved critic and refuses a folder without a valid critic."""
     options = [*PPO, "critic.kind=model", "log.save_model=true"]
-    steps(tmp_path / "run", *options)
+    sort(tmp_path / "run", *options)
     critic = tmp_path / "run" / "critic"
-    row = steps(tmp_path / "again", *options, f"critic.path={critic}")[0]
+    row = sort(tmp_path / "again", *options, f"critic.path={critic}")[0]
     assert row["value/mean"] != 0
     with pytest.raises(ValueError, match="critic.path: expected a model"):
-        steps(tmp_path / "none", *options, f"critic.path={tmp_path / 'nowhere'}")
+        sort(tmp_path / "none", *options, f"critic.path={tmp_path / 'nowhere'}")
     (critic / "value_head.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="critic.path: expected a value head of width 32"):
-        steps(tmp_path / "damaged", *options, f"critic.path={critic}")
+        sort(tmp_path / "damaged", *options, f"critic.path={critic}")
 
 
 def test_the_critics_own_rate(tmp_path, spied):
     made = spied(Optimizer, "__init__")
-    steps(tmp_path / "a", *PPO, "critic.lr=0.25", "steps=1", "minibatches=2")
-    steps(tmp_path / "b", *PPO, "steps=1")
+    sort(tmp_path / "a", *PPO, "critic.lr=0.25", "steps=1", "minibatches=2")
+    sort(tmp_path / "b", *PPO, "steps=1")
     found = [(config.lr, total) for _, _, config, total in (call.args for call in made)]
     assert found == [(1e-3, 2), (0.25, 2), (1e-3, 1), (1e-3, 1)]
     assert len(made[1].args[1]) == 2
@@ -126,10 +132,10 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
         return original(policy, minibatch, *arguments, **options)
 
     options = [*PPO, "inner_iterations=2", "steps=1", "optim.lr=0.01", *KL]
-    whole = steps(tmp_path / "whole", *options)
+    whole = sort(tmp_path / "whole", *options)
     monkeypatch.setattr(trainer, "accumulate", failing)
     monkeypatch.setattr(budget, "log", type("Quiet", (), {"warning": lambda *_: None}))
-    halved = steps(tmp_path / "halved", *options)
+    halved = sort(tmp_path / "halved", *options)
     assert calls[0] == 3
     before, after = seen
     assert before.keys() == after.keys()
@@ -142,7 +148,7 @@ def test_beta_adapts(tmp_path):
     """Check that with `kl.target` the logged KL weight β follows the formula in the test."""
     adaptive = [*KL, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01", "steps=5"]
     for place in ("loss", "reward"):
-        rows = steps(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
+        rows = sort(tmp_path / place, *PPO, *PASSES, *adaptive, f"kl.into={place}")
         assert rows[0]["beta"] == 0.1
         for a, b in zip(rows, rows[1:], strict=False):
             error = min(max(a["kl"] / 0.02 - 1, -0.2), 0.2)
@@ -152,7 +158,7 @@ def test_beta_adapts(tmp_path):
 
 def test_the_adapted_weight_is_the_one_that_is_used(tmp_path):
     """Check that the loss uses the adapted KL weight β of the current step."""
-    rows = steps(
+    rows = sort(
         tmp_path / "a", *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "kl.target=1e-9",
         "kl.horizon=2", "optim.lr=0.01", "steps=4",
     )  # fmt: skip
@@ -178,37 +184,34 @@ def test_a_weight_moves_by_a_fifth_at_most():
     assert fixed.value == 0.1
 
 
-def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path):
+def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path, lines):
     """Check that with kl.into=reward the loss has no KL term, but the returns depend on the KL."""
     options = [*PPO, *KL, "loss.loss_type=dapo", "loss.entropy_coef=0", "optim.lr=0.01", *PASSES]
-    loss, losses = lines(tmp_path / "loss", *options, "log.every_update=true")
+    loss, losses = lines(tmp_path / "loss", *options)
     options += ["kl.into=reward"]
-    reward, rewards = lines(tmp_path / "reward", *options, "log.every_update=true")
+    reward, rewards = lines(tmp_path / "reward", *options)
     for updates, weight in ((losses, 0.1), (rewards, 0.0)):
         for row in updates:
             expected = row["policy_loss"] + weight * row["kl"] + 0.5 * row["value/loss"]
             assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert loss[0]["reward"] == reward[0]["reward"]
     assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # the KL is still 0
-    heavy = steps(tmp_path / "heavy", *options, "loss.beta=50")
-    light = steps(tmp_path / "light", *options, "loss.beta=1e-9")
+    heavy = sort(tmp_path / "heavy", *options, "loss.beta=50")
+    light = sort(tmp_path / "light", *options, "loss.beta=1e-9")
     assert heavy[1]["value/error"] > 1.01 * light[1]["value/error"]
 
 
-def test_the_rate_that_is_logged_is_the_one_that_was_used(tmp_path, spied):
+def test_the_rate_that_is_logged_is_the_one_that_was_used(tmp_path, spied, lines):
     calls = spied(Optimizer, "_set_rate")
-    rows, updates = lines(tmp_path / "a", "minibatches=2", "log.every_update=true")
+    rows, updates = lines(tmp_path / "a", "minibatches=2")
     used = [rate for _, rate in (call.args for call in calls)]
     assert [row["learning_rate"] for row in rows] == used[1::2]
-    assert [row["learning_rate"] for row in updates] == used
+    assert [row["rate"] for row in updates] == used
     assert used[0] == 1e-3
 
 
-def test_a_row_of_metrics_for_every_update(tmp_path):
-    options = [*PPO, *PASSES]
-    rows, updates = lines(tmp_path / "a", *options, "log.every_update=true")
-    assert rows == steps(tmp_path / "b", *options)
-    assert [row["update"] for row in updates] == list(range(1, 13))
+def test_the_metrics_of_a_step_are_means_over_its_updates(tmp_path, lines):
+    rows, updates = lines(tmp_path / "a", *PPO, *PASSES)
     assert [row["step"] for row in updates] == [1] * 4 + [2] * 4 + [3] * 4
     for number, row in enumerate(rows):
         mine = updates[4 * number : 4 * number + 4]
@@ -216,27 +219,25 @@ def test_a_row_of_metrics_for_every_update(tmp_path):
             assert row[name] == pytest.approx(sum(u[name] for u in mine) / 4, rel=1e-5, abs=1e-7)
 
 
-def test_after_an_early_stop_the_schedule_goes_on(tmp_path):
+def test_after_an_early_stop_the_schedule_goes_on(tmp_path, lines):
     """Check that an early stop skips updates of a step without changing the learning rate schedule.
 
     The next step must use the learning rates that it would have if no update had been skipped.
     """
     options = [*PPO, "optim.lr=0.05", "inner_iterations=4", "minibatches=2", "steps=2",
-               "reference.kind=frozen", "log.every_update=true"]  # fmt: skip
+               "reference.kind=frozen"]  # fmt: skip
     _, updates = lines(tmp_path / "stopped", *options, "max_approx_kl=1e-4")
-    assert [row["update"] for row in updates] == [1, 2, 9, 10]
-    for row in updates:
-        expected = 0.05 * schedule("linear", int(row["update"]) - 1, 0, 16)
-        assert row["learning_rate"] == pytest.approx(expected, rel=1e-9)
+    expected = [0.05 * schedule("linear", number, 0, 16) for number in (0, 1, 8, 9)]
+    assert [row["rate"] for row in updates] == pytest.approx(expected, rel=1e-9)
 
 
-def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
+def test_an_early_stop_judges_the_whole_pass(tmp_path, lines):
     """Check that `max_approx_kl` limits the mean KL over all minibatches of a pass.
 
     The limit must not apply to the last minibatch alone.
     """
     options = [*PPO, "optim.lr=0.02", "inner_iterations=4", "minibatches=4", "steps=1",
-               "log.every_update=true", "tokens_per_microbatch=20"]  # fmt: skip
+               "tokens_per_microbatch=20"]  # fmt: skip
     _, updates = lines(tmp_path / "free", *options)
     kls = [(row["approx_kl"], row["active_tokens"]) for row in updates]
     passes = [kls[i : i + 4] for i in range(0, 16, 4)]
@@ -251,8 +252,8 @@ def test_an_early_stop_judges_the_whole_pass(tmp_path, monkeypatch):
 
 def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp_path, spied):
     calls = spied(trainer, "accumulate")
-    steps(tmp_path / "a", *PPO, *PASSES, "steps=2")
-    steps(tmp_path / "b", *PPO, *PASSES, "steps=2", "seed=1")
+    sort(tmp_path / "a", *PPO, *PASSES, "steps=2")
+    sort(tmp_path / "b", *PPO, *PASSES, "steps=2", "seed=1")
     parts = [sorted(i for micro in call.args[1] for i in micro.chosen) for call in calls]
     passes = [parts[i : i + 2] for i in range(0, 8, 2)]
     assert all(sorted(a + b) == list(range(16)) for a, b in passes)

@@ -60,9 +60,9 @@ DAMAGE = {
 }  # fmt: skip
 WEIGHTS = {
     "half of the layers": (lambda w: [w.pop(name) for name in [*w] if name.startswith(LAYER)],
-                           "none for 9 of them", LAYER + "input_layernorm.w"),
-    "no head": (lambda w: w.pop("lm_head.weight"), "got none for 1 of them: lm_head.weight"),
-    "no weights": (dict.clear, "got none for 21 of them"),
+                           "none or others for 9 of them", LAYER + "input_layernorm.w"),
+    "no head": (lambda w: w.pop("lm_head.weight"), "for 1 of them: lm_head.weight"),
+    "no weights": (dict.clear, "got none or others for 21 of them"),
     "another shape": (lambda w: w.update({UP: w[UP][:-1].clone()}),
                       UP + " is (63, 32) in place of (64, 32)"),
     "NaN": (lambda w: w["model.norm.weight"].fill_(float("nan")),

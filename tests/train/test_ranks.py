@@ -56,7 +56,7 @@ def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("case, kind, count", COMPARED)
 def test_several_processes_do_what_one_does(ranks, plain, tmp_path, case, kind, count):
-    """Check that several ranks produce the same metrics, prompts and weights as one process.
+    """Check that several ranks produce the same metrics and weights as one process.
 
     In the case "few", one rank gets no group of samples.
     """
@@ -235,16 +235,19 @@ def test_trackers_are_rank_0s(ranks):
         assert seen == [[[[1, {"reward": 0.5}]], 1]]
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks, tmp_path, dead):
-    """Check that the other rank ends with an error that names the killed rank, without torchrun.
+def test_a_warm_start_of_shards_is_refused(ranks, tmp_path):
+    """Check that a warm start with sharded weights is refused before any training."""
+    for [found] in ranks(2, ["train", "warm", "fsdp2", str(tmp_path / "run")]):
+        assert "warm_start: expected one process or distributed=ddp, got fsdp2" in found["text"]
 
-    If rank 0 is killed, the store of torch.distributed is gone, too.
-    """
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others(ranks, tmp_path, dead):
+    """Check that the other rank ends with an error, even without torchrun."""
     found = ranks(2, ["ended", str(tmp_path / "run"), dead])
     survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor
-    assert f"rank {dead} has ended or does not answer" in survivor[0]["text"]
+    assert "a rank, which torchrun names, has ended" in survivor[0]["text"]
     assert survivor[0]["seconds"] < 60
     # With ddp, rank 0 has all weights, so it can save a checkpoint without the killed rank.
     saved = [path.name for path in checkpoints_in(tmp_path / "run")]

@@ -83,7 +83,7 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
         for node in trace["nodes"]:
             node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
     path, policy = written(tmp_path / "t.jsonl", traces), tiny()
-    samples, _, _ = collector(policy, path).next(1, Clock())
+    samples, _ = collector(policy, path).next(1, Clock())
     options = {"group_size": 2, "trees": True, "budget": budget}
     batch = batch_of(samples, samples.advantages, **options)
     totals = batch.totals[0]
@@ -151,7 +151,7 @@ def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr("grpo_fast.train.collect.recorded.load_traces", masked)
-    samples, _, _ = collector(policy, RECORDED).next(1, Clock())
+    samples, _ = collector(policy, RECORDED).next(1, Clock())
     batch = batch_of(samples, samples.advantages, group_size=2, trees=True)
     (micro,) = batch.micro_batches
     assert isinstance(micro.support, Support)

@@ -51,7 +51,7 @@ def test_folder_of_a_run(tmp_path):
     )
     assert line in report._stream.getvalue()
     names = {path.name for path in out.iterdir()}
-    pages = {"completions", "completions.html", "prompts.jsonl"}
+    pages = {"completions", "completions.html"}
     assert names == pages | {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"}
     picture = (out / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 20_000
@@ -217,8 +217,6 @@ def test_smoothing_has_neither_bias_nor_lag():
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
     points = [(float(i), float(i % 7)) for i in range(20_000)]
     assert 1000 < len(smooth(points)) <= 2000  # a picture has at most 2000 columns
-    rows = [{"step": 1, "loss": 9.0, "update": 1}, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2}]
-    assert series(rows, "loss") == [(1.0, 1.0), (2.0, 2.0)]
 
 
 def test_final_line():

@@ -32,9 +32,8 @@ def test_the_mean_of_the_steps_before():
     assert seen == [0.5, 0.625, 0.625, 1.3125]
     assert running_baseline("baseline", {"running": False, "value": 1.0}) is None
     assert running_baseline("baseline", {"value": 1.0}) is None
-    assert (
-        running_baseline("baseline", {}).value == 0.0
-    )  # without a constant the baseline is a running mean
+    # Without a constant the baseline is a running mean.
+    assert running_baseline("baseline", {}).value == 0.0
     assert running_baseline("centered", {}) is None
     one = RunningBaseline(value=3.0)
     for state in (one.state_dict(), None):
@@ -158,9 +157,7 @@ def test_gdpo_of_functions_that_do_not_apply_to_all():
         "code": torch.tensor([nan, nan, nan, 0.0, 1.0, nan]),
         "form": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]),
     }
-    total = torch.tensor(
-        [1.0, 0.0, 1.0, 1.0, 2.0, nan]
-    )  # the reward `code` of the last sample failed
+    total = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0, nan])  # `code` failed for the last sample
     found = Advantages("gdpo", {}, 3, dict.fromkeys(scores, 1.0)).of(total, scores, [1] * 6)
     assert found[1] < 0 < found[0] and found[3] < 0 < found[4] and found[5] == 0
 

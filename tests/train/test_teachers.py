@@ -116,20 +116,6 @@ def test_hidden_states_and_head_give_the_references_logps(folders, lora, is_anot
     torch.testing.assert_close(reference.logps(batch.packed, 1.0), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("ref_hidden", (4,)), ("teacher", (3, 2))])
-def test_packing_again_hands_on_what_a_teacher_said(name, shape):
-    step = a_batch()
-    (batch,) = step.micro_batches
-    batch.write(name, torch.randn(len(batch.rows), *shape))
-    step.has_fixed = True
-    before = dict(zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True))
-    step.pack(9, keep_fixed=True)
-    assert len(step.micro_batches) > 2
-    for micro in step.micro_batches:
-        for i, rows in zip(micro.chosen, micro.packed.split(micro.column(name)), strict=True):
-            assert torch.equal(rows, before[i])
-
-
 def test_a_run_with_a_synced_reference(tmp_path):
     """Check that the KL is 0 in each step that follows an update of a synced reference."""
     synced = ["reference.kind=synced", "reference.sync_every=2", "reference.mixing=1", "steps=5"]

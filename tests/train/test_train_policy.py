@@ -84,9 +84,8 @@ def test_lora_trains_the_adapter_and_the_reference_is_the_start(tmp_path):
     moved = policy.logps(batch.packed)
     assert (moved - start).abs().max() > 1e-3
     policy.save(tmp_path / "merged")
-    assert (
-        "attn" not in (tmp_path / "merged" / "config.json").read_text()
-    )  # the attention of training is not saved
+    # The attention of training is not saved.
+    assert "attn" not in (tmp_path / "merged" / "config.json").read_text()
     merged = load_policy(ModelConfig(path=str(tmp_path / "merged")))
     torch.testing.assert_close(merged.logps(batch.packed), moved, rtol=0, atol=1e-4)
     torch.testing.assert_close(policy.logps(batch.packed), moved)  # the policy works after saving
@@ -163,15 +162,20 @@ def test_a_step_in_micro_batches(shared, budget, minibatches):
     assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
 
 
-def test_packing_again_hands_on_what_is_fixed():
-    step = a_step(budget=10**6)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("old_logps", ()), ("ref_hidden", (4,)), ("teacher", (3, 2))]
+)
+def test_packing_again_hands_on_what_is_fixed(name, shape):
+    step, before = a_step(budget=10**6), {}
     for batch in step.micro_batches:
-        batch.write("old_logps", batch.column("logps") + 0.5)
+        batch.write(name, torch.randn(len(batch.rows), *shape))
+        before |= dict(zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True))
     step.has_fixed = True
     step.pack(14, keep_fixed=True)
     assert step.has_fixed and len(step.micro_batches) > 4
     for batch in step.micro_batches:
-        assert torch.equal(batch.column("old_logps"), batch.column("logps") + 0.5)
+        for i, rows in zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True):
+            assert torch.equal(rows, before[i])
         assert batch.column("ref_logps") is None
     step.pack(20)
-    assert not step.has_fixed and step.samples.old_logps is None
+    assert not step.has_fixed and getattr(step.samples, name) is None

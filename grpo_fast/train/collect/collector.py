@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,13 +18,11 @@ from torch import Tensor
 from grpo_fast.data import Example
 from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rewards.reward_set import RewardsState
 from grpo_fast.rollout import Engine, Samples, awake, prompt_texts
 from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages, token_rewards
-from grpo_fast.train.collect.groups import PromptQueue, PromptRecord, Use, records_of, uses_of
+from grpo_fast.train.collect.groups import PromptQueue, Use, uses_of
 from grpo_fast.train.config import RolloutConfig
-from grpo_fast.train.config.base import Count
 from grpo_fast.train.config.run import GAE
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.samples import (
@@ -41,17 +39,7 @@ log = logging.getLogger(__name__)
 
 WATCHED_STEPS = 5  # number of latest steps that the warning about equal rewards averages
 
-# A step's samples, its metrics, and the records of all sampled groups including dropped groups.
-Collected = tuple[Samples, dict[str, float], list[PromptRecord]]
-
-
-@dataclass
-class CollectorState:
-    """State of the collector that a checkpoint stores."""
-
-    consumed: Count  # index in PromptQueue of the next prompt
-    rewards: RewardsState
-    baseline: dict[str, float | None] | None
+Collected = tuple[Samples, dict[str, float]]  # samples of a step, and its metrics
 
 
 @dataclass
@@ -100,7 +88,7 @@ class Collector:
             clock: measures the time of each part of the step.
 
         Returns:
-            The samples, the metrics of the step, and a record of each sampled group.
+            The samples and the metrics of the step.
         """
         dynamic = self.config.dynamic
         wanted = self.config.prompts_per_step
@@ -147,11 +135,9 @@ class Collector:
             **staleness(samples, step, most=self.config.ahead),
         }
         self._warn_without_spread(metrics["frac_reward_zero_std"])
-        numbers = [self.queue.number(place) for place in samples.group[::size].tolist()]
-        records = records_of(numbers, self._judged(samples), uses, step)
         # Clear the samples only at the end, so that an interrupted step can use them again.
         self.sampled = None
-        return chosen, metrics, records
+        return chosen, metrics
 
     def begin_ahead(self, step: int, clock: Clock) -> None:
         """Sample the completions of the next step if `rollout.ahead` is 1.
@@ -194,16 +180,18 @@ class Collector:
         """Return the training example that each sample belongs to."""
         return [self.queue.example(place) for place in samples.group.tolist()]
 
-    def state_dict(self) -> CollectorState:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. It does not include samples that were drawn ahead."""
-        return CollectorState(
-            self.queue.consumed, self.rewards.state_dict(), self.advantages.state_dict()
-        )
+        return {
+            "consumed": self.queue.consumed,
+            "lost_rewards": self.rewards.state_dict(),
+            "baseline": self.advantages.state_dict(),
+        }
 
-    def load_state_dict(self, state: CollectorState) -> None:
-        self.queue.consumed = state.consumed
-        self.rewards.load_state_dict(state.rewards)
-        self.advantages.load_state_dict(state.baseline)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.queue.consumed = state["consumed"]
+        self.rewards.load_state_dict(state["lost_rewards"])
+        self.advantages.load_state_dict(state["baseline"])
 
     def take_ahead(self, ahead: Ahead | None) -> None:
         """Restore the samples of the next step, or None, from a checkpoint.

@@ -1,17 +1,14 @@
-"""The order in which a run uses its prompts, and records of the sampled groups."""
+"""The order in which a run uses its prompts, and the groups that a step uses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo_fast.data import Example
-from grpo_fast.train.config.base import Count
-from grpo_fast.train.metrics.samples import spread_of
 
 Use = Literal["kept", "filled", "dropped"]
 
@@ -40,23 +37,8 @@ class PromptQueue:
         self.consumed = places.stop
         return places
 
-    def number(self, place: int) -> int:
-        """Return the training set index of the prompt at a place of the endless sequence."""
-        return place % len(self.examples)
-
     def example(self, place: int) -> Example:
-        return self.examples[self.number(place)]
-
-
-@dataclass
-class PromptRecord:
-    """Line of prompts.jsonl. It describes a sampled prompt and how the step used its group."""
-
-    step: Count
-    prompt: Count  # index in the training set
-    reward: float | None  # mean over the samples with a reward; None if no sample has one
-    reward_std: float | None
-    use: Use
+        return self.examples[place % len(self.examples)]
 
 
 def uses_of(judged: Tensor, wanted: int) -> list[Use]:
@@ -87,23 +69,3 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
         else:
             uses.append("dropped")
     return uses
-
-
-def records_of(
-    numbers: Sequence[int], judged: Tensor, uses: Sequence[Use], step: int
-) -> list[PromptRecord]:
-    """Return a record for each sampled group.
-
-    Args:
-        numbers: training set index of each group's prompt.
-        judged: rewards of shape (groups, G).
-        uses: "kept", "filled" or "dropped" for each group.
-        step: number of the step.
-    """
-    records = []
-    for number, group, use in zip(numbers, judged.double(), uses, strict=True):
-        rewards = group[~group.isnan()]
-        mean = float(rewards.mean()) if len(rewards) else None
-        spread = float(spread_of(rewards)) if len(rewards) else None
-        records.append(PromptRecord(step, number, mean, spread, use))
-    return records

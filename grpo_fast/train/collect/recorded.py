@@ -18,7 +18,7 @@ from grpo_fast.rollout import Engine, Samples
 from grpo_fast.rollout.completions import decoded
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.collector import Collected, Collector
-from grpo_fast.train.collect.groups import PromptQueue, records_of
+from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.samples import completion_metrics, reward_metrics, support_metrics
@@ -78,15 +78,12 @@ class RecordedCollector(Collector):
         samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
         clock.lap("rollout")
         # 3. Compute the metrics. Each trace counts once, even if it has several branches.
-        size = self.config.group_size
         metrics = {
-            **reward_metrics(rewards, {}, {}, size),
+            **reward_metrics(rewards, {}, {}, self.config.group_size),
             **completion_metrics(samples),
             **support_metrics(samples),
         }
-        numbers = [self.queue.number(place) for place in places]
-        records = records_of(numbers, rewards.view(-1, size), ["kept"] * len(places), step)
-        return samples, metrics, records
+        return samples, metrics
 
 
 def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Tensor) -> Samples:

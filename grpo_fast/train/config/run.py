@@ -41,8 +41,6 @@ class LogConfig(Section):
     """Steps between tables of completions; 0 writes none."""
     completions: Positive = 8
     """Completions in each table, rounded up to complete groups."""
-    every_update: bool = False
-    """Also write a row of metrics for every optimizer update."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of accelerate that receive the metrics, for example tensorboard, wandb or mlflow."""
     progress: bool = True
@@ -62,8 +60,6 @@ class CheckpointConfig(Section):
     """Minutes between checkpoints; 0 writes them by steps only."""
     keep: Positive = 2
     """Number of newest checkpoints that are kept."""
-    best: str | None = None
-    """Also keep the checkpoint with the highest value of this metric; null keeps none."""
 
 
 class RunConfig(Section):

@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_fast import LossConfig, LossOutput, grpo_loss
 from grpo_fast.train.ranks import distributed
 
 # Reduction of each metric over micro-batches. A metric that is not listed is a mean over tokens.
 # Metrics with "parts" are already divided by the step's normalizers, so they are summed within an
-# optimizer step and averaged over optimizer steps. Metrics with "norm" are norms of the pieces of
-# one vector, so their squares are summed.
+# optimizer step and averaged over optimizer steps.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
-    "policy_logp_grad_norm": "norm",
     **{
         f"{name}{how}": how
         for how in ("min", "max")
@@ -72,8 +69,6 @@ class LossMetrics:
         steps = self.optimizer_steps
         if kind == "parts":
             return values.sum() / steps
-        if kind == "norm":
-            return (values.square().sum() / steps).sqrt()
         if kind == "sum":
             return values.sum()
         if kind is not None:
@@ -83,36 +78,6 @@ class LossMetrics:
             return values.min() if kind == "min" else values.max()
         weights = torch.tensor([float(tokens) for _, tokens in self.parts], device=values.device)
         return (values * weights).sum() / weights.sum().clamp(min=1)
-
-
-def is_policy_alone(config: LossConfig, shared_critic: bool = False) -> bool:
-    """Return True if the loss has no KL term, entropy bonus or value loss."""
-    return not config.uses_reference and config.entropy_coef == 0 and not shared_critic
-
-
-def policy_gradient(
-    output: LossOutput, advantages: Tensor, config: LossConfig, per_token: dict
-) -> Tensor:
-    """Compute the L2 norm of the policy term's gradient with respect to the tokens' log-probs.
-
-    The gradient with respect to the parameters is not used, because it would need a second backward
-    pass.
-
-    Args:
-        output: result of the loss.
-        advantages: advantages per completion or per token.
-        config: configuration of the loss.
-        per_token: the other arguments of `grpo_loss`.
-
-    Returns:
-        A 0-d tensor.
-    """
-    beta = 0.0 if config.uses_reference else config.beta
-    alone = config.replace(entropy_coef=0.0, beta=beta)
-    logps = output.logps.detach().requires_grad_()
-    with torch.enable_grad():
-        loss = grpo_loss(logps, advantages, alone, entropy=output.entropy, **per_token).loss
-    return torch.autograd.grad(loss, logps)[0].norm()
 
 
 def _on_host(part: Mapping[str, Tensor]) -> Tensor:

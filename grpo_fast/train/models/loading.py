@@ -124,20 +124,14 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
 
     Weights that the model does not use are only logged.
     """
-    others = report["mismatched_keys"]
-    missing = report["missing_keys"]
+    wrong = [
+        f"{name} is {tuple(stored)} in place of {tuple(expected)}"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
+    wrong += report["missing_keys"]
+    came = f"none or others for {len(wrong)} of them: {_listed(wrong)}"
+    require(not wrong, "model.path", f"every weight that {path}/config.json asks for", came)
     extras = report["unexpected_keys"]
-    if others:
-        name, stored, expected = sorted(others)[0]
-        raise ValueError(
-            f"model.path: expected weights in the shapes of {path}/config.json, got others for "
-            f"{len(others)} of them: {name} is {tuple(stored)} in place of {tuple(expected)}"
-        )
-    if missing:
-        raise ValueError(
-            f"model.path: expected every weight that {path}/config.json asks for, got none for "
-            f"{len(missing)} of them: {_listed(missing)}"
-        )
     if extras:
         names = _listed(extras)
         log.warning("%s: %d weights have no place in the model: %s", path, len(extras), names)

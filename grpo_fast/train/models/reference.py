@@ -96,10 +96,8 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
     """
     if config.path is None:
         return None
-    own = ModelConfig(
-        path=config.path, dtype=model.dtype, autocast=model.autocast, device=model.device,
-        trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
+    shared = model.model_dump(include={"dtype", "autocast", "device", "trust_remote_code"})
+    own = ModelConfig(path=config.path, **shared)
     try:
         other = load_policy(own, empty=policy.is_empty)
     except ValueError as error:

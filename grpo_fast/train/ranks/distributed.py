@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,16 +30,13 @@ from grpo_fast.errors import (
 Result = TypeVar("Result")
 
 LAUNCH = "torchrun --nproc-per-node 2 -m grpo_fast train …"
-REPORT_S = 5.0  # after an error, a rank that does not report within these seconds is dead
 # If a rank raises an error of one of these classes, all ranks raise the same class. Errors of other
 # classes become a RankError on the other ranks.
-SHARED: dict[str, Callable[[str], BaseException]] = {
-    kind.__name__: kind
-    for kind in (ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError,
-                 RewardError, WriteError)
-}  # fmt: skip
+SHARED: tuple[type[Exception], ...] = (
+    ValueError, MemoryError, torch.OutOfMemoryError, NonFiniteLogits, EngineError, RewardError,
+    WriteError,
+)  # fmt: skip
 _is_alone = False
-_store: list[dist.Store] = []  # the launcher's store, in which ranks report that they are alive
 
 
 # ----------------------------------------------------------------------------- Number of ranks
@@ -77,38 +73,16 @@ def is_main() -> bool:
 
 
 @contextmanager
-def naming_dead_ranks() -> Iterator[None]:
-    """Convert an error in a collective to a RankError that names the ranks that do not respond.
-
-    Enter this context after installing the signal handlers, because torchrun sends SIGTERM to all
-    other ranks when a rank dies.
-    """
+def as_rank_error() -> Iterator[None]:
+    """Convert an error in a collective, which a dead rank causes, to a RankError."""
     try:
         yield
     except RuntimeError as error:
         is_known = isinstance(error, dist.DistError) or "gloo/" in str(error)
         if isinstance(error, RankError) or not is_known:
             raise
-        missing = _missing()
-        said = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
-        said += " has ended or does not answer in distributed_timeout seconds"
-        raise RankError(f"{said}: {str(error).splitlines()[0][:200]}") from error
-
-
-def _missing() -> list[int]:
-    """Return the ranks that do not report in the launcher's store within REPORT_S seconds."""
-    if not _store:
-        return []
-    others = set(range(size())) - {rank()}
-    try:
-        _store[0].set(f"here/{rank()}", "1")
-        until = time.monotonic() + REPORT_S
-        while others and time.monotonic() < until:
-            others -= {r for r in others if _store[0].check([f"here/{r}"])}
-            time.sleep(0.05)
-    except RuntimeError:  # the store ended with torchrun or with rank 0
-        return [] if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else [0]
-    return sorted(others)
+        said = "a rank, which torchrun names, has ended or not answered in distributed_timeout"
+        raise RankError(f"{said} seconds: {str(error).splitlines()[0][:200]}") from error
 
 
 @contextmanager
@@ -135,37 +109,24 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
     fits = count % (replicas or 1) == 0
     expected = f"a number that divides the {count} processes"
     require(fits, "distributed_replicas", expected, replicas)
-    if kind is None or exists:
-        with naming_dead_ranks(), _quiet(rank()):
-            yield
-        return
-    is_cuda = torch.cuda.is_available()
-    if is_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store, number, count = next(dist.rendezvous("env://"))
-    _store.append(store)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=timeout_s),
-        store=dist.PrefixStore("grpo_fast", store), rank=number, world_size=count,
-    )  # fmt: skip
-    try:
-        with naming_dead_ranks(), _quiet(number):
-            yield
-    finally:
-        _store.clear()
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet(number: int) -> Iterator[None]:
-    """Restrict logging to errors on all ranks except rank 0."""
+    is_new = kind is not None and not exists
+    if is_new:
+        is_cuda = torch.cuda.is_available()
+        if is_cuda:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     logger = logging.getLogger("grpo_fast")
-    before = logger.level
-    logger.setLevel(before if number == 0 else logging.ERROR)
+    level = logger.level
+    if not is_main():
+        logger.setLevel(logging.ERROR)
     try:
-        yield
+        with as_rank_error():
+            yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
+        if is_new:
+            dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------- Collectives
@@ -215,18 +176,16 @@ def together(*, in_step: bool = False) -> Iterator[None]:
         yield
     except (Exception, Stopped) as error:
         mine = error
-    said = gather(None if mine is None else _described(mine))
-    failed = [(number, *one) for number, one in enumerate(said) if one is not None]
+    twins = gather(None if mine is None else _twin(mine))
+    failed = [number for number, twin in enumerate(twins) if twin is not None]
     if not failed:
         return
-    stopped = [one for one in failed if one[1] == Stopped.__name__]
-    number, kind, text = (stopped or failed)[0]
-    if mine is not None and number == rank():
-        mine.is_on_all_ranks = True  # type: ignore[attr-defined]
-        raise mine
-    twin = _twin(number, kind, text)
-    twin.is_on_all_ranks = True  # type: ignore[attr-defined]
-    raise twin from mine
+    number = next((n for n in failed if isinstance(twins[n], Stopped)), failed[0])
+    raised: Any = mine if mine is not None and number == rank() else twins[number]
+    raised.is_on_all_ranks = True
+    if raised is mine:
+        raise raised
+    raise raised from mine
 
 
 def is_on_all_ranks(error: BaseException) -> bool:
@@ -234,20 +193,14 @@ def is_on_all_ranks(error: BaseException) -> bool:
     return size() == 1 or hasattr(error, "is_on_all_ranks")
 
 
-def _described(error: BaseException) -> tuple[str, str]:
-    """Return the name of an error's class and its text, from which `_twin` rebuilds the error."""
-    kinds = (kind.__name__ for kind in type(error).__mro__)
-    kind = next((name for name in kinds if name in SHARED), type(error).__name__)
-    return kind, str(error.number if isinstance(error, Stopped) else error)
-
-
-def _twin(number: int, kind: str, text: str) -> BaseException:
-    """Return a copy of the error of rank `number`, for raising it on the other ranks."""
-    if kind == Stopped.__name__:
-        return Stopped(int(text))
-    if kind in SHARED:
-        return SHARED[kind](f"rank {number}: {text}")
-    return RankError(f"rank {number}: {kind}: {text}")
+def _twin(error: BaseException) -> BaseException:
+    """Return the error that the other ranks raise if this rank raises `error`."""
+    if isinstance(error, Stopped):
+        return Stopped(error.number)
+    for kind in type(error).__mro__:
+        if kind in SHARED:
+            return kind(f"rank {rank()}: {error}")
+    return RankError(f"rank {rank()}: {type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------------------------- Weights

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_fast import rewards, rollout
-from grpo_fast.data import Example
-from grpo_fast.rewards import RewardResult, RewardSet
+from grpo_fast.rewards import RewardResult
 from grpo_fast.rollout import Engine, Samples, Sampling
 from grpo_fast.train.ranks import distributed
 
@@ -59,17 +58,9 @@ def join_ranks(own: Samples | None) -> Samples:
     return Samples.cat(distributed.gather(own))
 
 
-def score(
-    reward_set: RewardSet,
-    examples: Sequence[Example],
-    texts: Sequence[str],
-    ids: Sequence[list[int]] | None = None,
-    prompt_texts: Sequence[str] | None = None,
-) -> RewardResult:
+def score(*arguments: Any) -> RewardResult:
     """Call `rewards.score` on rank 0, and return its result on all ranks. Collective call.
 
     A reward function therefore receives the same batch as in a single process.
     """
-    return distributed.from_main(
-        lambda: rewards.score(reward_set, examples, texts, ids, prompt_texts)
-    )
+    return distributed.from_main(lambda: rewards.score(*arguments))

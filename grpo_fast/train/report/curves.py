@@ -77,14 +77,9 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """Return pairs of step and value of a metric, from the rows that contain a number for it.
-
-    Rows of single updates are ignored, because each step also has its own row.
-    """
+    """Return pairs of step and value of a metric, from the rows that contain a number for it."""
     points = []
     for index, row in enumerate(rows):
-        if "update" in row:  # the step has its own row
-            continue
         value = row.get(metric)
         step = row.get("step", index)
         numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))

@@ -1,7 +1,7 @@
 """The files and the progress display of a run, both written by rank 0.
 
-The files are metrics.jsonl (with the metric names of TRL), prompts.jsonl,
-completions/step_000010.parquet and so on, completions.html, curves.png and summary.json.
+The files are metrics.jsonl (with the metric names of TRL), completions/step_000010.parquet and so
+on, completions.html, curves.png and summary.json.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RunReport(AbstractContextManager[Any]):
         folder: folder of the run.
         config: the section `log` of the configuration.
         steps: number of steps of the run.
-        lengths: number of bytes of metrics.jsonl and prompts.jsonl to keep.
+        length: number of bytes of metrics.jsonl to keep.
         step: number of finished steps.
         stream: stream for the progress display. None uses stdout.
     """
@@ -70,7 +70,7 @@ class RunReport(AbstractContextManager[Any]):
         folder: str | Path,
         config: LogConfig,
         steps: int,
-        lengths: tuple[int, int] = (0, 0),
+        length: int = 0,
         step: int = 0,
         *,
         stream: TextIO | None = None,
@@ -78,7 +78,7 @@ class RunReport(AbstractContextManager[Any]):
         self.folder = Path(folder)
         self.config = config
         self.total_steps = steps
-        self._lengths = lengths
+        self._length = length
         self._step = step
         self._stream = stream or sys.stdout
         self._has_begun = False
@@ -87,16 +87,15 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def begin(self) -> None:
-        """Truncate the logs to the step of the loaded checkpoint, and start the progress display.
+        """Truncate the log to the step of the loaded checkpoint, and start the progress display.
 
-        Call this after loading, so that a failed start leaves the logs unchanged.
+        Call this after loading, so that a failed start leaves the log unchanged.
         """
         folder = self.folder
         config = self.config
         # 1. Open the files.
         with written(folder):
-            self._metrics = JsonLines(folder / "metrics.jsonl", self._lengths[0])
-            self._prompts = JsonLines(folder / "prompts.jsonl", self._lengths[1])
+            self._metrics = JsonLines(folder / "metrics.jsonl", self._length)
         self._page = CompletionsPage(folder / "completions.html", folder.name)
         settings = {}
         if config.trackers:
@@ -121,28 +120,19 @@ class RunReport(AbstractContextManager[Any]):
         """Append a row of numbers or 0-d tensors to metrics.jsonl, and show the progress."""
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
-        if "update" not in values:  # rows of updates are not shown
-            numbers = {name: value for name, value in values.items() if math.isfinite(value)}
-            for tracker in self._trackers:
-                tracker.log(dict(numbers), step=int(step))
-            self._show(step, values)
+        numbers = {name: value for name, value in values.items() if math.isfinite(value)}
+        for tracker in self._trackers:
+            tracker.log(dict(numbers), step=int(step))
+        self._show(step, values)
 
-    @by_rank_0
-    def prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append a line for each prompt to prompts.jsonl."""
-        self._prompts.append(rows)
-
-    def lengths(self) -> tuple[int, int]:
-        """Return the lengths of metrics.jsonl and prompts.jsonl in bytes."""
-        if not self._has_begun:
-            return self._lengths
-        return self._metrics.length, self._prompts.length
+    def length(self) -> int:
+        """Return the length of metrics.jsonl in bytes."""
+        return self._metrics.length if self._has_begun else self._length
 
     @by_rank_0
     def sync(self) -> None:
-        """Flush the logs to the disk."""
+        """Flush metrics.jsonl to the disk."""
         self._metrics.sync()
-        self._prompts.sync()
 
     @by_rank_0
     def note(self, *lines: str) -> None:
@@ -196,7 +186,6 @@ class RunReport(AbstractContextManager[Any]):
         """Close the files and the trackers. A second call has no effect."""
         if self._has_begun:
             self._metrics.close()
-            self._prompts.close()
             # Call `finish` of each tracker. accelerate's `end_training` would also destroy the
             # process group of the ranks.
             while self._trackers:

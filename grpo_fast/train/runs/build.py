@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from grpo_fast.data.splits import Splits
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet, build_rewards, check_examples
 from grpo_fast.rewards.conventions import OURS
 from grpo_fast.rollout import Engine, check_prompts
@@ -58,6 +59,8 @@ def load(start: Start) -> Loaded:
     config = start.config
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
+    fits = config.warm_start is None or not config.is_sharded or start.checkpoint is not None
+    require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
     # 1. Load the inputs before the models, because they load faster and errors then appear earlier.
     rewards, questions, settings = _load_inputs(start)
     # 2. Load the models.
@@ -135,10 +138,8 @@ def build(
     config = start.config
     policy = loaded.policy
     if config.warm_start is not None and start.checkpoint is None:
-        warm_start(
-            policy, loaded.questions.train, config.warm_start, seed=config.seed,
-            is_sharded=config.is_sharded, log=report.log,
-        )  # fmt: skip
+        examples = loaded.questions.train
+        warm_start(policy, examples, config.warm_start, seed=config.seed, log=report.log)
     # Build the reference after the warm start, because a frozen reference copies the policy at this
     # point.
     reference = Reference(policy, config.reference, loaded.another)

@@ -6,13 +6,11 @@ that is killed at any moment therefore leaves either a complete checkpoint or no
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +31,7 @@ MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
-FORMAT: Literal[6] = 6
+FORMAT: Literal[7] = 7
 FILE_BYTES = 1 << 28  # size of a tensor file; two copies of it are in memory during writing
 NAME = re.compile(r"step_(\d{6,12})")
 
@@ -41,8 +39,7 @@ NAME = re.compile(r"step_(\d{6,12})")
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
     """Manifest of a checkpoint, with the SHA-256 of each file."""
 
-    format: Literal[6] = FORMAT
-    value: float | None  # value of the metric that `checkpoint.best` names
+    format: Literal[7] = FORMAT
     files: dict[str, str]
 
 
@@ -116,9 +113,8 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def write_checkpoint(
-    run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None],
-    value: float | None = None,
-) -> Path:  # fmt: skip
+    run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None]
+) -> Path:
     """Write the checkpoint of a step, unless a complete one exists. Collective call.
 
     Args:
@@ -126,7 +122,6 @@ def write_checkpoint(
         step: number of finished steps.
         tensors: the tensors, keyed by name. For a sharded tensor, this rank's shard.
         fill: function that writes the other files into a folder. It is called on rank 0 only.
-        value: value of the metric by which `prune` selects the best checkpoint.
 
     Returns:
         The folder of the checkpoint.
@@ -142,7 +137,7 @@ def write_checkpoint(
         with written(final):
             distributed.from_main(lambda: _begin(part, fill))
             write_tensors(part / WEIGHTS, tensors)
-            distributed.from_main(lambda: _finish(part, final, value))
+            distributed.from_main(lambda: _finish(part, final))
     except WriteError:
         if distributed.is_main():
             shutil.rmtree(part, ignore_errors=True)
@@ -159,12 +154,12 @@ def _begin(part: Path, fill: Callable[[Path], None]) -> None:
         fill(part)
 
 
-def _finish(part: Path, final: Path, value: float | None) -> None:
+def _finish(part: Path, final: Path) -> None:
     """Write the manifest, flush all files to the disk, and rename the folder to its final name."""
     with written(final):
         files = sorted(path for path in part.rglob("*") if path.is_file())
         sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
-        manifest = Manifest(value=value, files=sums)
+        manifest = Manifest(files=sums)
         (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
         # Flush files and directory entries before the rename. Otherwise a power cut could leave a
         # checkpoint with its final name and empty files.
@@ -183,17 +178,8 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def prune(run: str | Path, keep: int) -> None:
-    """Remove all checkpoints of a run except the `keep` newest ones and the best one."""
-    values: dict[Path, float] = {}
-    for path in checkpoints_in(run):
-        with suppress(OSError, ValueError):
-            value = read_manifest(path).value
-            values[path] = -math.inf if value is None else value
-    best = max(values, key=lambda path: (values[path], step_of(path)))
-    spared = set(list(values)[:keep])
-    if values[best] > -math.inf:
-        spared.add(best)
-    for path in values.keys() - spared:
+    """Remove all checkpoints of a run except the `keep` newest ones."""
+    for path in checkpoints_in(run)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -203,23 +189,21 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     All ranks gather the sharded tensors one by one, and rank 0 writes them. Memory holds the full
     tensors of at most one file at a time.
     """
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if size >= FILE_BYTES:
-            parts.append([])
+    names = list(tensors)
+    full: dict[str, Tensor] = {}
+    size = number = 0
+    for name in names:
+        tensor = distributed.full_tensor(tensors[name].detach())
+        size += tensor.nbytes
+        if distributed.is_main():
+            full[name] = tensor.cpu().contiguous()
+        if size >= FILE_BYTES or name == names[-1]:
+            with distributed.together(), written(folder):
+                if distributed.is_main():
+                    save_file(full, folder / f"{number:05d}.safetensors")
+            full = {}
             size = 0
-        parts[-1].append(name)
-        size += tensor.numel() * tensor.element_size()
-    for number, names in enumerate(parts):
-        full = {}
-        for name in names:
-            tensor = distributed.full_tensor(tensors[name].detach())
-            if distributed.is_main():
-                full[name] = tensor.cpu().contiguous()
-        with distributed.together(), written(folder):
-            if distributed.is_main():
-                save_file(full, folder / f"{number:05d}.safetensors")
+            number += 1
 
 
 def stored_in(folder: Path) -> dict[str, Path]:

@@ -16,7 +16,7 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.runs import checkpoint as files
 from grpo_fast.train.runs.fingerprints import FILES
 from grpo_fast.train.runs.folder import check_folder, locked
-from grpo_fast.train.runs.state import read_state, refused
+from grpo_fast.train.runs.saving import read_state, refused
 from grpo_fast.train.update.critic import Critic, load_critic
 
 log = logging.getLogger(__name__)

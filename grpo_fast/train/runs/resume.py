@@ -28,15 +28,13 @@ from grpo_fast.train.runs.checkpoint import (
     step_of,
     stored_in,
 )
-from grpo_fast.train.runs.fingerprints import FILES, check_same
+from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import check_folder, is_occupied, locked
-from grpo_fast.train.runs.saving import Saver
-from grpo_fast.train.runs.state import State, ahead_of, read_state, refused, restore_random
+from grpo_fast.train.runs.saving import Saver, State, ahead_of, read_state, refused, restore_random
 
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
-LOGS = ("metrics.jsonl", "prompts.jsonl")
 DRAWN = ("random.", "ahead.")  # prefixes of tensors that are not weights
 
 
@@ -49,11 +47,11 @@ class Start:
     state: State | None = None  # state in the checkpoint
 
     @property
-    def logged(self) -> tuple[tuple[int, int], int]:
-        """Numbers of bytes of the logs to keep, and the number of steps that they contain."""
+    def logged(self) -> tuple[int, int]:
+        """Number of bytes of the log to keep, and the number of steps that it contains."""
         if self.state is None:
-            return (0, 0), 0
-        return self.state.lengths, self.state.step - (self.state.unlogged is not None)
+            return 0, 0
+        return self.state.length, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
         """Prepare the folder and let the report write into it. Collective call."""
@@ -82,13 +80,12 @@ def run_start(config: RunConfig) -> Iterator[Start]:
             if distributed.is_main():
                 until_the_end.enter_context(locked(config.output_dir))
         found = distributed.from_main(lambda: _find_checkpoint(config))
-        if found is None:
-            yield Start(config)
-            return
-        with distributed.together():
-            with refused("resume", found):
-                state = read_state(found)
-            _check_fits(state, config, found)
+        state = None
+        if found is not None:
+            with distributed.together():
+                with refused("resume", found):
+                    state = read_state(found)
+                _check_log(Path(config.output_dir, "metrics.jsonl"), state.length)
         yield Start(config, found, state)
 
 
@@ -122,20 +119,15 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
     check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
-def _check_fits(state: State, config: RunConfig, checkpoint: Path) -> None:
-    was = {key: value for key, value in state.settings.items() if key != FILES}
-    check_same(was, config.model_dump(mode="json"))  # `load` compares the fingerprints
-    expected = f"a checkpoint of at most the {config.steps} steps of the run"
-    require(state.step <= config.steps, "resume", expected, checkpoint)
-    for name, length in zip(LOGS, state.lengths, strict=True):
-        file = checkpoint.parent.parent / name
-        size = file.stat().st_size if file.is_file() else 0
-        expected = f"at least {length} bytes in {file}, as when the checkpoint was written"
-        require(size >= length, "resume", expected, f"{size} bytes")
+def _check_log(file: Path, length: int) -> None:
+    """Raise a ValueError if the log is shorter than when the checkpoint was written."""
+    size = file.stat().st_size if file.is_file() else 0
+    expected = f"at least {length} bytes in {file}, as when the checkpoint was written"
+    require(size >= length, "resume", expected, f"{size} bytes")
 
 
 def resume(start: Start, saver: Saver) -> None:
-    """Load the checkpoint of `start`, if it has one, then truncate the logs. Collective call.
+    """Load the checkpoint of `start`, if it has one, then truncate the log. Collective call.
 
     Raises:
         ValueError: the checkpoint does not fit the configuration.
@@ -154,10 +146,10 @@ def resume(start: Start, saver: Saver) -> None:
         tensors = trainer.weights()
         tensors |= trainer.moments(tensors, weights)
         read_tensors(weights, tensors)
-        trainer.load_state_dict(start.state.trainer)
-        collector.load_state_dict(start.state.collector)
+        trainer.load_state_dict(vars(start.state))
+        collector.load_state_dict(vars(start.state))
         collector.take_ahead(ahead)
-    # 2. Truncate the logs to the checkpoint.
+    # 2. Truncate the log to the checkpoint.
     start.enter_folder(saver.report)
     # 3. Restore the random state last, because building and loading have drawn random numbers.
     saver.state = dataclasses.replace(start.state, settings=saver.state.settings)

@@ -1,23 +1,132 @@
-"""Save a run after every step that is due, and when an error or a signal ends the run."""
+"""Save a run after every step that is due, and when an error or a signal ends the run.
+
+A checkpoint has these files. weights/ contains safetensors files with the policy (only the adapter
+for LoRA), the moments, a critic, a reference that cannot be built again, the random state, and the
+samples drawn ahead. state.json contains `State`. tokenizer/ is needed by `grpo-fast export`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError
-from grpo_fast.train.collect.collector import Collector
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from grpo_fast.errors import SAVED, NonFiniteLogits, RankError, Stopped, WriteError, require
+from grpo_fast.rollout import Samples
+from grpo_fast.train.collect.collector import Ahead, Collector
 from grpo_fast.train.config import RunConfig
+from grpo_fast.train.config.base import Count, Positive
+from grpo_fast.train.files import read_regular
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
-from grpo_fast.train.runs.state import State, draws_now, write_state
 from grpo_fast.train.runs.stopping import Stopping
 from grpo_fast.train.update.trainer import Trainer
+
+STATE = "state.json"
+
+
+@dataclass
+class Rows:
+    """The log rows of a finished step that were not yet written."""
+
+    metrics: dict[str, float]
+    completions: list[dict[str, Any]]
+
+
+@dataclass
+class State:
+    """The state of a run at the end of a step, except its tensors."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    length: Count  # bytes of metrics.jsonl
+    consumed: Count  # place of the next prompt in PromptQueue
+    # For each reward function the numbers of lost and of all samples in its latest calls.
+    lost_rewards: dict[str, list[tuple[Count, Count]]]
+    baseline: dict[str, float | None] | None  # running baseline of the advantages
+    num_tokens: Count
+    beta: Annotated[float, Field(allow_inf_nan=False)]  # weight of the KL divergence
+    tokens_per_microbatch: Positive
+    optimizers: dict[str, dict[str, Count]]  # counters of the optimizers of policy and critic
+    settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
+    step: Count = 0  # finished steps
+    before: dict[str, float] | None = None  # metrics of the first evaluation
+    after: dict[str, float] | None = None  # metrics of the latest evaluation
+    unlogged: Rows | None = None  # rows of a step that was finished and not yet logged
+
+
+def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
+    """Return torch's random state and the samples drawn ahead, as named tensors."""
+    draws = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        draws["random.cuda"] = torch.cuda.get_rng_state()
+    if ahead is not None:
+        draws["ahead.seconds"] = torch.tensor(ahead.seconds, dtype=torch.float64)
+        draws |= {f"ahead.{name}": column for name, column in ahead.samples.tensors().items()}
+    return draws
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Restore torch's random state from tensors with the names of the devices."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def ahead_of(columns: dict[str, Tensor]) -> Ahead | None:
+    """Rebuild the samples drawn ahead from their stored columns. Return None if there are none."""
+    if not columns:
+        return None
+    return Ahead(seconds=float(columns.pop("seconds")), samples=Samples.of_tensors(columns))
+
+
+def write_state(state: State, folder: Path) -> None:
+    text = json.dumps(dataclasses.asdict(state))
+    (folder / STATE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path) -> State:
+    """Read the state of a checkpoint.
+
+    Raises:
+        ValueError: a field is invalid. The message names the field.
+    """
+    try:
+        state = TypeAdapter(State).validate_json(read_regular(folder / STATE))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:200]
+        raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
+    step = checkpoint.step_of(folder)
+    require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
+    return state
+
+
+@contextmanager
+def refused(argument: str, folder: Path) -> Iterator[None]:
+    """Convert any error inside to a ValueError that names the argument and the checkpoint.
+
+    Errors of collectives and lack of memory are not converted.
+    """
+    try:
+        yield
+    except Exception as error:  # safetensors and torch raise many classes
+        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
+        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
+            raise
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
+        said = f"expected a checkpoint of this configuration in {folder}"
+        raise ValueError(f"{argument}: {said}, got another: {text}") from error
 
 
 class Saver:
@@ -31,7 +140,7 @@ class Saver:
         config: configuration of the run.
         collector: provides the place in the training set and samples that were drawn ahead.
         trainer: provides weights, moments and counters.
-        report: provides the logs, whose lengths are stored in a checkpoint.
+        report: provides the log, whose length is stored in a checkpoint.
         settings: the configuration, and fingerprints of the files that it names.
         stopping: signal handler. The saver sets its `may_stop`, so that a signal ends the run only
             when the run can be saved.
@@ -52,10 +161,8 @@ class Saver:
         self.report = report
         self.can_save = config.optim.states == "full"  # 8-bit or offloaded states cannot be saved
         self.saved_at = time.monotonic()
-        self.state = State(
-            step=0, before=None, after=None, metrics={}, unlogged=None, lengths=report.lengths(),
-            collector=collector.state_dict(), trainer=trainer.state_dict(), settings=settings,
-        )  # fmt: skip
+        now = {**collector.state_dict(), **trainer.state_dict()}
+        self.state = State(length=report.length(), settings=settings, **now)
         self.mark()
         stopping.may_stop = lambda: not self.has_moved()
 
@@ -67,8 +174,8 @@ class Saver:
         if self.can_save:
             tensors |= trainer.moments(tensors)
         state = dataclasses.replace(
-            self.state, lengths=self.report.lengths(), collector=collector.state_dict(),
-            trainer=trainer.state_dict(), **changes,
+            self.state, length=self.report.length(), **collector.state_dict(),
+            **trainer.state_dict(), **changes,
         )  # fmt: skip
         draws = draws_now(collector.sampled)
         # Assign the versions last. If an interrupt comes between these assignments, the versions do
@@ -111,9 +218,8 @@ class Saver:
             self.trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             write_state(state, folder)
 
-        value = None if plan.best is None else state.metrics.get(plan.best)
         tensors = self.tensors | self.draws
-        path = checkpoint.write_checkpoint(run, state.step, tensors, fill, value)
+        path = checkpoint.write_checkpoint(run, state.step, tensors, fill)
         distributed.from_main(lambda: checkpoint.prune(run, plan.keep))
         self.saved_at = time.monotonic()
         return path

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import resource
-from dataclasses import dataclass
 
 import torch
 
-from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.planning.memory_model import USABLE_CPU, USABLE_GPU, Memory, host_memory
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.update.batch import StepBatch
@@ -22,15 +19,6 @@ GIB = 2**30
 # Parts of error messages that also mean "out of memory", although the error is not an
 # OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-@dataclass
-class BudgetState:
-    """State of the token budget in a checkpoint."""
-
-    tokens: Positive
-    largest: Count
-    most_rows: Count
 
 
 class TokenBudget:
@@ -116,12 +104,6 @@ class TokenBudget:
             )
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
-
-    def state_dict(self) -> BudgetState:
-        return BudgetState(self.tokens, self.largest, self.most_rows)
-
-    def load_state_dict(self, state: BudgetState) -> None:
-        self.tokens, self.largest, self.most_rows = dataclasses.astuple(state)
 
     @property
     def predicted_peak(self) -> int | None:

@@ -185,8 +185,7 @@ class Critic:
         following = None if following is None else sum_(following)
         ends: Any = {"mask": counts, "following": following}
         advantages = gae(rewards, values, config.gamma, lam, **ends)
-        same = alpha is None and lam_returns == lam
-        towards = advantages if same else gae(rewards, values, config.gamma, lam_returns, **ends)
+        towards = gae(rewards, values, config.gamma, lam_returns, **ends)
         returns = towards + torch.where(counts, values, 0.0)
         # 3. Whiten over the step, and convert back to flat columns.
         if config.whiten and counts.any():

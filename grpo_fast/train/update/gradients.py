@@ -1,10 +1,11 @@
-"""Accumulate the gradients of one optimizer step over its micro-batches."""
+"""The gradients of one optimizer step over its micro-batches, and their variance over groups."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -20,10 +21,10 @@ from grpo_fast.attention import Head, PackedTree
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
-from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone, policy_gradient
+from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.ranks.distributed import full_tensor
-from grpo_fast.train.update.batch import Totals
+from grpo_fast.train.ranks.distributed import full_tensor, rank, size, sum_, together
+from grpo_fast.train.update.batch import StepBatch, Totals
 from grpo_fast.train.update.critic import Critic
 from grpo_fast.train.update.micro_batch import MicroBatch
 
@@ -58,7 +59,6 @@ def accumulate(
     """
     items, completions, *_ = totals or Totals.of(minibatch)
     alone = policy_term(config)
-    is_alone = is_policy_alone(config, critic is not None and critic.is_shared)
     by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
@@ -70,6 +70,7 @@ def accumulate(
         ref_logps = batch.column("ref_logps")
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
+        term = divergence_term(batch, ref_head, config, distill)
         inputs: dict[str, Any] = {
             "completion_mask": mask,
             "cu_seqlens": batch.packed.cu_seqlens,
@@ -78,13 +79,13 @@ def accumulate(
             "sampling_logps": sampling_logps if correct_sampling else None,
             "num_items_in_batch": total,
             "num_completions_in_batch": completions,
+            "support": batch.support,
+            "divergence": term,
         }
-        term = divergence_term(batch, ref_head, config, distill)
-        heads_inputs = {**inputs, "support": batch.support, "divergence": term}
         # 2. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
         # has gathered the weights of the head.
         loss, hidden, output = policy.inside(
-            partial(packed_loss, policy, batch.packed, advantages, alone, validate, heads_inputs)
+            partial(packed_loss, policy, batch.packed, advantages, alone, validate, inputs)
         )
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
@@ -93,14 +94,12 @@ def accumulate(
         if critic is None:
             loss.backward()
         else:
-            weights = token_weights(batch, config, total if by_prompt else items, completions)
+            weights = token_weights(batch, config, total, completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
         # 4. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
         # same number of passes on all ranks.
         if batch.is_idle:
             continue
-        if not is_alone or (distill is not None and term is not None):
-            metrics["policy_logp_grad_norm"] = policy_gradient(output, advantages, alone, inputs)
         if ref_logps is not None and not config.uses_reference:
             metrics["kl"] = mean_kl(output.logps, ref_logps, mask, config)
         seen.add(metrics, batch.active_tokens)
@@ -203,3 +202,52 @@ def token_weights(
     )  # fmt: skip
     # Without output_size, repeat_interleave would wait for the GPU to learn the size of its result.
     return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
+
+
+def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
+    """Estimate variance and size of the gradient of the policy loss before the first update.
+
+    Each of the n groups gives an independent estimate g_i of the gradient. The loss of a group is
+    normalized as if the step consisted of this group only. With the mean ḡ of the estimates::
+
+        grad_variance = Σ|g_i - ḡ|² / (n · (n - 1))    trace of the covariance of ḡ
+        grad_signal   = |ḡ|² - grad_variance           unbiased estimate of |E g|², may be negative
+
+    The estimate costs one forward and backward pass over the batch, and memory for two copies of
+    the gradients. The gradients of the parameters must be None, and are None afterwards.
+
+    Args:
+        policy: the policy that sampled the batch.
+        batch: the samples of the step.
+        config: the loss. Its KL divergence and entropy bonus are excluded.
+
+    Returns:
+        The two metrics, or an empty dict if there are fewer than two groups.
+    """
+    group_size = batch.group_size
+    count = len(batch.advantages) // group_size
+    if count < 2:
+        return {}
+    # 1. Exclude KL divergence and entropy bonus from the loss.
+    alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
+    parameters = policy.trainable()
+    total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    squares = 0.0
+    # 2. Sum each group's gradient and its squared norm. The groups are divided among the ranks.
+    with together():
+        for group in range(rank(), count, size()):
+            first = group * group_size
+            members = list(range(first, first + group_size))
+            accumulate(
+                policy, [batch.packed([members])], alone, correct_sampling=False, validate="auto"
+            )
+            for own, p in zip(total, parameters, strict=True):
+                if p.grad is not None:
+                    squares += float(p.grad.double().square().sum())
+                    own += p.grad.float()
+                    p.grad = None
+    # 3. Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². This needs only the sum of the gradients, not each of them.
+    squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
+    mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
+    variance = max(0.0, squares - count * mean_square) / (count * (count - 1))
+    return {"grad_variance": variance, "grad_signal": mean_square - variance}

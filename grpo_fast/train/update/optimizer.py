@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +12,12 @@ from torch import Tensor, nn
 
 from grpo_fast.errors import NonFiniteGradient
 from grpo_fast.train.config import OptimConfig, require
-from grpo_fast.train.config.base import Count
 from grpo_fast.train.ranks.distributed import full_tensor, sum_gradients
 
 log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 3
-
-
-@dataclass
-class OptimizerState:
-    steps: Count
-    skipped: Count
-    skipped_in_a_row: Count
+COUNTERS = ("steps", "skipped", "skipped_in_a_row")  # attributes that a checkpoint stores
 
 
 class Optimizer:
@@ -50,7 +42,6 @@ class Optimizer:
         self.steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.last_norm = math.nan
 
     @property
     def learning_rate(self) -> float:
@@ -60,15 +51,12 @@ class Optimizer:
         return self.config.lr * schedule(kind, self.steps, warmup, self.total_steps)
 
     def step(self) -> float:
-        """Apply the gradients, check for too many skipped steps, and return the gradient norm."""
-        norm = self.apply()
-        self.check()
-        return norm
-
-    def apply(self) -> float:
         """Apply and clear the gradients. Return their norm before clipping.
 
         If the norm is infinite or NaN, the step is skipped.
+
+        Raises:
+            NonFiniteGradient: this is the third skipped step in a row.
         """
         sum_gradients(self.parameters)  # the norm must include all ranks
         norm = float(
@@ -82,24 +70,18 @@ class Optimizer:
             self.skipped += 1
             self.skipped_in_a_row += 1
             log.warning("gradient norm %s: step skipped (%d so far)", norm, self.skipped)
-        self.last_norm = norm
         self.steps += 1  # the schedule counts skipped steps, too
         self.zero_grad()
+        if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            said = f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite"
+            raise NonFiniteGradient(f"{said} (the last norm: {norm})")
         return norm
 
-    def check(self) -> None:
-        """Raise NonFiniteGradient if too many steps in a row were skipped."""
-        if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise NonFiniteGradient(
-                f"{MAX_SKIPS_IN_A_ROW} gradients in a row were not finite "
-                f"(the last norm: {self.last_norm})"
-            )
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in COUNTERS}
 
-    def state_dict(self) -> OptimizerState:
-        return OptimizerState(self.steps, self.skipped, self.skipped_in_a_row)
-
-    def load_state_dict(self, state: OptimizerState) -> None:
-        vars(self).update(vars(state))
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        vars(self).update({name: state[name] for name in COUNTERS})
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
         """Return Adam's moments with names that are built from the names of the parameters.

@@ -5,51 +5,35 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
 from grpo_fast.data import TRACES
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
-from grpo_fast.train.config.base import Count
-from grpo_fast.train.metrics.clock import Clock, Work
-from grpo_fast.train.metrics.losses import LossMetrics, is_policy_alone
+from grpo_fast.train.metrics.clock import Clock
+from grpo_fast.train.metrics.losses import LossMetrics
 from grpo_fast.train.metrics.samples import SamplerWatch, sampling_metrics
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import KLWeight, Reference
 from grpo_fast.train.planning.memory_model import predict_model
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.update.batch import StepBatch
-from grpo_fast.train.update.budget import BudgetState, TokenBudget, host_peak
+from grpo_fast.train.update.budget import TokenBudget, host_peak
 from grpo_fast.train.update.critic import Critic, value_metrics
-from grpo_fast.train.update.gradients import accumulate
-from grpo_fast.train.update.optimizer import Optimizer, OptimizerState
+from grpo_fast.train.update.gradients import accumulate, gradient_variance
+from grpo_fast.train.update.optimizer import Optimizer
 from grpo_fast.train.update.precompute import precompute
 from grpo_fast.train.update.step import Step, Update, merge_losses
-from grpo_fast.train.update.variance import gradient_variance
 
 log = logging.getLogger(__name__)
 
 # Number of first steps in which the loss checks all inputs. In later steps it only makes checks
 # that need no GPU sync.
 FULLY_VALIDATED_STEPS = 2
-Trained = Literal["policy", "critic"]
-
-
-@dataclass
-class TrainerState:
-    """State of the trainer in a checkpoint, except weights and moments."""
-
-    num_tokens: Count
-    peak_memory: Count
-    beta: Annotated[float, Field(allow_inf_nan=False)]
-    budget: BudgetState
-    optimizers: dict[Trained, OptimizerState]
 
 
 class Trainer:
@@ -77,7 +61,6 @@ class Trainer:
             url, topk = config.distill.server
             self.teacher = TeacherServer(url, topk, len(policy.head.weight), config.rollout.vllm)
         self.beta = KLWeight(config.loss.beta, config.kl)
-        self.work = Work(policy.lm)
         self.updates_per_step = config.inner_iterations * config.minibatches  # upper limit
         total = config.steps * self.updates_per_step
         # Shard before building the optimizers. Sharding replaces the parameters, and the optimizers
@@ -86,7 +69,7 @@ class Trainer:
             models = (policy, self.reference.copy, critic)
             sharding.shard_all(models, policy.device, config.distributed_replicas)
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
-        self.optimizers: dict[Trained, Optimizer] = {"policy": self.optimizer}
+        self.optimizers = {"policy": self.optimizer}
         if critic is not None:
             self.optimizers["critic"] = critic.optimizer(config.optim, total)
         memory = predict_model(policy.lm, config)
@@ -105,9 +88,9 @@ class Trainer:
         Args:
             number: number of the step, counted from 1.
             clock: measures the parts of the step.
-            collected: samples, metrics and prompt records of the collector.
+            collected: samples and metrics of the collector.
         """
-        samples, metrics, records = collected
+        samples, metrics = collected
         config = self.config
         if config.distill is not None:
             advantages = config.distill.task * samples.advantages
@@ -118,7 +101,7 @@ class Trainer:
             trees=config.data.task == TRACES, mask_truncated=config.rollout.mask_truncated,
             rank=distributed.rank(), ranks=distributed.size(),
         )  # fmt: skip
-        return Step(number, clock, batch, metrics, records)
+        return Step(number, clock, batch, metrics)
 
     def minibatches(self, step: Step) -> Iterator[int]:
         """Yield the minibatch index of each optimizer step, over all passes of a step."""
@@ -127,9 +110,12 @@ class Trainer:
         self.policy.model.train()
         if config.log.grad_variance:
             step.metrics |= gradient_variance(self.policy, batch, self.loss_config)
+        limit = config.max_approx_kl
         for epoch in range(config.inner_iterations):
-            if epoch and step.exceeds(config.max_approx_kl, config.minibatches):
-                return
+            if epoch and limit is not None:
+                latest = merge_losses(step.updates[-config.minibatches :], config.minibatches)
+                if latest.mean("approx_kl") > limit:
+                    return
             if config.shuffle != "off":
                 seed = f"{config.seed}/shuffle/{step.number}/{epoch}"
                 batch.shuffle(seed, config.shuffle == "groups")
@@ -163,12 +149,10 @@ class Trainer:
                 # After the first update, keep the columns of `precompute`. They depend on old
                 # weights and cannot be computed again.
                 batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
-        # 3. Clip the gradients and step. Read the rate before `apply` advances the schedule.
+        # 3. Clip the gradients and step. Read the rate before `step` advances the schedule.
         rate = self.optimizer.learning_rate
-        norms = [optimizer.apply() for optimizer in self.optimizers.values()]
+        norms = [optimizer.step() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norms[0], rate))
-        for optimizer in self.optimizers.values():
-            optimizer.check()
 
     def precompute(self, batch: StepBatch) -> None:
         """Fill the columns of a batch that are the same for all its updates."""
@@ -197,7 +181,6 @@ class Trainer:
         # 2. Compute the metrics.
         passes = len(updates) / self.config.minibatches
         clock.tokens["train"] = int(batch.trunk_tokens * passes)
-        forwards = self.reads_reference + (self.updates_per_step > 1 or self.critic is not None)
         seen = merge_losses(updates, self.config.minibatches)
         self.watch.look(step.number, updates[0].losses.logps)
         metrics = {
@@ -207,10 +190,6 @@ class Trainer:
             "num_tokens": float(self.num_tokens),
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(),
-            **self.work.metrics(
-                batch.trunk_tokens, sum(lengths), updates=passes, forwards=forwards,
-                seconds=clock.seconds["train"],
-            ),
         }  # fmt: skip
         # 3. Adapt the weight of the KL divergence to this step's KL.
         self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
@@ -256,20 +235,22 @@ class Trainer:
             moments |= optimizer.moments(names)
         return moments
 
-    def state_dict(self) -> TrainerState:
-        return TrainerState(
-            self.num_tokens, self.peak_memory, self.beta.value, self.budget.state_dict(),
-            {who: optimizer.state_dict() for who, optimizer in self.optimizers.items()},
-        )  # fmt: skip
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters and settings that a checkpoint stores, except weights and moments."""
+        return {
+            "num_tokens": self.num_tokens,
+            "beta": self.beta.value,
+            "tokens_per_microbatch": self.budget.tokens,
+            "optimizers": {who: x.state_dict() for who, x in self.optimizers.items()},
+        }
 
-    def load_state_dict(self, state: TrainerState) -> None:
-        self.num_tokens = state.num_tokens
-        self.peak_memory = state.peak_memory
-        self.beta.value = state.beta
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_tokens = state["num_tokens"]
+        self.beta.value = state["beta"]
         self._use_beta()
-        self.budget.load_state_dict(state.budget)
+        self.budget.tokens = state["tokens_per_microbatch"]
         for who, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state.optimizers[who])
+            optimizer.load_state_dict(state["optimizers"][who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
         """Return totals of the run. `memory_before` is the peak memory before it, in bytes."""
@@ -293,8 +274,10 @@ class Trainer:
         grad_norm = sum(update.norm for update in step.updates) / len(step.updates)
         rate = step.updates[-1].rate
         metrics = {**seen.result(), "grad_norm": grad_norm, "learning_rate": rate}
-        if is_policy_alone(self.loss_config, self.critic is not None and self.critic.is_shared):
-            metrics["policy_grad_norm"] = grad_norm
+        loss = self.loss_config
+        adds_values = self.critic is not None and self.critic.is_shared
+        if not (loss.uses_reference or loss.entropy_coef or adds_values):
+            metrics["policy_grad_norm"] = grad_norm  # the loss has only the policy term
         if self.beta.value:
             metrics["beta"] = self.beta.value
         return metrics | (value_metrics(step.batch) if self.critic is not None else {})

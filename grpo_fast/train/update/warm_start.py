@@ -23,7 +23,6 @@ def warm_start(
     config: WarmStartConfig,
     *,
     seed: int,
-    is_sharded: bool,
     log: Callable[[int, dict[str, float]], Any],
 ) -> None:
     """Train on the gold solutions, each followed by EOS.
@@ -33,18 +32,11 @@ def warm_start(
         examples: training examples. Only examples with a solution are used.
         config: the section `warm_start`.
         seed: seed of the order of the examples.
-        is_sharded: the run will shard the model later. Rank 0 then trains alone.
         log: function that is called as log(0, metrics) after every step.
 
     Raises:
         ValueError: no example has a solution.
     """
-    if is_sharded:
-        with distributed.together():
-            if distributed.is_main():
-                with distributed.alone():
-                    warm_start(policy, examples, config, seed=seed, is_sharded=False, log=log)
-        return
     # 1. Select the examples, and build a separate optimizer for the supervised training.
     usable = [e for e in examples if e.solution]
     require(usable, "warm_start", "examples with a solution", "none")

@@ -1,6 +1,5 @@
 """Tests of the configuration: overrides, defaults, saving and loading, and strict YAML."""
 
-import dataclasses
 import os
 
 import pytest
@@ -8,7 +7,6 @@ import yaml
 
 from grpo_fast import LossConfig
 from grpo_fast.train.config import LossSettings, RunConfig
-from grpo_fast.train.config.loss import OF_THE_RUN
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file
 from grpo_fast.train.config.recipes import load_recipe, recipe_names, save_config
 from grpo_fast.train.config.words import validated
@@ -90,8 +88,6 @@ def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
 
 
 def test_loss_settings_are_the_arguments_of_the_loss():
-    fields = {f.name for f in dataclasses.fields(LossConfig)}
-    assert set(LossSettings().arguments()) | LossSettings.more_keys | set(OF_THE_RUN) == fields
     arguments = LossSettings().arguments()
     assert LossConfig(**arguments) == LossConfig()
     config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
@@ -101,11 +97,10 @@ def test_loss_settings_are_the_arguments_of_the_loss():
     assert warmer.loss_config().temperature == 1.2
 
 
-def test_rarely_changed_arguments_of_the_loss_go_to_its_options():
-    words = ["loss.loss_type=grpo", "loss.options={delta: 3}", "loss.delta=4", "loss.kl_clamp=1"]
-    config = load_recipe("sort", words)
-    assert config.loss.options == {"delta": 4, "kl_clamp": 1}
-    assert config.loss_config().delta == 4
+def test_every_argument_of_the_loss_is_a_setting():
+    config = load_recipe("sort", ["loss.loss_type=grpo", "loss.delta=4", "loss.kl_clamp=1"])
+    assert config.loss_config().delta == 4 and config.loss_config().kl_clamp == 1
+    assert load_recipe("sort", ["loss.delta=null"]).loss_config().delta is None
 
 
 @pytest.mark.parametrize(
@@ -146,18 +141,14 @@ def test_plain_data():
     [
         ("a: 1\nb: 2\na: 3", "the key 'a' appears twice in"),
         ("a: 1\nb: 2\na: 3", "line 3, column 1"),
-        ("a: {b: 1, 'b': 2}", "the key 'b' appears twice"),
         ("[{x: 1}, {y: {z: 1, z: 1}}]", "the key 'z' appears twice"),
         (BOMB, "aliases (*name) are not supported"),
         (f"? {BOMB.replace(chr(10), ' ')}\n: 1", ""),
         ("&a [*a]", "aliases"),
-        ('x: "\\ud800"', "a lone surrogate is not a character"),
         ("!!timestamp x", ""),
-        ("!!bool x", ""),
-        ("!!float ''", ""),
         ("2020-13-45", "month must be in 1..12"),
         ("1" * 5000, "4300 digits"),
-        ("[" * 3000, "levels of lists"),
+        ("[" * 3000, "recursion"),
         ("!!python/object/apply:os.getpid []", "python/object"),
         ("a: \x00", "special characters"),
         ("a: 1\n---\nb: 2", "single document"),
@@ -169,9 +160,7 @@ def test_what_is_refused(text, reason):
     assert reason in str(error.value) and len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize(
-    "word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}", 'output_dir="\\udfff"']
-)
+@pytest.mark.parametrize("word", ["optim={lr: 1, lr: 2}", f"model.config={BOMB}"])
 def test_the_same_rules_hold_for_settings(word):
     with pytest.raises(ValueError, match="expected plain YAML"):
         load_recipe("sort", [word])
@@ -189,7 +178,7 @@ def test_a_recipe_that_is_no_text(tmp_path, content):
 def test_a_recipe_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
         read_yaml_file(tmp_path, "recipe r")
-    assert refused(invoke("train", str(tmp_path)), "recipe: expected one of")
+    assert refused(invoke("train", str(tmp_path)), "recipe: no such file")
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "r.yaml").chmod(0)
     if os.access(tmp_path / "r.yaml", os.R_OK):

@@ -49,7 +49,7 @@ for ((i = 0; i < 6; i += 2)); do
 done
 "$python" -m grpo_fast plot "$runs"/distill-* -o "$results/distill-sort.png"
 if [[ -n ${GSM8K:-} ]]; then
-    compare support-gsm8k gsm8k-tiny "${truncated[@]}" data.name=null "data.path=$GSM8K" \
+    compare support-gsm8k gsm8k-tiny "${truncated[@]}" "data.path=$GSM8K" \
         eval.every=10
 fi
 wait "$lane"

@@ -14,15 +14,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_fast.train.report.endings import (
-    USAGE_ERROR,
-    Debug,
-    Worded,
-    Words,
-    key_values,
-    refuse,
-    told,
-)
+from grpo_fast.train.report.endings import USAGE_ERROR, Debug, Words, key_values, refuse, told
 
 app = typer.Typer(
     name="grpo-fast",
@@ -53,11 +45,11 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_pri
 
 
 @app.callback()
-def main(version: Version = False, debug: Debug = False) -> None:
+def main(version: Version = False) -> None:
     """Accept options before the name of a command, for example `grpo-fast --version`."""
 
 
-@app.command(cls=Worded)
+@app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe (sort, gsm8k-tiny, …) or a YAML file.")],
     settings: Annotated[
@@ -100,7 +92,7 @@ def train(
             raise
 
 
-@app.command(name="eval", cls=Worded)
+@app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder or hub id, or a run's folder.")],
     words: Annotated[
@@ -122,19 +114,13 @@ def evaluate(
     """
     from grpo_fast.errors import NonFiniteLogits
     from grpo_fast.train.evaluation import command
-    from grpo_fast.train.evaluation.settings import is_model, parse_settings
+    from grpo_fast.train.evaluation.settings import is_model
 
     with told(debug, NonFiniteLogits, OSError):
-        others = [word for word in words or () if is_model(word)]
-        settings = parse_settings([word for word in words or () if word not in others[:1]])
-        if others:
-            both = command.compare_models(
-                model, others[0], settings, allow_code=allow_code, say=_print_lines
-            )
-            typer.echo(f"A: {model}\nB: {others[0]}\n{command.paired_table(both)}")
-        else:
-            results = command.run_eval(model, settings, allow_code=allow_code, say=_print_lines)
-            typer.echo(command.table(results))
+        words = words or []
+        others = [word for word in words if is_model(word)][:1]
+        rest = [word for word in words if word not in others]
+        command.run_eval([model, *others], rest, allow_code=allow_code, say=_print_lines)
 
 
 @app.command()
@@ -152,25 +138,7 @@ def export(
         typer.echo(str(write(os.path.expanduser(checkpoint), os.path.expanduser(out))))
 
 
-# Maps commands that earlier versions had to the commands that replace them.
-MOVED = {
-    "reward-model": "python -m grpo_fast.examples.reward_model",
-    "compare": "python -m benchmarks.experiments.compare RECIPE key=a,b --seeds 3 (in a checkout)",
-}
-
-
-def _moved(context: typer.Context) -> None:
-    refuse(ValueError(f"{context.command.name}: this command is now {MOVED[context.command.name]}"))
-
-
-for _name in MOVED:
-    app.command(
-        _name, hidden=True, add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(_moved)  # fmt: skip
-
-
-@app.command(cls=Worded)
+@app.command()
 def doctor(
     words: Annotated[
         Words,
@@ -236,7 +204,7 @@ def config(
         typer.echo("\n".join(listed_keys(RunConfig, section)))
 
 
-@app.command(cls=Worded)
+@app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
     settings: Annotated[
@@ -273,7 +241,7 @@ def plot(
         typer.echo(str(plot_runs([os.path.expanduser(run) for run in runs], path)))
 
 
-@app.command(cls=Worded)
+@app.command()
 def data(
     source: Annotated[str, typer.Argument(help="A file, a folder, or a hub id owner/name.")],
     settings: Annotated[

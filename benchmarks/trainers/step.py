@@ -38,7 +38,7 @@ from benchmarks.trainers.step_providers import (
     prepare,
     step_of,
 )
-from grpo_fast.train.config import ModelConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig
 from grpo_fast.train.planning.plan import KNOWN_MODELS
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     options.model = ModelConfig(
         path=options.model_config, dtype=options.dtype, device=options.device,
         tiled_mlp=options.tiled_mlp, gradient_checkpointing=options.checkpointing,
-        lora=None if options.lora is None else {"r": options.lora},
+        lora=None if options.lora is None else LoraConfig(r=options.lora),
     )  # fmt: skip
     return options
 

@@ -250,7 +250,7 @@ def _adapted(model: Any, config: ModelConfig) -> Any:
 
     torch.manual_seed(0)  # Every provider must get the same random adapter.
     settings = peft.LoraConfig(
-        r=config.lora.r, lora_alpha=config.lora.alpha, target_modules="all-linear",
+        r=config.lora.r, lora_alpha=2 * config.lora.r, target_modules="all-linear",
         init_lora_weights=False, task_type="CAUSAL_LM",
     )  # fmt: skip
     return peft.get_peft_model(model, settings)

@@ -43,9 +43,9 @@ def load_examples(
 
     The attributes that `data` must have depend on its `task`. Other attributes may be missing.
 
-    - sort, arithmetic: `digits`, `symbols`, `n_train`, `n_test`.
-    - gsm8k, jsonl: `path` (a file or folder) or `name` (a hub id), and optionally `columns`,
-      `prompt_template`, `system_prompt`, `chat`, `shots`, `shots_tokens`, `n_train`, `n_test`.
+    - sort, arithmetic: `digits`, `n_train`, `n_test`.
+    - gsm8k, jsonl: `path` (a file, a folder or a hub id), and optionally `columns`,
+      `prompt_template`, `system_prompt`, `chat`, `shots_tokens`, `n_train`, `n_test`.
     - open: no attributes. This package contains the prompts, and both splits are equal.
     - traces: `path`, a file of recorded rollouts of agents. There is one example per task.
 

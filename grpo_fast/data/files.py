@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from grpo_fast.data.answers import parse_number
-from grpo_fast.data.example import DatasetError, DataSource, Example, need
+from grpo_fast.data.example import DataSource, Example, need
 from grpo_fast.data.prompts import Form, ShotPrompts
-from grpo_fast.data.readers import TEST_SPLITS, Rows, hub_splits, local_splits, read_file
+from grpo_fast.data.readers import TEST_SPLITS, Rows, hub_splits, is_local, local_splits, read_file
 from grpo_fast.data.records import parse_record
 from grpo_fast.errors import conflict
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 SPLIT_SEED = "grpo_fast held-out lines"
 SETTINGS = (
-    "path", "name", "prompt_template", "system_prompt", "chat", "shots", "shots_tokens", "n_train",
-    "n_test", "columns",
+    "path", "prompt_template", "system_prompt", "chat", "shots_tokens", "n_train", "n_test",
+    "columns",
 )  # fmt: skip
 
 
@@ -40,26 +40,20 @@ def load_file_examples(
     # 1. Read both splits, and check that there are enough examples.
     settings = _settings(data)
     form = _form(settings)
-    shots = settings.shots or 0
-    source = settings.path or settings.name
-    needs_train = split == "train" or shots > 0 or settings.shots_tokens is not None
+    needs_train = split == "train" or settings.shots_tokens is not None
     train, test, notes = survey(data, needs_train)
     for note in notes if split == "train" else ():
         log.warning("data: %s", note)
-    need(shots <= len(train), "data.shots", f"at most the {len(train)} training examples", shots)
-    need(test, "data", f"at least one test example in {source}", "none")
-    # 2. Select examples. The first `shots` training examples become worked examples in prompts.
+    need(test, "data", f"at least one test example in {settings.path}", "none")
+    # 2. Select examples.
     if split == "test":
         chosen = test[: settings.n_test]
     else:
-        chosen = train[shots:][: settings.n_train]
-        expected = f"a training example in {source} whose prompt is not a test prompt as well"
-        need(chosen, "data", expected, f"none after data.shots = {shots}" if shots else "none")
+        chosen = train[: settings.n_train]
         random.Random(f"{seed}/order").shuffle(chosen)
     # 3. Write the prompts.
     if settings.shots_tokens is None:
-        prefix = "".join(form.shot(e) for e in train[:shots])
-        return [form.apply(e, prefix) for e in chosen]
+        return [form.apply(e) for e in chosen]
     if count_tokens is None:
         why = "the examples are counted in tokens; pass a function"
         raise conflict("count_tokens=None", f"data.shots_tokens={settings.shots_tokens}", why)
@@ -93,15 +87,14 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
     choice of rows does not depend on the run's seed.
 
     Args:
-        data: a config with `task`, `path` or `name`, `columns` and `n_test`.
+        data: a config with `task`, `path`, `columns` and `n_test`.
         needs_train: False skips reading the training split if the source has a test split.
     """
     # 1. Find the splits.
     settings = _settings(data)
-    if not (settings.path or settings.name):
-        expected = "data.path (a file or a folder) or data.name (a hub id)"
-        raise DatasetError(f"data: expected {expected}, got neither")
-    splits = local_splits(Path(settings.path)) if settings.path else hub_splits(settings.name)
+    source = settings.path
+    need(source, "data.path", "a file, a folder or a hub id", "none")
+    splits = local_splits(Path(source)) if is_local(source) else hub_splits(source)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
     places: list[str] = []
@@ -117,7 +110,7 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
     if test_name is None:
         every = parsed(splits[train_name]())
         notes = _unusual_answers(every, places)
-        train, test = _hold_out(every, settings.n_test, settings.path or settings.name)
+        train, test = _hold_out(every, settings.n_test, source)
     else:
         train = parsed(splits[train_name]()) if needs_train else []
         test = parsed(splits[test_name]())

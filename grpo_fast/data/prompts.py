@@ -51,7 +51,7 @@ class Form(NamedTuple):
         """Return a worked example as text: the template with its question, then its solution."""
         worked = example.solution or example.answer
         question = repr(str(example.prompt)[:60])
-        need(worked is not None, "data.shots", "an answer to every shot", f"none to {question}")
+        need(worked is not None, "data.shots_tokens", "answers to all shots", f"none to {question}")
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def apply(self, example: Example, prefix: str = "") -> Example:
@@ -69,7 +69,7 @@ class Form(NamedTuple):
         if not isinstance(example.prompt, str):
             came = "rows of messages"
             need(self.template == "{question}", "data.prompt_template", "none for messages", came)
-            need(not prefix, "data.shots", "none for rows of messages", came)
+            need(not prefix, "data.shots_tokens", "none for rows of messages", came)
             if self.system is None or any(m["role"] == "system" for m in example.prompt):
                 return example
             return example._replace(prompt=[self.system_message, *example.prompt])

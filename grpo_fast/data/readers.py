@@ -184,12 +184,11 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
         **options: keyword arguments of the function.
     """
     is_hub = function == "load_dataset" and not os.path.exists(source)
-    key = "data.name" if is_hub else "data.path"
     try:
         import datasets
     except ImportError:
-        needs = f"{key}: loading {source!r} needs the package `datasets`"
-        other = "(pip install 'grpo_fast[train]'); or give data.path a local jsonl"
+        needs = f"data.path: loading {source!r} needs the package `datasets`"
+        other = "(pip install 'grpo_fast[train]'); or name a local jsonl file"
         raise DatasetError(f"{needs} {other}") from None
     offline = is_hub and hub.is_offline()
     try:
@@ -197,7 +196,7 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
         why = hub.LOCAL if offline else reason(error)
-        raise DatasetError(f"{key}: could not load {source!r}{place}: {why}") from error
+        raise DatasetError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, dict) else {"train": loaded}
 
     def rows(split: str) -> Rows:

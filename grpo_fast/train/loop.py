@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from grpo_fast.kernels import route
-from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.rewards import scorer_for
 from grpo_fast.rollout import awake, build_engine, prompt_texts
 from grpo_fast.train.collect.collector import Collector
@@ -17,13 +16,7 @@ from grpo_fast.train.config import RunConfig
 from grpo_fast.train.metrics.clock import Clock
 from grpo_fast.train.metrics.losses import finite
 from grpo_fast.train.ranks import distributed
-from grpo_fast.train.report.lines import (
-    ONE_UPDATE,
-    USUAL_CLIP,
-    closing_lines,
-    memory_line,
-    opening_lines,
-)
+from grpo_fast.train.report.lines import closing_lines, opening_lines
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.report.samples import rows_of
 from grpo_fast.train.runs.build import Evaluation, build, load
@@ -36,6 +29,8 @@ from grpo_fast.train.update.step import Step
 from grpo_fast.train.update.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+SHOWN = 8  # completions in a table, rounded up to complete groups
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -78,10 +73,6 @@ def train(config: RunConfig) -> dict[str, Any]:
             }
             report.note(*opening_lines(config.rollout, kernels, engine.fallback))
             report.note(*loaded.asking)
-            if saver.trainer.updates_per_step == 1:
-                report.note(ONE_UPDATE)
-            elif OBJECTIVES[saver.trainer.loss_config.loss_type].clips == "ppo":
-                report.note(USUAL_CLIP)
             with saver.saved_when_it_ends(), distributed.as_rank_error():
                 _make_steps(saver, loaded.evaluate, stopping)
                 summary = {
@@ -92,7 +83,7 @@ def train(config: RunConfig) -> dict[str, Any]:
                 report.finish(summary)
                 if config.log.save_model:
                     save_models(policy, saver.trainer.critic, config.model, report.folder)
-            report.note(memory_line(summary), *closing_lines(report.folder, config.has_code))
+            report.note(*closing_lines(report.folder, config.has_code))
         return summary
 
 
@@ -148,7 +139,7 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
     every = config.log.completions_every
     if every and (number in (1, config.steps) or number % every == 0):
         size = config.rollout.group_size
-        groups = math.ceil(config.log.completions / size)
+        groups = math.ceil(SHOWN / size)
         samples = step.batch.samples
         shown = samples[list(range(min(len(samples), groups * size)))]
         examples = collector.examples_of(shown)

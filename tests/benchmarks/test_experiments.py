@@ -12,7 +12,6 @@ import pytest
 from benchmarks.experiments import compare as module
 from benchmarks.experiments.compare import band, cell, compare, grid_values, grouped, is_telling
 from grpo_fast.train.config.recipes import save_config
-from tests.command_line import invoke, refused
 
 MODES, STEPS = "advantages=centered,rloo", "steps=20"
 GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
@@ -125,8 +124,3 @@ def test_no_seeds_are_refused(tmp_path, ran):
     with pytest.raises(ValueError, match="seeds: expected at least 1, got 0"):
         compare("sort", ["steps=1,2"], 0, tmp_path)
     assert not ran
-
-
-def test_the_old_command_says_where_it_went():
-    for words in ((), ("sort", "advantages=centered,rloo", "--seeds", "3"), ("--help",)):
-        assert refused(invoke("compare", *words), "python -m benchmarks.experiments.compare")

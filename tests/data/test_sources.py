@@ -279,8 +279,6 @@ def test_system_prompts_for_rows_of_messages(tmp_path):
     assert [e.prompt[0]["content"] for e in found] == ["mine", "s", "mine"]
     with pytest.raises(DatasetError, match="data.prompt_template: expected none for messages"):
         load(path, prompt_template="hash")
-    with pytest.raises(DatasetError, match="data.shots: expected none for rows of messages"):
-        load(path, shots=1, n_test=1)
 
 
 # ----------------------------------------------------------------------- Log notes about a data set

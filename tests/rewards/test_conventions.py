@@ -208,7 +208,7 @@ def test_one_word_in_the_configuration(file, tmp_path):
     assert (weighted.name, weighted.convention, weighted.weight) == ("m:f", "trl", 2.0)
     assert RewardConfig.model_validate(weighted.model_dump()) == weighted
     for wrong in ({"verl": "m:f", "name": "g"}, {"verl": "m:f", "trl": "m:f"},
-                  {"verl": "exact_match"}, {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
+                  {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
         with pytest.raises(ValidationError):
             RewardConfig.model_validate(wrong)
     # A relative path in a recipe file must be resolved against the folder of the recipe.

@@ -14,7 +14,7 @@ from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.answers import StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.train.config.data import HeldOut
+from grpo_fast.train.config.data import EvalConfig
 from grpo_fast.train.models.policy import Policy
 from tests.rollout.vllm_stand_in import spoil
 from tests.tiny import tiny_policy
@@ -195,7 +195,7 @@ def test_an_engine_that_cannot_be_built(policy, vllm, monkeypatch):
 def test_a_missing_support_is_logged_once_and_only_if_the_loss_needs_it(policy, caplog):
     warn_without_support.cache_clear()
     done = [[Completion([5], torch.zeros(1), "length", 1)]]
-    for sampling in (Sampling(max_new_tokens=1), HeldOut(max_new_tokens=1, top_p=0.9)):
+    for sampling in (Sampling(max_new_tokens=1), EvalConfig(max_new_tokens=1, top_p=0.9)):
         VLLMRequest(policy, Request(PROMPTS[:1], sampling, 1, 0), 1, "1").in_groups(done)
     assert "top_p" not in caplog.text
     truncating = Request(PROMPTS[:1], Sampling(max_new_tokens=1, top_p=0.9), 1, 0)

@@ -51,7 +51,7 @@ CASES: dict[str, list[str]] = {
     "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
     "mu": ["inner_iterations=2", "minibatches=2", "shuffle=completions", *KL,
            "reference.kind=synced", "reference.sync_every=1", "kl.target=0.01"],
-    "lora": ["model.lora={r: 2, alpha: 4}", *KL, "inner_iterations=2"],
+    "lora": ["model.lora={r: 2}", *KL, "inner_iterations=2"],
     "dynamic": ["rollout.dynamic={rounds: 2}", "rollout.group_size=2", "data.digits=3",
                 "rollout.max_new_tokens=4", "advantages=baseline", *AHEAD],
     "apart": [*AHEAD, "inner_iterations=2"],
@@ -67,7 +67,7 @@ CASES: dict[str, list[str]] = {
               "shuffle=completions", "log.grad_variance=true"],
     "distill": ["reference.kind=frozen", "distill={kind: jsd, beta: 0.3, task: 0.5}",
                 "inner_iterations=2", "minibatches=2", "shuffle=completions"],
-    "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]", "shared_prompt=false",
+    "sampled": ["eval.samples=2", "eval.temperature=1.0", "eval.k=[1, 2]",
                 "model.gradient_checkpointing=true"],
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.evaluation.command import run_eval
-from grpo_fast.train.evaluation.settings import parse_settings
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.planning.memory_model import predict_model
@@ -22,7 +21,7 @@ from tests.tiny import tiny_folder
 from tests.train.test_train_policy import a_batch
 from tests.train.tiny_runs import questions, run
 
-FRESH = "model.lora={r: 2, alpha: 4}"
+FRESH = "model.lora={r: 2}"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_the_policy_and_its_reference_are_the_saved_adapter(adapter, tmp_path, l
 @pytest.mark.parametrize("fresh", [[], [FRESH]], ids=["trained on", "merged"])
 def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     words = [
-        f"model.path={adapter / 'adapter'}", "data.name=null", "model.dtype=float32",
+        f"model.path={adapter / 'adapter'}", "model.dtype=float32",
         f"data.path={questions(tmp_path / 'data', 8, 8)}", "rollout.max_new_tokens=6",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "eval.n=2", "eval.samples=1",
         "eval.k=[]", "log.progress=false", "optim={lr: 0.01}", "reference.kind=frozen",
@@ -103,9 +102,7 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
     # that the run saved at its end.
     export(tmp_path / "parts", tmp_path / "exported")
     assert_same(merged_weights(tmp_path / "exported"), saved, 0)
-    config = ModelConfig(
-        path=str(adapter / "adapter"), lora={"r": 2, "alpha": 4} if fresh else None
-    )
+    config = ModelConfig(path=str(adapter / "adapter"), lora={"r": 2} if fresh else None)
     policy = load_policy(config)
     weights = {f"policy.{name}": x.detach() for name, x in policy.weights().items()}
     assert all("lora_" in name for name in weights)
@@ -121,10 +118,8 @@ def test_a_run_saves_resumes_exports_and_evaluates(adapter, tmp_path, fresh):
 def test_an_adapter_is_evaluated_as_the_merged_model(adapter, tmp_path):
     data = questions(tmp_path / "data", 4, 4)
     load(adapter).tokenizer.save_pretrained(adapter / "merged")
-    settings = parse_settings(
-        [f"data={data}", "max_new_tokens=6", "dtype=float32", "device=cpu", "samples=2"]
-    )
-    ours, theirs = (run_eval(str(adapter / name), settings) for name in ("adapter", "merged"))
+    words = [f"data={data}", "max_new_tokens=6", "dtype=float32", "device=cpu", "samples=2"]
+    ours, theirs = (run_eval([str(adapter / name)], words) for name in ("adapter", "merged"))
     assert ours == theirs
 
 
@@ -178,4 +173,4 @@ def test_the_memory_of_an_adapter_is_predicted_as_one(adapter):
     ours = load_recipe("gsm8k-smollm2-1.7b", [path, "model.lora=null"])
     same = load_recipe("gsm8k-smollm2-1.7b", [path, "model.lora={r: 3}"])
     lm = load(adapter).lm
-    assert predict_model(lm, ours).gradients == predict_model(lm, same).gradients > 0
+    assert predict_model(lm, ours) == predict_model(lm, same)

@@ -12,7 +12,6 @@ from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.train.config import DataConfig
 from grpo_fast.train.evaluation.asking import SHOWN_PROMPT, asking_lines
 from grpo_fast.train.evaluation.command import run_eval
-from grpo_fast.train.evaluation.settings import parse_settings
 from tests.command_line import invoke, refused
 from tests.data.test_data import write_lines
 from tests.tiny import tiny_folder
@@ -49,8 +48,8 @@ def test_the_template_is_used_where_the_tokenizer_has_one(models, questions, spi
         (0, ["system_prompt=S"], True),
     ):  # fmt: skip
         said = []
-        settings = parse_settings([*words, *setting])
-        run_eval(models[model], settings, say=lambda *lines: said.extend(lines))  # noqa: B023
+        say = lambda *lines: said.extend(lines)  # noqa: B023, E731
+        run_eval([models[model]], [*words, *setting], say=say)
         first = asked[-1].args[1][0]
         assert isinstance(first, list) == is_chat, setting
         assert ("chat template (chat=false" in said[1]) == is_chat
@@ -79,7 +78,7 @@ def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, question
 def test_training_asks_as_an_evaluation_does(models, questions, tmp_path, spied):
     asked = spied(rollout, "generate")
     words = [
-        "data.task=jsonl", f"data={questions}", "data.name=null", "rewards=exact_match", "steps=1",
+        "data.task=jsonl", f"data={questions}", "rewards=exact_match", "steps=1",
         "rollout.max_new_tokens=2", "rollout.group_size=2", "rollout.prompts_per_step=2",
         "log.progress=false", "warm_start=null", "data.prompt_template=null", "eval.n=2",
     ]  # fmt: skip

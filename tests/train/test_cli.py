@@ -9,7 +9,6 @@ import pytest
 
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import RECIPE, ROOT, in_a_process, invoke, refused, write_recipe
-from tests.tiny import tiny_folder
 
 
 def test_help_and_version_load_nothing_heavy():
@@ -51,20 +50,6 @@ def test_train_then_eval_then_plot(recipe, tmp_path):
     assert refused(invoke("train", recipe), "occupied", "--name")
     again = invoke("train", recipe, "steps=0", "log.progress=false", "--name", "second")
     assert again.exit_code == 0 and (run / "second" / "summary.json").is_file()
-
-
-def test_eval_of_a_model_on_a_local_file(tmp_path):
-    model = tiny_folder(tmp_path / "m")
-    data = tmp_path / "q.jsonl"
-    data.write_text('{"question": "2+2?", "answer": "#### 4"}\n' * 3)
-    words = ("eval", str(model), f"data={data}", "max_new_tokens=4", "prompt_template=plain")
-    result = invoke(*words)
-    assert result.exit_code == 0 and "greedy (n=3 questions" in result.output
-    assert "accuracy_strict" in result.output and "rewards/gsm8k_format" in result.output
-    assert "sampled" in invoke(*words, "samples=2", "k=2").output
-    data.write_text('{"question": "2+2?"}\n')
-    assert refused(invoke(*words), f"{data}:1: ", "'answer'")
-    assert refused(invoke("eval", str(model)), "data: expected data=")
 
 
 def test_reward_failures_end_the_run_with_code_1(recipe, tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 
 from grpo_fast import rollout
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.evaluation.command import compare_models, run_eval
-from grpo_fast.train.evaluation.settings import Source, complete, data_of, is_model, parse_settings
+from grpo_fast.train.evaluation.command import run_eval
+from grpo_fast.train.evaluation.settings import Source, is_model, read_settings
 from tests.command_line import RECIPE as RECIPE_FILE
 from tests.command_line import invoke, refused, write_recipe
 from tests.data.test_data import write_lines
@@ -47,7 +47,7 @@ def asked(spied):
 
 
 def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
-    found = run_eval(models[0], parse_settings([f"recipe={recipe}"]))
+    found = run_eval(models[:1], [f"recipe={recipe}"])
     assert set(found) == {"greedy", "sampled"} and found["sampled"]["eval_n"] == 2
     assert {"eval_pass@1", "eval_pass@4", "eval_maj@4_lenient"} <= found["sampled"].keys()
     assert "eval_pass@2" not in found["sampled"]
@@ -64,32 +64,35 @@ def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
 
 def test_a_setting_counts_before_the_recipe(models, recipe, asked):
     words = [f"recipe={recipe}", "n=3", "samples=2", "top_k=0", "max_new_tokens=2", "temperature=2"]
-    found = run_eval(models[0], parse_settings([*words, "system_prompt=Other."]))
+    found = run_eval(models[:1], [*words, "system_prompt=Other."])
     assert found["sampled"]["eval_n"] == 3 and found["sampled"]["eval_samples"] == 2
-    assert "eval_pass@1" in found["sampled"] and "eval_pass@2" not in found["sampled"]
+    assert "eval_pass@2" in found["sampled"] and "eval_pass@4" not in found["sampled"]
     _, prompts, options = asked[1].args
     assert (options.temperature, options.top_p, options.top_k) == (2.0, 0.8, 0)
     assert options.max_new_tokens == 2 and prompts[0][0]["content"] == "Other."
 
 
+def settings_of(*words, recipe=None):
+    """Return the configuration of an evaluation of a plain model."""
+    named = [] if recipe is None else [f"recipe={recipe}"]
+    return read_settings([Source("m", "m", None)], [*words, *named], False)[1]
+
+
 def test_chat_is_switched_off_by_a_setting():
-    recipe = load_recipe("gsm8k-qwen2.5-0.5b")
-    assert recipe.data.chat and data_of(parse_settings([]), recipe).chat
-    assert not data_of(parse_settings(["chat=false"]), recipe).chat
+    recipe = "gsm8k-qwen2.5-0.5b"
+    assert settings_of(recipe=recipe).data.chat
+    assert not settings_of("chat=false", recipe=recipe).data.chat
     task = ["data=x.jsonl", "task=jsonl"]
-    assert not data_of(parse_settings(task), None).chat
-    assert data_of(parse_settings([*task, "chat=true"]), None).chat
-    plain = complete(parse_settings([]), None)
-    assert (plain.samples, plain.max_new_tokens, plain.temperature) == (1, 256, 0.7)
-    assert not plain.is_sampled and parse_settings(["temperature=1"]).is_sampled
-    sort = complete(parse_settings([]), load_recipe("sort"))
-    assert not sort.is_sampled and sort.max_new_tokens == 4 and sort.n is None
-    tiny = complete(parse_settings(["n=7"]), load_recipe("gsm8k-tiny"))
-    assert tiny.is_sampled and (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
-    smol = complete(parse_settings(["recipe=x", "k=2"]), load_recipe("gsm8k-smollm2-1.7b"))
+    assert not settings_of(*task).data.chat and settings_of(*task, "chat=true").data.chat
+    plain = settings_of(*task)
+    assert (plain.eval.samples, plain.rollout.max_new_tokens) == (1, 256)
+    assert settings_of(recipe="sort").rollout.max_new_tokens == 4
+    tiny = settings_of("n=7", recipe="gsm8k-tiny").eval
+    assert (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
+    smol = settings_of("k=2", recipe="gsm8k-smollm2-1.7b").eval
     assert smol.samples == 8 and smol.k == [2]
-    with pytest.raises(ValueError, match="k: expected values from 1 to samples=8, got"):
-        complete(parse_settings(["recipe=x", "k=9"]), load_recipe("gsm8k-smollm2-1.7b"))
+    with pytest.raises(ValueError, match="eval.k: expected values up to eval.samples = 8, got"):
+        settings_of("k=9", recipe="gsm8k-smollm2-1.7b")
 
 
 def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
@@ -113,21 +116,21 @@ def test_a_recipes_code_needs_leave(models, recipe, tmp_path, monkeypatch):
 
 
 def test_two_models_get_the_same_questions_and_random_numbers(models, recipe, asked):
-    found = compare_models(*models, parse_settings([f"recipe={recipe}", "n=3", "dtype=float32"]))
+    found = run_eval(models, [f"recipe={recipe}", "n=3", "dtype=float32"])
     first, second = ([(c.args[1], c.options["group_size"], c.options["seed"]) for c in calls]
                      for calls in (asked[:2], asked[2:]))  # fmt: skip
     assert first == second
     assert set(found) == {"greedy", "sampled"}
     assert {"accuracy_strict", "accuracy_lenient", "reward", "pass@4"} <= found["sampled"].keys()
-    same = compare_models(models[0], models[0], parse_settings([f"recipe={recipe}"]))
+    same = run_eval([models[0], models[0]], [f"recipe={recipe}"])
     for metrics in same.values():
         for metric in metrics.values():
             assert (metric.difference, metric.p, metric.n) == (0.0, 1.0, 2)
             assert metric.a == metric.b
-    settings = parse_settings([f"recipe={recipe}", "n=3"])
-    found = compare_models(*models, settings)
+    words = [f"recipe={recipe}", "n=3"]
+    found = run_eval(models, words)
     for letter, model in zip("ab", models, strict=True):
-        alone = run_eval(model, settings)
+        alone = run_eval([model], words)
         for mode, metrics in found.items():
             for name, metric in metrics.items():
                 assert getattr(metric, letter) == pytest.approx(alone[mode][f"eval_{name}"])

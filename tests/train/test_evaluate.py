@@ -5,13 +5,13 @@ import itertools
 import math
 import random
 import statistics
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.data import Example
 from grpo_fast.rewards import REWARDS, RewardSet, WeightedReward, scorer_for
+from grpo_fast.train.config import EvalConfig
 from grpo_fast.train.evaluation import statistics as module
 from grpo_fast.train.evaluation.evaluate import evaluate, majority, mean_and_error, pass_at_k
 from grpo_fast.train.evaluation.statistics import paired, sign_flip_p
@@ -42,7 +42,7 @@ def test_greedy_strict_and_lenient():
     generate, calls = asked({"q0": ["#### 1"], "q1": ["it is 2"], "q2": ["#### 9"], "q3": ["?"]})
     rewards = RewardSet([WeightedReward("gsm8k_format", 2.0, REWARDS["gsm8k_format"])])
     asked_of = examples("1", "2", "3", "4")
-    metrics = evaluate(generate, asked_of, rewards, NUMBERS, batch_size=3).metrics
+    metrics = evaluate(generate, asked_of, rewards, NUMBERS, EvalConfig(batch_size=3)).metrics
     assert metrics["eval_accuracy_strict"] == 0.25 and metrics["eval_accuracy_lenient"] == 0.5
     assert metrics["eval_accuracy_strict_se"] == pytest.approx(statistics.stdev([1, 0, 0, 0]) / 2)
     assert metrics["eval_reward"] == 1.0
@@ -56,8 +56,8 @@ def test_sampled_standard_error_is_over_questions():
     generate, calls = asked(
         {"q0": ["#### 1"] * 4, "q1": ["#### 2", "#### 2", "#### 5", "no"], "q2": ["x"] * 4}
     )
-    options = {"samples": 4, "temperature": 0.7, "k": (1, 2, 4), "batch_size": 8, "seed": 3}
-    result = evaluate(generate, examples("1", "2", "3"), None, NUMBERS, **options)
+    options = EvalConfig(samples=4, temperature=0.7, k=[1, 2, 4], batch_size=8)
+    result = evaluate(generate, examples("1", "2", "3"), None, NUMBERS, options, seed=3)
     metrics = result.metrics
     rates = [1.0, 0.5, 0.0]
     assert metrics["eval_accuracy_strict"] == 0.5
@@ -98,8 +98,8 @@ def test_majority():
     assert majority([None, None, 4]) == 4  # None does not vote
     assert majority([None]) is None and majority([]) is None
     generate, _ = asked({"q0": ["#### 5", "#### 1,080", "#### 1080.0"]})
-    options = {"samples": 3, "temperature": 1.0, "k": (3,)}
-    metrics = evaluate(generate, examples("1080"), None, NUMBERS, **options).metrics
+    options = EvalConfig(samples=3, temperature=1.0, k=[3])
+    metrics = evaluate(generate, examples("1080"), None, NUMBERS, options).metrics
     assert metrics["eval_maj@3"] == 1.0 and math.isnan(metrics["eval_maj@3_se"])
 
 
@@ -110,8 +110,8 @@ def test_a_vote_is_of_whole_blocks_of_k():
     """
     said = {"q0": [1, 1, 1, 9, 9], "q1": [9, 1, 1, 9, 1]}
     generate, _ = asked({q: [f"#### {x}" for x in answers] for q, answers in said.items()})
-    options = {"samples": 5, "temperature": 1.0, "k": (2, 3, 4, 5)}
-    found = evaluate(generate, examples("1", "1"), None, NUMBERS, **options).per_question
+    options = EvalConfig(samples=5, temperature=1.0, k=[2, 3, 4, 5])
+    found = evaluate(generate, examples("1", "1"), None, NUMBERS, options).per_question
     assert found["maj@2"] == [
         1.0,
         0.5,
@@ -126,53 +126,32 @@ def test_lost_rewards_do_not_count_in_the_mean_and_its_error():
 
     generate, _ = asked({"q0": ["bad", "bad"], "q1": ["bad", "ok"], "q2": ["ok", "ok"]})
     rewards = RewardSet([WeightedReward("f", 1.0, touchy)], max_failures=1.0)
-    options = {"samples": 2, "temperature": 1.0}
-    metrics = evaluate(generate, examples("1", "2", "3"), rewards, NUMBERS, **options).metrics
+    options = EvalConfig(samples=2, temperature=1.0)
+    metrics = evaluate(generate, examples("1", "2", "3"), rewards, NUMBERS, options).metrics
     assert metrics["eval_reward"] == 1.0 and metrics["eval_reward_se"] == 0.0
     assert mean_and_error([2.0, 4.0]) == (3.0, 1.0)
     assert mean_and_error([2.0])[0] == 2.0 and math.isnan(mean_and_error([2.0])[1])
     assert all(map(math.isnan, mean_and_error([])))
     with pytest.raises(ValueError, match="examples: expected at least one"):
-        evaluate(asked({})[0], [], None, NUMBERS)
+        evaluate(asked({})[0], [], None, NUMBERS, EvalConfig())
 
 
 # ---------------------------------------------------- The sign-flip test, which compares two models
-def by_counting(differences):
-    """Compute the exact p-value of the sign-flip test by trying all choices of signs.
-
-    The p-value is the fraction of choices whose sum is at least as far from 0 as the observed sum.
-    """
-    exact = [Fraction(d).limit_denominator(10**6) for d in differences]
-    found, far = abs(sum(exact)), 0
-    for signs in itertools.product((1, -1), repeat=len(exact)):
-        far += abs(sum(s * d for s, d in zip(signs, exact, strict=True))) >= found
-    return far / 2 ** len(exact)
-
-
 def mcnemar(better, worse):
     """Return the p-value of McNemar's exact test."""
     n, k = better + worse, min(better, worse)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 8])
-def test_p_is_the_share_of_all_signs(samples):
-    rng = random.Random(samples)
-    for _ in range(15):
-        d = [rng.randint(-samples, samples) / samples for _ in range(rng.randint(1, 11))]
-        assert sign_flip_p(d) == pytest.approx(by_counting(d), abs=1e-12), d
-
-
 def test_p_of_values_that_have_nothing_in_common():
-    rng = random.Random(0)
-    for n in (1, 5, 11):
-        d = [round(rng.gauss(0.5, 1.0), 5) for _ in range(n)]
-        assert sign_flip_p(d) == pytest.approx(by_counting(d), abs=1e-12)
     assert sign_flip_p([0.1, 0.2, -0.3]) == 1.0  # 0.1 + 0.2 must count as 0.3
     rng = random.Random(3)
     d = [rng.gauss(0.1, 1.0) for _ in range(400)]
     z = abs(math.fsum(d)) / math.sqrt(math.fsum(x * x for x in d))
     assert sign_flip_p(d) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)
+    # Four of the sixteen choices of signs give a sum of at least 2 in absolute value.
+    assert sign_flip_p([1.0, 0.75, 0.5, -0.25]) == pytest.approx(4 / 16, abs=0.01)
+    assert sign_flip_p([1.0 + i / 100 for i in range(60)]) == 1 / (1 + module.FLIPS)
 
 
 @pytest.mark.parametrize(("better", "worse"), [(5, 0), (120, 90), (3, 3), (700, 500)])
@@ -183,26 +162,14 @@ def test_greedy_answers_are_mcnemars_exact_test(better, worse):
     assert sign_flip_p([-x for x in d]) == sign_flip_p(d)
 
 
-def test_random_signs_come_close_and_are_never_too_sure(monkeypatch):
-    rng = random.Random(2)
-    d = [rng.randint(-8, 8) / 8 + 0.1 * (i % 3 - 1) for i in range(15)]
-    exact = sign_flip_p(d)
-    assert exact == pytest.approx(by_counting(d), abs=1e-12)
-    monkeypatch.setattr(module, "MOST_EXACT", 0)
-    drawn = sign_flip_p(d)
-    assert 0.001 < exact < 0.999 and drawn != exact and sign_flip_p(d) == drawn
-    assert drawn == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / module.FLIPS))
-    assert sign_flip_p([1.0 + i / 100 for i in range(60)]) == 1 / (1 + module.FLIPS)
-
-
 def test_a_pair_of_lists():
     a, b = [0.0, 1.0, 0.5, math.nan, 0.25], [1.0, 1.0, 0.75, 1.0, math.nan]
     found = paired(a, b)
     d = [1.0, 0.0, 0.25]
     assert (found.a, found.b, found.n) == (0.5, 2.75 / 3, 3)
     assert found.difference == pytest.approx(statistics.mean(d))
-    assert found.se == pytest.approx(statistics.stdev(d) / math.sqrt(3)) and found.p == 0.5
-    assert found.p == by_counting(d)
+    assert found.se == pytest.approx(statistics.stdev(d) / math.sqrt(3))
+    assert found.p == pytest.approx(0.5, abs=0.01)
     same = paired([1.0, 0.0], [1.0, 0.0])
     assert (same.difference, same.se, same.p) == (0.0, 0.0, 1.0)
     one = paired([0.0], [1.0])

@@ -25,7 +25,7 @@ def words(tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
     model = tiny_folder(tmp_path / "tiny", "llama")
     return [
-        f"model.path={model}", "model.dtype=float32", "data.name=null", f"data.path={data}",
+        f"model.path={model}", "model.dtype=float32", f"data.path={data}",
         "rollout.max_new_tokens=6", "rollout.prompts_per_step=2", "steps=2", "eval.n=2",
         "eval.samples=1", "eval.k=[]", "eval.every=0", "log.progress=false", "loss.beta=0.1",
         "rollout.group_size=2", "checkpoint.every=1", "log.save_model=false",

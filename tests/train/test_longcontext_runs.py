@@ -13,7 +13,6 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from grpo_fast.train.models.policy import Policy
-from grpo_fast.train.report.lines import memory_line
 from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import logged, questions, sort
@@ -125,13 +124,12 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 
 # -------------------------------------------------------------------------- Settings and the recipe
 def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
-    packed = sort_run(tmp_path / "packed", "shared_prompt=false")
     supported = "grpo_fast.train.models.policy.shared_prompt_supported"
     monkeypatch.setattr(supported, lambda _: "rope_type: 'some'")
     with caplog.at_level(logging.WARNING, "grpo_fast"):
-        fallen_back = sort_run(tmp_path / "back")
+        sort_run(tmp_path / "back")
     said = "every completion gets a copy of the prompt: rope_type: 'some'"
-    assert fallen_back == packed and caplog.messages == [said]
+    assert caplog.messages == [said]
 
 
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
@@ -141,7 +139,7 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     questions(tmp_path, test=0)
     model = tiny_folder(tmp_path / "tiny", "qwen2")
     config = load_recipe("gsm8k-longcontext", [
-        f"model.path={model}", "data.name=null", f"data.path={tmp_path}", "data.shots_tokens=220",
+        f"model.path={model}", f"data.path={tmp_path}", "data.shots_tokens=220",
         "data.n_test=4", "rollout.max_new_tokens=4", "rollout.prompts_per_step=2", "steps=1",
         "log.progress=false", "model.autocast=null", "log.save_model=false", "model.tiled_mlp=64",
         "eval.n=2", f"output_dir={tmp_path / 'run'}",
@@ -152,11 +150,6 @@ def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # only once.
     assert 2 * 220 < row["num_tokens"] < 2 * 400
     assert summary["largest_microbatch"] == row["num_tokens"] and summary["predicted_memory"] > 0
-    line = memory_line({**summary, "predicted_memory": 3 << 30, "process_growth": 1 << 29})
-    said = f"3.00 GiB predicted (micro-batches of up to {row['num_tokens']:.0f} tokens), "
-    assert line.endswith(said + "the whole process grew by 0.50 GiB")
-    line = memory_line({**summary, "predicted_memory": None, "peak_memory": 5 << 29})
-    assert line.endswith(", 2.50 GiB measured")
 
 
 # --------------------------------------------------------------------- Prompts with worked examples

@@ -52,7 +52,7 @@ def row(number, reward, correct):
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    page = CompletionsPage(folder / "completions.html", "a-run-of-mine", 1 << 20)
+    page = CompletionsPage(folder / "completions.html", "a-run-of-mine")
     for step in range(40):
         page.add(step, [row(0, 1.0, True), row(1, 0.0, False), row(2, 0.2, None)])
     with chromium.browser(folder / "profile") as browser:

@@ -186,14 +186,14 @@ def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": [{"name": "sort_positions"}]}, "rewards conflicts with data.task=traces"),
-        ({"minibatches": 2}, "minibatches=2 conflicts with data.task=traces"),
-        ({"shuffle": "groups"}, "shuffle=groups conflicts with data.task=traces"),
+        ({"rewards": [{"name": "sort_positions"}]}, "data.task=traces conflicts with rewards"),
+        ({"minibatches": 2}, "data.task=traces conflicts with minibatches=2"),
+        ({"shuffle": "groups"}, "data.task=traces conflicts with shuffle=groups"),
         (
             {"rollout": {"ahead": 1, "correct_sampling": True}},
-            "rollout.ahead=1 conflicts with data.task=traces",
+            "data.task=traces conflicts with rollout.ahead=1",
         ),
-        ({"data": {"task": "traces"}}, "path: expected a file of traces"),
+        ({"data": {"task": "traces"}}, "path: expected a source for task traces, got None"),
         ({"data": {"task": "sort"}}, "rewards: expected a weight that is not 0, got no reward"),
     ],
 )

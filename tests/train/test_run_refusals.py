@@ -183,8 +183,7 @@ def test_where_eval_cannot_write(run, tmp_path, no_model, out):
 
 def test_results_that_cannot_be_written_are_still_shown(run):
     result = invoke("eval", str(run), "n=2", "out=/dev/full")
-    said = "out: cannot write /dev/full: No space left", "greedy (n=2 questions"
-    assert refused(result, *said, code=1)
+    assert refused(result, "No space left", code=1) and "greedy (n=2 questions" in result.output
 
 
 # ------------------------------------------------------------------------- Paths in the home folder

@@ -141,14 +141,11 @@ def test_plain_data():
     [
         ("a: 1\nb: 2\na: 3", "the key 'a' appears twice in"),
         ("a: 1\nb: 2\na: 3", "line 3, column 1"),
-        ("a: {b: 1, 'b': 2}", "the key 'b' appears twice"),
         ("[{x: 1}, {y: {z: 1, z: 1}}]", "the key 'z' appears twice"),
         (BOMB, "aliases (*name) are not supported"),
         (f"? {BOMB.replace(chr(10), ' ')}\n: 1", ""),
         ("&a [*a]", "aliases"),
         ("!!timestamp x", ""),
-        ("!!bool x", ""),
-        ("!!float ''", ""),
         ("2020-13-45", "month must be in 1..12"),
         ("1" * 5000, "4300 digits"),
         ("[" * 3000, "recursion"),
@@ -181,7 +178,7 @@ def test_a_recipe_that_is_no_text(tmp_path, content):
 def test_a_recipe_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="^recipe r: expected a readable text file in UTF-8, got"):
         read_yaml_file(tmp_path, "recipe r")
-    assert refused(invoke("train", str(tmp_path)), "recipe: expected one of")
+    assert refused(invoke("train", str(tmp_path)), "recipe: no such file")
     (tmp_path / "r.yaml").write_text(RECIPE)
     (tmp_path / "r.yaml").chmod(0)
     if os.access(tmp_path / "r.yaml", os.R_OK):

@@ -7,21 +7,21 @@ import pytest
 from grpo_fast.errors import nearest_name
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, save_config
+from grpo_fast.train.config.rules import CONFLICTS
 from grpo_fast.train.config.words import dotted_keys, other_names, own_words, quoted
-from grpo_fast.train.evaluation.settings import parse_settings
+from grpo_fast.train.evaluation.settings import Source, read_settings
 from grpo_fast.train.planning.plan import PlanSettings
 from tests.command_line import invoke, refused
 
 READERS = {
     "train": lambda words: load_recipe("sort", words),
-    "eval": parse_settings,
+    "eval": lambda words: read_settings([Source("m", "m", None)], words, False),
     "plan": lambda words: own_words(PlanSettings, words),
 }
 
 
 WORD = re.compile(r" (?=[a-z_0-9.]+=)")
-RUNNING = "advantages=baseline advantage_options.running=true"
-PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.beta=0.1"
+PPO = "advantages=gae critic.bootstrap=false"
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "rollout.num_generations=1", "unknown key; here it is rollout.group_size"),
         ("train", "gradient_acumulation=1", "gradient_acumulation: unknown key; known: seed, "),
         ("train", "max_new_token=1", "unknown key; nearest: rollout.max_new_tokens"),
-        ("eval", "max_completion_length=1", "unknown key; nearest: max_new_tokens"),
-        ("train", "rollout.group_size=1e9", "rollout.group_size: Input should be less than or eq"),
-        ("train", "rollout.group_size=1e6 rollout.prompts_per_step=1e6",
+        ("eval", "max_completion_length=1", "here it is rollout.max_new_tokens"),
+        ("train", "rollout.group_size=1e9", "rollout.group_size: Input should be a valid integer"),
+        ("train", "rollout.group_size=1000000 rollout.prompts_per_step=1000000",
          "rollout.group_size: expected at most 1048576 completions in a step"),
-        ("train", "eval.samples=1e9", "eval.samples: Input should be less than or equal to"),
+        ("train", "eval.samples=1000000000", "eval.samples: Input should be less than or equal to"),
         ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
         ("train", "rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
         ("train", "model.lora.rnk=2", "model.lora.rnk: unknown key"),
@@ -55,13 +55,12 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "advantages=centred", "got 'centred'; nearest: centered"),
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
         ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
-        ("eval", "task=jsonlx", "task: expected one of sort, arithmetic, gsm8k, jsonl, null, got"),
+        ("eval", "task=jsonlx", "data.task: expected one of sort, arithmetic, open, gsm8k, "),
         # The argument does not have the form key=value.
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
         ("train", "optim..lr=5", "expected key=value, got 'optim..lr=5'"),
         ("train", "x\x1b=5", "expected key=value, got 'x\\x1b=5'"),
-        ("eval", "other", "a second model is a folder or a hub id owner/name"),
         # The index of a list is invalid, or the list must not be empty.
         ("train", "rewards.7.weight=2", "rewards.7.weight: '7' is not an index of a list of 2"),
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
@@ -72,10 +71,10 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of"),
         ("train", "steps.more=2", "steps.more: 'more' is below a value, not a section"),
         # The value has the wrong type.
-        *((reader, "seed=true", "seed: expected a number, got true")
+        *((reader, "seed=true", "seed: Input should be a valid integer, got true")
           for reader in ("train", "eval")),
-        ("plan", "gpu=true", "gpu: expected a number, got true"),
-        ("train", "eval.k=[1,true]", "eval.k: expected a number, got [1, True]"),
+        ("plan", "gpu=true", "gpu: Input should be a valid number, got true"),
+        ("train", "eval.k=[1,true]", "eval.k.1: Input should be a valid integer, got true"),
         ("train", "optim=3", "optim: expected a section of keys, got 3"),
         ("train", "optim={1: 2}", "optim.1: Keys should be strings"),
         ("train", "optim.lr=[1", "optim.lr: expected plain YAML, got '[1'"),
@@ -84,37 +83,30 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
         ("train", "seed=1:30", "seed: Input should be a valid integer"),
         ("train", "loss.temperature=-1", "loss.temperature: expected a finite number > 0"),
         ("train", "advantage_options.esp=1", "esp: expected one of ['clip_high', 'clip_low']"),
-        ("train", "data.path=x", "data.path: expected none, task sort makes its own prompts, got"),
+        ("train", "data.path=x", "data.path: expected none for task sort, got 'x'"),
         ("plan", "gpu=0", "gpu: Input should be greater than 0, got 0"),
-        ("plan", "gpu=" + "9" * 400, "gpu: Input should be a valid number"),
+        ("plan", "gpu=" + "9" * 400, "gpu: Input should be"),
         ("plan", "group=0.5", "group: Input should be a valid integer"),
-        ("plan", "prompt=1e18", "prompt: Input should be less than 1000000000000000000"),
-        ("eval", "samples=0", "samples: Input should be greater than or equal to 1, got 0"),
-        ("eval", "k=1,a", "k.1: Input should be a valid integer"),
+        ("plan", f"prompt={10**18}", "prompt: Input should be less than 9007199254740992"),
+        ("eval", "samples=0", "eval.samples: Input should be greater than or equal to 1, got 0"),
+        ("eval", "k=1,a", "eval.k.1: Input should be a valid integer"),
         # The number is out of bounds.
         ("train", "rollout.temperature=0", "rollout.temperature: "),
         ("train", "tokens_per_microbatch=0", "tokens_per_microbatch: "),
         *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
-            "rollout.max_new_tokens", "eval.max_new_tokens", "data.digits", "data.symbols",
+            "rollout.max_new_tokens", "eval.max_new_tokens", "data.digits",
             "data.n_test", "model.vocab_size")),
         ("train", "rewards.0.weight=-1.0e+39", "rewards.0.weight: "),
         ("train", "seed=1180591620717411303424", "seed: "),
         ("train", "rollout.temperature=1.0e-45", "temperature: expected 0 (greedy) or at least"),
-        ("train", "eval.temperature=1.0e-45", "temperature: expected 0 (greedy) or at least"),
         *(("train", f"{key}=.inf", f"{key}: Input should be a finite number, got inf")
           for key in ("optim.weight_decay", "warm_start.lr", "eval.temperature")),
-        ("train", "output_dir=~nobody-of-this-name/x", "expected the home folder of a known user"),
         # Two settings exclude each other.
         ("train", "loss.beta=0.1", "reference.kind=none conflicts with loss.beta=0.1"),
-        ("train", "model.checkpoint_offload=true",
-         "model.gradient_checkpointing=false conflicts with checkpoint_offload=true"),
-        ("train", "data.shots_tokens=100", "data.shots_tokens: "),
         ("train", "minibatches=7", "minibatches: expected a number that divides"),
-        ("train", "data.task=gsm8k", "exactly one of path and name"),
-        ("train", "data.chat=true", "expected none, task sort makes its own prompts"),
+        ("train", "data.task=gsm8k", "data.path: expected a source for task gsm8k, got None"),
         ("train", "advantages=normalized advantage_options.eps=-1", "number >= 0, got -1"),
         ("train", "loss.softcap=3", "loss.softcap: unknown key; known: loss_type"),
-        ("train", "loss.options.dleta=3", "LossConfig has no argument 'dleta'; nearest: delta"),
         ("train", "loss.detla=3", "loss.detla: unknown key; nearest: delta"),
         ("train", "loss.delta=-1", "loss.delta: expected None or a finite number > 0, got -1"),
         ("train", "eval.k=[1,8]", "eval.k: expected values up to eval.samples = 1, got [1, 8]"),
@@ -123,85 +115,54 @@ PPO, KL = "advantages=gae critic.bootstrap=false", "reference.kind=frozen loss.b
             "loss.corrections=[{kind: mask, low: 0.5}]", 'loss.corrections=[{"high":2}]')),
         ("train", "loss.sampling_correction=token_mask", "unknown key; here it is loss.correct"),
         ("train", "rollout.correct_sampling=true loss.corrections=[]",
-         "rollout.correct_sampling=true conflicts with loss.corrections=[]"),
+         "rollout.correct_sampling=true conflicts with loss.corrections: "),
         ("train", "advantages=baseline advantage_options.running=1", "expected true or false"),
-        ("train", f"{RUNNING} advantage_options.decay=1", "decay: expected a number in [0, 1)"),
-        ("train", "advantages=baseline advantage_options.value=1 advantage_options.decay=0.5",
-         "advantage_options.decay=0.5 conflicts with running=false"),
-        ("train", "advantages=centered advantage_options.running=true", "got 'running'"),
-        ("train", f"{RUNNING} advantage_options.value=.inf", "value: expected a finite number"),
-        ("train", "rollout.ahead=1",
-         "rollout.correct_sampling=false conflicts with rollout.ahead=1"),
+        ("train", "rollout.ahead=1", "rollout.ahead=1 conflicts with rollout.correct_sampling=fal"),
         ("train", "rollout.ahead=2 rollout.correct_sampling=true", "rollout.ahead"),
         ("train", "loss.beta=0.1 reference.kind=frozen loss.kl_estimator=exact kl.into=reward "
          "advantages=gae critic.kind=shared",
-          "loss.kl_estimator=exact conflicts with kl.into=reward"),
-        ("train", "loss.kl_estimator=exact loss.kl_times_ratio=true",
-         "loss.kl_times_ratio=True conflicts with kl_estimator='exact'"),
-        ("train", "loss.kl_estimator=exact loss.loss_type=kimi",
-         "loss.kl_estimator='exact' conflicts with loss_type='kimi'"),
-        ("train", "rollout.engine=vllm-server", "at least one server for engine: vllm-server"),
-        ("train", "rollout.vllm.urls=[http://localhost:1]", "none for engine: transformers"),
-        ("train", "rollout.engine=vllm rollout.vllm.urls=[http://localhost:1]", "expected none"),
+          "kl.into=reward conflicts with loss.kl_estimator=exact"),
+        ("train", "rollout.engine=vllm-server", "name at least one server"),
         ("train", "rollout.engine=vllm-server rollout.vllm.urls=[localhost]", "http://host:port"),
         ("train", "rollout.engine=vllm-server rollout.vllm.url=x", "nearest: urls"),
-        ("train", "distributed=hsdp", "distributed_replicas=None conflicts with distributed=hsdp"),
+        ("train", "distributed=hsdp", "distributed=hsdp conflicts with distributed_replicas=null"),
         ("train", "distributed=ddp distributed_replicas=2",
-         "distributed_replicas=2 conflicts with distributed=ddp"),
-        *(("train", f"distributed=fsdp2 {word}", said) for word, said in (
-            ("log.grad_variance=true", "log.grad_variance=true conflicts with distributed=fsdp2"),
-            ("optim.states=8bit", "optim.states=8bit conflicts with distributed=fsdp2"))),
-        ("train", "advantages=gae", "advantages=gae conflicts with critic=none"),
+         "distributed=ddp conflicts with distributed_replicas=2"),
+        ("train", "distributed=fsdp2 log.grad_variance=true",
+         "distributed=fsdp2 conflicts with log.grad_variance=true"),
+        ("train", "advantages=gae", "advantages=gae conflicts with critic=null"),
         ("train", "critic={}", "advantages=centered conflicts with critic"),
-        *(("train", f"{PPO} {word}", said) for word, said in (
-            ("advantage_options.eps=0.1",
-             "advantage_options={'eps': 0.1} conflicts with advantages=gae"),
-            ("critic.loss=mae", "critic.loss: expected one of"),
-            ("critic.path=x", "critic.kind=shared conflicts with path=x"),
-            ("critic.lam=1.5", "critic.lam"),
-            ("kl.into=reward", "loss.beta=0 conflicts with kl.into=reward"),
-            ("kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with loss.beta=0.1"),
-            (f"kl.into=reward {KL} loss.kl_times_ratio=true",
-             "kl.into=reward conflicts with loss.kl_times_ratio=true"),
-            (f"kl.into=reward {KL} loss.loss_type=kimi",
-             "kl.into=reward conflicts with loss.loss_type=kimi"))),
-        ("train", f"kl.into=reward {KL}", "kl.into=reward conflicts with advantages=centered"),
-        ("train", "kl.target=0.1", "loss.beta=0 conflicts with kl.target=0.1"),
-        *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", f"{setting} conflicts with ")
-          for word, setting in (
-            ("rollout.temperature=0.7", "rollout.temperature=0.7"),
-            ("loss.temperature=0.7", "rollout.temperature=0.7"),
-            ("rollout.top_k=3", "rollout.replay_support=auto"),
-            ("reference.kind=frozen", "reference={kind: frozen, path: None}"),
-            ("distill.form=advantage distill.topk=3", "distill.topk=3"))),
-        *(("train", f"distill.teacher=x {word}", f"{setting} conflicts with ")
-          for word, setting in (
-            ("distill.topk=3", "distill.topk=3"), ("loss.beta=0.1", "loss.beta=0.1"),
-            ("reference.kind=frozen", "reference={kind: frozen, path: None}"),
-            ("distill.form=advantage distill.kind=jsd", "distill.kind=jsd"),
-            ("loss.kl_estimator=exact", "loss.kl_estimator=exact"),
-            ("advantages=gae critic.kind=shared", "advantages=gae"))),
+        ("train", f"{PPO} advantage_options.eps=0.1",
+         "advantages=gae conflicts with advantage_options: "),
+        ("train", f"{PPO} critic.loss=mae", "critic.loss: expected one of"),
+        ("train", f"{PPO} kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with "),
+        *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", setting) for word, setting in (
+            ("rollout.temperature=0.7", "conflicts with rollout.temperature=0.7"),
+            ("loss.temperature=0.7", "conflicts with loss.temperature=0.7"),
+            ("rollout.top_k=3", "rollout.replay_support=auto conflicts with"),
+            ("reference.kind=frozen", "conflicts with reference.kind=frozen"))),
+        ("train", "distill.teacher=x reference.kind=frozen", "conflicts with distill.teacher=x"),
         ("train", "distill.teacher=x distill.kind=k3", "distill.kind: expected"),
         ("train", "distill.teacher=http://me:secret@host:1", "distill.teacher: expected"),
         ("train", "distill.teacher=ftp://host:1", "distill.teacher: expected"),
-        ("train", "distill={}", "distill.teacher: expected"),
+        ("train", "distill={}", "reference.kind=none conflicts with "),
         ("train", "model={config: {model_type: llama}}", "tokenizer"),
         ("train", "model={config: {hidden_size: 3}, tokenizer: bpe}", "model_type"),
         ("train", "model=null", "model"),
-        ("train", "model={path: x, lora: {}} loss.beta=0.1 reference.kind=synced", "frozen"),
-        *(("train", f"reference.kind={kind} reference.path=x",
-         f"reference.path=x conflicts with kind={kind}")
-          for kind in ("none", "synced")),
-        ("train", "rollout.replay_support=on", "expected one of auto, off, got true"),
-        ("train", "optim.states=8bit checkpoint.every=1",
-         "optim.states=8bit conflicts with checkpoint.every"),
-        ("train", "rollout.dynamic={} rollout.group_size=1 advantages=rewards", "group_size"),
+        ("train", "rollout.replay_support=on", "expected one of auto, off, got 'on'"),
     ],
 )  # fmt: skip
 def test_refusals(reader, words, message):
     with pytest.raises(ValueError, match="(?s).*") as error:
         READERS[reader](WORD.split(words))
     assert message in str(error.value) and "secret" not in str(error.value), str(error.value)
+
+
+def test_every_setting_of_a_conflict_exists():
+    keys = {*dotted_keys(RunConfig), "loss.temperature"}
+    for first, second, _ in CONFLICTS:
+        for condition in (first, second):
+            assert condition.partition("=")[0].rstrip("!") in keys, condition
 
 
 def test_every_refusal_has_its_line():
@@ -211,20 +172,15 @@ def test_every_refusal_has_its_line():
 
 
 HOSTILE = [
-    "", "=", "==", ".=1", "a=b=c", "[steps]=5", "'steps'=5", "--steps=5", "steps =5", "ѕteps=5",
-    "a" * 100_000 + "=1", "steps=" + "a" * 100_000, "\udcff=1", "steps=\udcff", "output_dir=\x00",
-    'output_dir="\\x1b[31m"', "model.config." + "a." * 3000 + "a=1", "output_dir='1e-4'",
-    "model.config.x=" + "[" * 200 + "]" * 200, "model.config.x=" + "[" * 60 + "]" * 60,
-    "steps=" + "9" * 400, "steps=" + "9" * 5000, "steps=1e400", "steps=²", "seed=010", "steps=",
-    "steps=5\n6", "steps=5\noptim: 3", "steps=!!int 5", "steps=!foo 5", "steps=*a", "steps=&a [*a]",
+    "", "=", "a=b=c", "'steps'=5", "--steps=5", "steps =5", "a" * 100_000 + "=1", "\udcff=1",
+    "steps=" + "a" * 100_000, "output_dir=\x00", 'output_dir="\\x1b[31m"', "output_dir='1e-4'",
+    "model.config." + "a." * 3000 + "a=1", "steps=" + "9" * 400, "steps=" + "9" * 5000, "steps=",
+    "steps=5\noptim: 3", "steps=!!int 5", "steps=!foo 5", "steps=&a [*a]", "steps=1e400",
     "output_dir=!!binary aGk=", "rewards=!!set {a}", "rewards=!!omap [a: 1]", "optim={null: 2}",
-    "optim={? [1] : 3}", "optim={2020-01-01: 2}", "optim={lr: 1, lr: 2}", "optim={<<: {lr: 1}}",
-    "advantage_options={null: 2}", "model.config={1: 2}", "optim.lr=[.nan]", "optim.lr=1e-400",
+    "optim={? [1] : 3}", "optim={2020-01-01: 2}", "optim={<<: {lr: 1}}", "model.config={1: 2}",
     "rewards=[]", "rewards.0=null", "rewards.0.options={1: 2}", "rewards.0.options.a.b.c=1e-6",
-    "model=null", "model=PATH", "model=[]", "data={}", "data=", "data=x y", "data.task=5",
-    "shuffle=off", "shuffle=true", "rollout.replay_support=on", "log.progress=TRUE", "k=1,,2",
-    "loss.0.x=1", "__class__=1", "model_fields=1", "loss.__dict__=1", "output_dir=2020-01-01",
-    "loss.loss_type=[grpo]", "loss.loss_type={}", "loss.loss_type=null", "gpu=1e-9", "gpu=-.inf",
+    "model=null", "model=PATH", "model=[]", "data={}", "data=", "data=x y", "shuffle=off",
+    "log.progress=TRUE", "__class__=1", "model_fields=1", "loss.__dict__=1", "loss.loss_type={}",
 ]  # fmt: skip
 
 
@@ -322,16 +278,9 @@ def test_a_file_that_does_not_exist_is_named_before_a_hub_is_asked(tmp_path, mon
     assert not (tmp_path / "r").exists()
 
 
-def test_debug_in_front_of_the_command():
-    result = invoke("--debug", "train", "sort", "steps=x")
-    assert result.exit_code == 2 and "Traceback" in result.stderr
-    assert "--debug" not in result.stderr.splitlines()[-1]
-    assert "Traceback" not in invoke("train", "sort", "steps=x").stderr
-
-
 def test_numbers_are_those_of_yaml_1_2():
     options = load_recipe("sort", ["rewards.0.options={a: 1e-6, b: 010, c: 1:30}"]).rewards[0]
-    assert options.options == {"a": 1e-6, "b": "010", "c": "1:30"}
+    assert options.options == {"a": 1e-6, "b": 10, "c": "1:30"}
     assert load_recipe("sort", ["seed=010"]).seed == 10
     assert load_recipe("sort", ["steps=1", "steps=2"]).steps == 2
 
@@ -341,9 +290,9 @@ def test_data_and_model_in_one_word(tmp_path):
     task = "data.task=jsonl"
     for source in (tmp_path / "x.jsonl", tmp_path):
         data = load_recipe("sort", [task, f"data={source}"]).data
-        assert (data.path, data.name) == (str(source), None)
+        assert data.path == str(source)
     data = load_recipe("gsm8k-tiny", ["data=openai/gsm8k", "seed=3"]).data
-    assert (data.path, data.name) == (None, "openai/gsm8k")
+    assert data.path == "openai/gsm8k"
     assert load_recipe("sort", ["data={task: arithmetic}"]).data.task == "arithmetic"
     model = load_recipe("sort", ["model=owner/name"]).model
     assert model.path == "owner/name" and model.config is None and model.tokenizer is None
@@ -361,33 +310,3 @@ def test_letters_that_changed_places_are_nearer_than_a_wrong_one():
     )
     assert nearest_name("xyz", ["grpo"]) is None and nearest_name("x", []) is None
     assert quoted("x" * 200) == f"'{'x' * 199}… (202 characters)" and quoted("x" * 198)[-1] == "'"
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (("train", "sort", "--steps", "5"), "steps=5"),
-        (("train", "--optim.lr=3", "sort"), "optim.lr=3"),
-        (("eval", "x", "--max-new-tokens"), "max_new_tokens=VALUE"),
-        (("plan", "sort", "--gpu", "80", "--debug"), "gpu=80"),
-        (("doctor", "--n=3"), "n=3"),
-    ],
-)
-def test_an_unknown_option_is_answered_with_the_word(words, hint):
-    result = invoke(*words)
-    assert result.exit_code == 2 and "No such option" in result.stderr and hint in result.stderr
-    assert "--help)" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (("train", "reward-model-sort"), "nearest: python -m grpo_fast.examples.reward_model"),
-        (("train", "lecture"), "nearest: python -m grpo_fast.examples.lecture"),
-        (("train", "lecture-naiv"), "nearest: python -m grpo_fast.examples.lecture --naive"),
-        (("reward-model", "x", "steps=5"), "is now python -m grpo_fast.examples.reward_model"),
-        (("train", "gsm8k-tinny"), "nearest: gsm8k-tiny"),
-    ],
-)
-def test_a_recipe_or_command_that_became_a_script_is_named_with_it(words, hint):
-    assert refused(invoke(*words), hint)

@@ -69,7 +69,7 @@ def adapted(folder: Path) -> list[str]:
     """
     model = tiny_folder(folder / "tiny", "llama")
     return [
-        f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", "data.name=null",
+        f"model.path={model}", f"data.path={questions(folder / 'data', 8, 8)}", 
         "model.dtype=float32", "model.lora.r=4", "rollout.max_new_tokens=6",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "steps=2", "eval.n=2",
         "eval.samples=1", "eval.k=[]", "log.progress=false", "advantages=gae",

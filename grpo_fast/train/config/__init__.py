@@ -4,8 +4,8 @@ Recipes provide the values, and command-line arguments such as `optim.lr=1e-4` c
 of the loss come from `LossConfig`. Importing this package loads no models.
 """
 
-from grpo_fast.train.config.base import Positive, Section, UserPath, home_path, require
-from grpo_fast.train.config.data import DataConfig, EvalConfig, HeldOut, RewardConfig, RolloutConfig
+from grpo_fast.train.config.base import Positive, Section, UserPath, require
+from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
     CriticConfig,
@@ -20,8 +20,8 @@ from grpo_fast.train.config.model import (
 from grpo_fast.train.config.run import RunConfig
 
 __all__ = [
-    "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "HeldOut", "KLConfig",
+    "CriticConfig", "DataConfig", "DistillConfig", "EvalConfig", "KLConfig",
     "LoraConfig", "LossSettings", "ModelConfig", "OptimConfig", "Positive", "ReferenceConfig",
     "RewardConfig", "RolloutConfig", "RunConfig", "Section", "UserPath", "WarmStartConfig",
-    "home_path", "require",
+    "require",
 ]  # fmt: skip

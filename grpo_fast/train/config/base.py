@@ -5,67 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from grpo_fast.errors import require as require
 
-
-def home_path(path: str) -> str:
-    """Return a path with `~` replaced by the home folder.
-
-    Raises:
-        ValueError: the path names the home folder of an unknown user.
-    """
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~"):
-        raise ValueError("expected the home folder of a known user (a file named ~ is ./~)")
-    return expanded
-
-
-UserPath = Annotated[str, AfterValidator(home_path)]
+UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
 LIMIT = 1 << 53  # larger integers would be rounded by JSON readers that use doubles
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
-# YAML reads an unquoted `off` as false, so convert false back to "off".
-Off = BeforeValidator(lambda value: "off" if value is False else value)
-CommaList = BeforeValidator(  # splits k=1,4,8, which YAML reads as one text
-    lambda value: value if value is None or isinstance(value, list) else str(value).split(",")
-)
 
 
 class Section(BaseModel):
     """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
 
-    `grpo-fast config` prints the docstring below a field as the description of the field.
+    It is strict, so that true is not read as 1. `grpo-fast config` prints the docstring below a
+    field as the description of the field.
     """
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        extra="forbid", strict=True, validate_assignment=True, protected_namespaces=(),
+        allow_inf_nan=False, use_attribute_docstrings=True,
     )  # fmt: skip
-    more_keys: ClassVar[frozenset[str]] = frozenset()  # accepted keys that are not fields
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truths(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject booleans where a number is expected. Pydantic would convert them to 1 and 0."""
-        types = set(members(cls.model_fields[str(info.field_name)].annotation))
-        given = value if isinstance(value, list) else [value]
-        is_number = bool not in types and types & {int, float}
-        if is_number and any(isinstance(item, bool) for item in given):
-            raise ValueError("expected a number")
-        return value
 
 
 @contextmanager

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from grpo_fast.errors import conflict
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
-from grpo_fast.train.config.base import Count, Off, Positive, Section, Size, UserPath, require
+from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath, require
+from grpo_fast.train.config.plain import read_yaml
 
 KEPT_AT_MOST = 512  # top_k if only top_p is set; limits the token ids stored per position
+CommaList = BeforeValidator(  # YAML reads k=4 as a number, and k=1,4,8 as one text
+    lambda value: value if isinstance(value, list) else read_yaml(f"[{value}]", "k")
+)
 
 
 class DataConfig(Section):
     task: Literal["sort", "arithmetic", "open", "gsm8k", "jsonl", "traces"]
     """Generated prompts, listed prompts, GSM8K, questions of a file, or recorded rollouts."""
     path: UserPath | None = None
-    """A file, or a folder with a training and a test split."""
-    name: str | None = None
-    """Hub id of a data set, for example openai/gsm8k, or owner/name:config."""
+    """A file, a folder with training and test split, or a hub id such as openai/gsm8k."""
     columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
     """Columns to read, for example {prompt: title, answer: reward_model.truth}."""
     prompt_template: str | None = None
@@ -32,34 +33,18 @@ class DataConfig(Section):
     """Use the model's chat template; null uses it if the tokenizer has one."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, for example {enable_thinking: false}."""
-    shots: Count = 0
-    """Worked examples before each question, the same ones for all questions."""
     shots_tokens: Positive | None = None
-    """Tokens to fill with worked examples, drawn anew for each question; replaces `shots`."""
+    """Tokens to fill with worked examples before each question, drawn anew for each question."""
     n_test: Size | None = None
     """Test examples to use; null uses all, or a tenth of a file without a test split."""
     digits: int = Field(5, ge=1, le=4096)
     """Length of a generated prompt in symbols."""
-    symbols: int = Field(10, ge=2, le=1 << 20)
-    """Number of different symbols in prompts of task: sort."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if self.task in ("gsm8k", "jsonl"):
-            one = f"exactly one of path and name for task {self.task}"
-            came = "both" if self.path else "neither"
-            require((self.path is None) != (self.name is None), "path", one, came)
-            if self.shots_tokens and self.shots:
-                why = "both set the number of worked examples; keep one"
-                raise conflict(f"shots_tokens={self.shots_tokens}", f"shots={self.shots}", why)
-            return self
-        is_traces = self.task == "traces"
-        require(not is_traces or self.path, "path", "a file of traces", "none")
-        expected = f"none, task {self.task} makes its own prompts"
-        for name in ("path", "name", "columns", "prompt_template", "system_prompt", "chat",
-                     "template_kwargs", "shots", "shots_tokens"):  # fmt: skip
-            value = getattr(self, name)
-            require(not value or (is_traces and name == "path"), name, expected, repr(value))
+        needed = self.task in ("gsm8k", "jsonl", "traces")
+        expected = f"{'a source' if needed else 'none'} for task {self.task}"
+        require(needed == bool(self.path), "path", expected, repr(self.path))
         return self
 
 
@@ -92,15 +77,9 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_name(self) -> RewardConfig:
-        is_model = self.name == "reward_model"
-        expected = f"{'a folder or hub id' if is_model else 'none'} for {self.name}"
-        require(is_model == (self.path is not None), "path", expected, repr(self.path))
-        if self.convention is not None and ":" not in self.name:
-            why = "only package.module:function and file.py:function have one"
-            raise conflict(f"convention={self.convention}", f"name={self.name}", why)
-        if self.in_process and ":" not in self.name:
-            why = "built-in rewards always run in the trainer's process"
-            raise conflict("in_process=true", f"name={self.name}", why)
+        needed = self.name == "reward_model"
+        expected = f"{'a folder or hub id' if needed else 'none'} for {self.name}"
+        require(needed == (self.path is not None), "path", expected, repr(self.path))
         return self
 
 
@@ -130,7 +109,7 @@ class RolloutConfig(Section, Sampling):
     """1 samples the completions of the next step while this step trains; 0 samples in turn."""
     dynamic: DynamicSamplingConfig | None = None
     """Drop groups of equal rewards and sample further prompts; null keeps all groups."""
-    replay_support: Annotated[Literal["auto", "off"], Off] = "auto"
+    replay_support: Literal["auto", "off"] = "auto"
     """With top_p or top_k, auto computes the loss over the tokens that the sampler kept."""
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)
     """Options of the engines vllm and vllm-server."""
@@ -142,10 +121,6 @@ class RolloutConfig(Section, Sampling):
         # mark top_k as set by the user.
         if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
-        needed = self.engine == "vllm-server"
-        urls = ", ".join(self.vllm.urls)
-        one = f"{'at least one server' if needed else 'none'} for engine: {self.engine}"
-        require(needed == bool(urls), "vllm.urls", one, urls or "none")
         return self
 
     @property
@@ -154,28 +129,23 @@ class RolloutConfig(Section, Sampling):
         return self.replay_support == "auto" and self.truncates
 
 
-class HeldOut(Section, Sampling):
-    """Settings shared by the evaluations of a run and by `grpo-fast eval`."""
-
+class EvalConfig(Section, Sampling):
+    every: Count = 0
+    """Steps between evaluations; 0 evaluates only before and after the run."""
     n: Positive | None = None
     """Number of held-out questions; null asks all."""
     samples: Size = 1
     """Completions per question."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
     max_new_tokens: Size | None = None
     """Most tokens of a completion; null uses rollout.max_new_tokens."""
+    batch_size: Positive = 256
+    """Completions that are sampled at a time."""
+    k: Annotated[list[Positive], CommaList] = Field(default_factory=list)
+    """Values of k for pass@k and maj@k, at most `samples`."""
 
     @property
     def needs_support(self) -> bool:
         """False, because an evaluation computes no loss and needs no list of the kept tokens."""
         return False
-
-
-class EvalConfig(HeldOut):
-    every: Count = 0
-    """Steps between evaluations; 0 evaluates only before and after the run."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-    batch_size: Positive = 256
-    """Completions that are sampled at a time."""
-    k: list[Positive] = Field(default_factory=list)
-    """Values of k for pass@k and maj@k, at most `samples`."""

@@ -42,7 +42,7 @@ def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
 def _type_words(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " | ".join("null" if word is None else str(word) for word in inner)
+        return " | ".join("null" if x is None else str(x).lower() for x in inner)
     if origin is list:
         return f"list of {_type_words(inner[0])}"
     if section_of(annotation) is not None:

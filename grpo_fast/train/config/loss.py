@@ -1,17 +1,16 @@
-"""Section `loss` of a run, with the arguments of `LossConfig` that recipes change."""
+"""Section `loss` of a run, with the arguments of `LossConfig`."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from dataclasses import asdict, fields
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from grpo_fast.errors import nearest_hint
 from grpo_fast.objective.aggregation import AGGREGATIONS
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
-from grpo_fast.train.config.base import Section, require
+from grpo_fast.train.config.base import Section
 
 # Arguments of LossConfig that the section `loss` does not contain, because the trainer sets them
 # from the model and from the section `rollout`.
@@ -19,15 +18,14 @@ OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
 
 
 def default_corrections() -> list[dict[str, Any]]:
-    return [dataclasses.asdict(correction) for correction in LossConfig.corrections]
+    return [asdict(correction) for correction in LossConfig.corrections]
 
 
 class LossSettings(Section):
-    more_keys = frozenset(
-        "cispo_bound delta dual_clip_c entropy_over importance_sampling_level kl_clamp "
-        "kl_input_clamp kl_times_ratio sapo_temperature_neg sapo_temperature_pos temperature "
-        "top_entropy_quantile vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos".split()
-    )
+    """The objective. Other arguments of LossConfig, for example delta, are keys, too."""
+
+    model_config = ConfigDict(extra="allow")
+    more_keys: ClassVar = [f.name for f in fields(LossConfig) if f.name not in OF_THE_RUN]
 
     loss_type: Literal[tuple(OBJECTIVES)] = LossConfig.loss_type  # type: ignore[valid-type]
     """The objective. docs/losses explains each one."""
@@ -49,34 +47,21 @@ class LossSettings(Section):
     """Log the entropy even if entropy_coef is 0."""
     corrections: list[dict[str, Any]] = Field(default_factory=default_corrections)
     """Corrections by the sampler's log-probabilities, each with the arguments of Correction."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Other arguments of LossConfig, for example {delta: 4}; loss.delta=4 does the same."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _collect_options(cls, settings: Any) -> Any:
-        """Move the rarely changed arguments of LossConfig from the section to `options`."""
-        if not isinstance(settings, dict) or cls.more_keys.isdisjoint(settings):
-            return settings
-        given = settings.get("options", {})
-        require(isinstance(given, dict), "options", "a mapping", repr(given))
-        others = {name: value for name, value in settings.items() if name not in cls.more_keys}
-        rare = {name: value for name, value in settings.items() if name in cls.more_keys}
-        return others | {"options": given | rare}
-
-    @field_validator("options")
-    @classmethod
-    def _know_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        unknown = sorted(options.keys() - cls.more_keys)
+    @model_validator(mode="after")
+    def _know_arguments(self) -> LossSettings:
+        unknown: Any = [
+            {"type": "extra_forbidden", "loc": (name,), "input": value}
+            for name, value in (self.model_extra or {}).items() if name not in self.more_keys
+        ]  # fmt: skip
         if unknown:
-            known = sorted(cls.more_keys)
-            hint = nearest_hint(unknown[0], known) or f"; known: {', '.join(known)}"
-            raise ValueError(f"LossConfig has no argument {unknown[0]!r}{hint}")
-        return options
+            raise ValidationError.from_exception_data("loss", unknown)
+        return self
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `LossConfig`."""
-        arguments = dict(self)
-        options = arguments.pop("options")
-        # In recipes and saved configurations null means the default, so leave out such options.
-        return arguments | {name: value for name, value in options.items() if value is not None}
+        # In recipes and saved configurations null means the default of a rarely used argument.
+        rare = {
+            name: value for name, value in (self.model_extra or {}).items() if value is not None
+        }
+        return {name: getattr(self, name) for name in type(self).model_fields} | rare

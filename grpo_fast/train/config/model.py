@@ -6,19 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.errors import conflict
 from grpo_fast.objective.divergences import DIVERGENCES
 from grpo_fast.objective.value import VALUE_LOSSES
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath, require
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which peft adds to all linear layers."""
+    """Low-rank adapters, which peft adds to all linear layers and multiplies by 2."""
 
     r: Positive = 16
     """Rank of the adapter matrices."""
-    alpha: Positive = 32
-    """The adapter's output is multiplied by alpha / r."""
 
 
 class ModelConfig(Section):
@@ -40,35 +37,17 @@ class ModelConfig(Section):
     """Torch device; auto takes a GPU if one exists."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the weights; null trains the weights."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass, which takes less memory and more time."""
-    checkpoint_offload: bool = False
-    """Store the inputs of checkpointed layers in host memory."""
+    gradient_checkpointing: Literal[True, False, "offload"] = False
+    """Recompute each layer in the backward pass; offload also moves layer inputs to host memory."""
     tiled_mlp: Positive | None = None
     """Rows that an MLP computes at a time, for example 2048; null computes all rows at once."""
-    frozen: list[str] = Field(default_factory=list)
-    """Parameters that are not trained, as name patterns such as *embed_tokens*."""
     trust_remote_code: bool = False
     """Run the Python code that a model's folder or hub page contains."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        one = "exactly one of path and config (model=PATH replaces a recipe's config)"
-        came = "both" if self.path else "neither"
-        require((self.path is None) != (self.config is None), "path", one, came)
-        if self.config is not None:
-            named = "model_type" in self.config
-            require(named, "config.model_type", "one, for example llama", "none")
-            if self.tokenizer is None:
-                why = "a model with random weights has no tokenizer; choose bpe or symbols"
-                raise conflict("tokenizer=none", "config", why)
-        return self
-
-    @model_validator(mode="after")
-    def _checkpoints(self) -> ModelConfig:
-        if self.checkpoint_offload and not self.gradient_checkpointing:
-            why = "there are no checkpointed layers to offload"
-            raise conflict("gradient_checkpointing=false", "checkpoint_offload=true", why)
+    def _known_type(self) -> ModelConfig:
+        known = self.config is None or "model_type" in self.config
+        require(known, "config.model_type", "one, for example llama", "none")
         return self
 
 
@@ -99,13 +78,6 @@ class ReferenceConfig(Section):
     mixing: float = Field(0.6, gt=0, le=1)
     """Weight m of an update: reference = m * policy + (1 - m) * reference."""
 
-    @model_validator(mode="after")
-    def _path_is_frozen(self) -> ReferenceConfig:
-        if self.path is not None and self.kind != "frozen":
-            why = "only kind: frozen loads a model from a path"
-            raise conflict(f"path={self.path}", f"kind={self.kind}", why)
-        return self
-
 
 class KLConfig(Section):
     """Settings of the KL divergence to the reference. `loss.beta` is its initial weight."""
@@ -123,8 +95,8 @@ class DistillConfig(Section):
 
     teacher: UserPath | None = None
     """Folder, hub id or vLLM server's URL of the teacher; null takes the reference."""
-    topk: Positive | None = None
-    """Token ids per position that a server reports for form: loss; null requests 20."""
+    topk: Positive = 20
+    """Token ids per position that a server reports for form: loss."""
     form: Literal["loss", "advantage"] = "loss"
     """Add the divergence to the loss, or the log ratio teacher / policy to the advantages."""
     kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
@@ -144,20 +116,7 @@ class DistillConfig(Section):
         """
         if self.teacher is None or "://" not in self.teacher:
             return None
-        return self.teacher, (self.topk or 20) if self.form == "loss" else 0
-
-    @model_validator(mode="after")
-    def _consistent(self) -> DistillConfig:
-        if self.form == "advantage" and self.kind != "reverse_kl":
-            why = "the log ratio of a sampled token estimates the reverse KL"
-            raise conflict(f"kind={self.kind}", "form=advantage", why)
-        if self.topk is not None and not self.server:
-            why = "only a server is asked for a number of ids"
-            raise conflict(f"topk={self.topk}", f"teacher={self.teacher}", why)
-        if self.topk is not None and self.form != "loss":
-            why = "an advantage needs the sampled token only"
-            raise conflict(f"topk={self.topk}", f"form={self.form}", why)
-        return self
+        return self.teacher, self.topk if self.form == "loss" else 0
 
 
 class CriticConfig(Section):
@@ -187,13 +146,6 @@ class CriticConfig(Section):
     """Clip range of loss: clipped."""
     coef: float = Field(0.5, ge=0)
     """Weight of the value loss."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> CriticConfig:
-        if self.path is not None and self.kind != "model":
-            why = "only kind: model loads a separate model"
-            raise conflict(f"kind={self.kind}", f"path={self.path}", why)
-        return self
 
 
 class WarmStartConfig(Section):

@@ -10,23 +10,23 @@ import yaml
 
 from grpo_fast.data import reason
 
-DEEPEST = 64  # most levels of nested lists and mappings; far below Python's recursion limit
-# PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8 and 1:30 as 90. These patterns replace
-# PyYAML's number formats with the number formats of YAML 1.2.
-INTEGER = re.compile(r"\A[-+]?(0|[1-9][0-9]*)$")
-REAL = re.compile(
-    r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
-)
-NUMBERS = {"tag:yaml.org,2002:int": INTEGER, "tag:yaml.org,2002:float": REAL}
+# PyYAML follows YAML 1.1, which reads 1e-6 as text, 010 as 8, 1:30 as 90 and off as false. These
+# patterns replace PyYAML's numbers and truth values with those of YAML 1.2.
+PLAIN = {
+    "tag:yaml.org,2002:int": re.compile(r"\A[-+]?[0-9]+$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"\A(?:[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+    "tag:yaml.org,2002:bool": re.compile(r"\A(true|True|TRUE|false|False|FALSE)$"),
+}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that rejects aliases, repeated keys, lone surrogates and deep nesting."""
+    """YAML loader that rejects aliases and repeated keys."""
 
-    depth = 0
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in pairs if tag not in NUMBERS]
+        first: [(tag, pattern) for tag, pattern in pairs if tag not in PLAIN]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -34,12 +34,13 @@ class _StrictLoader(yaml.SafeLoader):
         # Reject aliases, because nested aliases can expand 400 bytes to a billion values.
         if self.check_event(yaml.AliasEvent):
             raise ValueError("aliases (*name) are not supported: repeat the value")
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise ValueError(f"expected at most {DEEPEST} levels of lists and mappings")
         node: Any = super().compose_node(parent, index)
-        self.depth -= 1
-        _check(node)
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if (key.tag, str(key.value)) in seen:
+                    raise ValueError(f"the key {key.value!r} appears twice{key.start_mark}")
+                seen.add((key.tag, str(key.value)))
         return node
 
 
@@ -50,26 +51,10 @@ class _Dumper(yaml.SafeDumper):
         return True  # the loader refuses aliases
 
 
-for _tag, _pattern in NUMBERS.items():
+for _tag, _pattern in PLAIN.items():
     for _class in (_StrictLoader, _Dumper):
-        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-
-
-def _check(node: Any) -> None:
-    """Raise a ValueError if a mapping repeats a key or a text contains a lone surrogate.
-
-    A lone surrogate cannot be written to a UTF-8 file.
-    """
-    if isinstance(node, yaml.ScalarNode):
-        if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise ValueError(f"a lone surrogate is not a character{node.start_mark}")
-    elif isinstance(node, yaml.MappingNode):
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        seen = set()
-        for key in keys:
-            if (key.tag, key.value) in seen:
-                raise ValueError(f"the key {key.value!r} appears twice{key.start_mark}")
-            seen.add((key.tag, key.value))
+        _class.add_implicit_resolver(_tag, _pattern, list("-+.0123456789tTfF"))
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 def read_yaml(text: str, name: str) -> Any:

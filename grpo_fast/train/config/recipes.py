@@ -10,45 +10,29 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from grpo_fast.errors import nearest_name
+from grpo_fast.errors import nearest_hint
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.train.config import RunConfig, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file, write_yaml
-from grpo_fast.train.config.words import Config, quoted, read_words
+from grpo_fast.train.config.words import quoted, read_words
 
 RECIPES = resources.files("grpo_fast") / "recipes"
-# Recipes of earlier versions, and the scripts that replaced them. The error message for an unknown
-# recipe suggests the script.
-MOVED = {
-    "lecture": "python -m grpo_fast.examples.lecture",
-    "lecture-naive": "python -m grpo_fast.examples.lecture --naive",
-    "reward-model-sort": "python -m grpo_fast.examples.reward_model",
-}
 
 
-def load_recipe(name_or_path: str, words: Iterable[str] = ()) -> RunConfig:
-    """Return the configuration of a recipe, changed by words such as `optim.lr=1e-4`.
-
-    See `load_settings` for the arguments and errors.
-    """
-    return load_settings(RunConfig, name_or_path, words)
-
-
-def load_settings(
-    kind: type[Config], name_or_path: str, words: Iterable[str] = (), also: Iterable[str] = ()
-) -> Config:
-    """Return a recipe as a configuration of class `kind`.
+def load_recipe(
+    name_or_path: str, words: Iterable[str] = (), also: Iterable[str] = ()
+) -> RunConfig:
+    """Return the configuration of a recipe.
 
     Args:
-        kind: class of the configuration.
         name_or_path: name of a recipe of the package, or path of a YAML file.
         words: changes such as ``optim.lr=1e-4``.
-        also: keys of the command that are not fields of `kind`. Error messages list them, too.
+        also: keys of the command that are not keys of a run. Error messages list them, too.
 
     Raises:
         ValueError: the recipe does not exist or cannot be read, or a setting is invalid.
     """
-    return read_words(kind, words, read_recipe(name_or_path), also)
+    return read_words(RunConfig, words, read_recipe(name_or_path), also)
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
@@ -91,14 +75,10 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
     elif os.path.isfile(name_or_path):
         folder = os.path.dirname(name_or_path)
         settings = _resolved(read_yaml_file(name_or_path, where), folder)
-    elif name_or_path.casefold().endswith((".yaml", ".yml")) or (
-        os.sep in name_or_path and not os.path.exists(name_or_path)
-    ):
+    elif name_or_path.endswith((".yaml", ".yml")) or os.sep in name_or_path:
         raise ValueError(f"recipe: no such file: {quoted(name_or_path)}")
     else:
-        close = nearest_name(name_or_path, [*names, *MOVED])
-        hint = f"; nearest: {MOVED.get(close, close)}" if close else ""
-        came = f"{quoted(name_or_path)}{hint}"
+        came = f"{quoted(name_or_path)}{nearest_hint(name_or_path, names)}"
         raise ValueError(f"recipe: expected one of {', '.join(names)} or a YAML file, got {came}")
     require(isinstance(settings, dict), where, "a mapping of keys", type(settings).__name__)
     return settings

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from grpo_fast.objective.advantages import MODES
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.rollout.vllm.options import plain_url
-from grpo_fast.train.config.base import Count, Off, Positive, Section, UserPath, named_in
+from grpo_fast.train.config.base import Count, Positive, Section, UserPath, named_in
 from grpo_fast.train.config.data import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from grpo_fast.train.config.loss import LossSettings
 from grpo_fast.train.config.model import (
@@ -22,7 +22,7 @@ from grpo_fast.train.config.model import (
     ReferenceConfig,
     WarmStartConfig,
 )
-from grpo_fast.train.config.rules import GAE, RULES
+from grpo_fast.train.config.rules import GAE, check_conflicts, check_numbers
 
 
 def reward_sections(rewards: Any) -> Any:
@@ -39,8 +39,6 @@ def reward_sections(rewards: Any) -> Any:
 class LogConfig(Section):
     completions_every: Count = 10
     """Steps between tables of completions; 0 writes none."""
-    completions: Positive = 8
-    """Completions in each table, rounded up to complete groups."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of accelerate that receive the metrics, for example tensorboard, wandb or mlflow."""
     progress: bool = True
@@ -74,7 +72,7 @@ class RunConfig(Section):
     data: DataConfig
     """Prompts and answers."""
     loss: LossSettings = Field(default_factory=LossSettings)
-    """The objective and its options."""
+    """The objective. All arguments of LossConfig are keys, for example loss.delta."""
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
     """How rewards become advantages."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
@@ -97,10 +95,8 @@ class RunConfig(Section):
     """Optimizer steps per pass."""
     tokens_per_microbatch: Positive | None = None
     """Tokens of one forward and backward pass; null uses as many as fit into memory."""
-    shuffle: Annotated[Literal["off", "groups", "completions"], Off] = "off"
+    shuffle: Literal["off", "groups", "completions"] = "off"
     """What is shuffled before each pass is split into minibatches."""
-    shared_prompt: bool = True
-    """Compute the prompt of a group once for all its completions."""
     max_approx_kl: float | None = Field(None, gt=0)
     """Mean KL to the sampling policy after which no further pass is made; null has no limit."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
@@ -148,21 +144,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        self._fit_answers()
-        for rules in RULES:
-            for is_broken, error in rules(self):
-                if is_broken:
-                    raise error
-        return self
-
-    def _fit_answers(self) -> None:
-        """Set rollout.max_new_tokens to the length of a generated task's longest answer."""
+        # 1. Set rollout.max_new_tokens to the length of a generated task's longest answer.
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
             # A sum can have one digit more than its terms, and an EOS follows it. Both need a
             # token.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
+        # 2. Reject settings that do not fit together.
+        check_conflicts(self)
+        check_numbers(self)
+        return self
 
     @property
     def is_sharded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -9,7 +10,6 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from grpo_fast.data import is_local
 from grpo_fast.errors import nearest_hint, nearest_name
 from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file
@@ -79,63 +79,50 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
     Three keys have short forms:
 
     - `rewards=NAME` sets a list with one reward section.
-    - `data=X` sets data.path if X is a file or folder, and data.name otherwise.
+    - `data=X` sets data.path.
     - `model=X` sets model.path and removes the recipe's config and tokenizer.
     """
     key, text = split_word(word)
     value = read_yaml(text, quoted(key, str))
-    section = settings.get(key)
-    is_short = isinstance(value, str) and isinstance(section, dict)
     if key == "rewards":
         value = reward_sections(value)
-    if key == "model" and is_short:
-        section.update(path=value, config=None, tokenizer=None)
-    elif key == "data" and is_short:
-        path, name = (value, None) if is_local(value) else (None, value)
-        section.update(path=path, name=name)
+    if key in ("data", "model") and isinstance(value, str) and isinstance(settings.get(key), dict):
+        settings[key]["path"] = value
+        if key == "model":
+            settings[key].update(config=None, tokenizer=None)
     else:
         set_key(settings, key, value)
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value at a dotted key of nested settings, and create missing sections."""
-    node: Any = settings
-    *above, last = key.split(".")
-    for part in above:
-        index = _index(node, part, key)
-        # An optional section such as model.lora can be null. Replace it with an empty section.
-        if isinstance(node, dict) and node.get(index) is None:
-            node[index] = {}
-        node = node[index]
-    node[_index(node, last, key)] = value
-
-
-def _index(node: Any, part: str, key: str) -> Any:
-    """Return one part of a dotted key as a key of a dict or an index of a list.
+    """Set a value at a dotted key of nested settings, and create missing sections.
 
     Raises:
-        ValueError: the node is not a section or list, or the index is out of range.
+        ValueError: a part of the key is below a value, or is not an index of a list.
     """
-    if isinstance(node, dict):
-        return part
-    where = f"{quoted(key, str)}: {quoted(part)}"
-    if not isinstance(node, list):
-        raise ValueError(f"{where} is below a value, not a section")
-    if part not in map(str, range(len(node))):
-        raise ValueError(f"{where} is not an index of a list of {len(node)}")
-    return int(part)
+    node: Any = settings
+    for part in key.split("."):
+        where = f"{quoted(key, str)}: {quoted(part)}"
+        if not isinstance(node, (dict, list)):
+            raise ValueError(f"{where} is below a value, not a section")
+        if isinstance(node, list) and part not in map(str, range(len(node))):
+            raise ValueError(f"{where} is not an index of a list of {len(node)}")
+        parent = node
+        index: Any = int(part) if isinstance(node, list) else part
+        # An optional section such as model.lora can be null. Replace it with an empty section.
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node[index]
+    parent[index] = value
 
 
 # --------------------------------------------------------------------------------- Error messages
-def validated(
-    kind: type[Config], settings: Any, *, at: str = "", also: Iterable[str] = ()
-) -> Config:
+def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Config:
     """Return nested settings as a configuration.
 
     Args:
         kind: class of the configuration.
         settings: nested settings.
-        at: dotted key of the section, if the settings are part of a larger configuration.
         also: keys of the command that are not fields of `kind`. Error messages list them, too.
 
     Raises:
@@ -144,30 +131,26 @@ def validated(
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        lines = [_explain(each, kind, at, also) for each in error.errors(include_url=False)]
+        lines = [_explain(each, kind, also) for each in error.errors(include_url=False)]
         raise ValueError("\n  ".join(dict.fromkeys(lines))) from None
 
 
-def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) -> str:
+def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     """Format an error of pydantic as a line with the dotted key, expectation and given value."""
-    # 1. Build the dotted key. Skip names that pydantic inserts for the members of a union.
-    path: list[str] = []
+    # 1. Build the dotted key, and find the section that contains it and the type of its value.
+    path = list(map(str, error["loc"]))
+    where = quoted(".".join(path), str)
     section = None
     annotation: Any = kind
     for part in error["loc"]:
-        section = section_of(annotation)
-        if isinstance(part, int):
-            path.append(str(part))
-        elif section is not None:
-            path.append(part)
-            field = section.model_fields.get(part)
+        if isinstance(part, str):
+            section = section_of(annotation)
+            field = section and section.model_fields.get(part)
             annotation = field and field.annotation
-    where = quoted(".".join([at, *path] if at else path), str)
-    # 2. Describe an unknown key.
+    # 2. Describe an unknown or missing key.
     if error["type"] == "extra_forbidden":
         known = [*section.model_fields, *getattr(section, "more_keys", ())]
-        if len(path) == 1:
-            known += also
+        known += also if len(path) == 1 else ()
         return f"{where}: unknown key" + nearest(path[-1], known, list(dotted_keys(kind)))
     if error["type"] == "missing":
         return f"{where}: is missing"
@@ -180,7 +163,11 @@ def _explain(error: Any, kind: type[BaseModel], at: str, also: Iterable[str]) ->
         message = "expected a section of keys"
     if isinstance(value, (dict, BaseModel)):
         return f"{where}: {message}"
-    choices = _choices(annotation) if error["type"] in ("literal_error", "bool_parsing") else []
+    choices = ["true", "false"] if error["type"] == "bool_type" else []
+    if error["type"] == "literal_error":
+        words = re.split(", | or ", error["ctx"]["expected"])
+        names = {"None": "null", "True": "true", "False": "false"}
+        choices = [names.get(word, word.strip("'")) for word in words]
     if choices:
         message = f"expected one of {', '.join(choices)}"
     shown = str(value).lower() if isinstance(value, bool) else quoted(value)
@@ -211,17 +198,6 @@ def section_of(annotation: Any) -> Any:
     """
     types = (x for x in members(annotation) if isinstance(x, type) and not get_args(x))
     return next((x for x in types if issubclass(x, BaseModel)), None)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """Return the words that a field accepts, or an empty list if the field has no fixed choices."""
-    types = list(members(annotation))
-    words = [word for word in types if isinstance(word, str)]
-    if bool in types:
-        words += ["true", "false"]
-    if type(None) in types or None in types:
-        words.append("null")
-    return words
 
 
 def other_names() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -14,20 +13,12 @@ from grpo_fast.data import Example, load_examples, read_examples
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.splits import asks_in_chat
 from grpo_fast.data.tokenizer import token_counter
-from grpo_fast.rewards import build_rewards, check_examples, scorer_for
-from grpo_fast.rollout import prompt_texts
-from grpo_fast.train.config import DataConfig, ModelConfig, RewardConfig, require
+from grpo_fast.rewards import build_rewards, check_examples
+from grpo_fast.train.config import ModelConfig, RunConfig, require
 from grpo_fast.train.evaluation.asking import asking_lines
-from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate, policy_generate
-from grpo_fast.train.evaluation.settings import (
-    DEFAULT_REWARDS,
-    EvalSettings,
-    Source,
-    complete,
-    data_of,
-    recipe_of,
-)
-from grpo_fast.train.evaluation.statistics import Paired, paired
+from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate_policy
+from grpo_fast.train.evaluation.settings import SAMPLED_AT, Source, read_settings
+from grpo_fast.train.evaluation.statistics import paired
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models import loading
 
@@ -41,101 +32,102 @@ def say_nothing(*lines: str) -> None:
 
 
 def run_eval(
-    model: str, settings: EvalSettings, *, allow_code: bool = False, say: Say = say_nothing
-) -> dict[str, dict[str, float]]:
-    """Evaluate a model on held-out questions.
+    models: Sequence[str],
+    words: Sequence[str] = (),
+    *,
+    allow_code: bool = False,
+    say: Say = say_nothing,
+) -> dict[str, dict[str, Any]]:
+    """Evaluate a model on held-out questions, or compare two models on the same questions.
 
     Args:
-        model: folder or hub id of a model, or folder of a finished run.
-        settings: the questions and the sampling options.
+        models: one or two models, each as a folder, a hub id, or the folder of a finished run. If
+            the first one is a run, its configuration selects the questions for both models.
+        words: settings as key=value, see `EvalSettings`.
         allow_code: allow Python code that the model's folder names. This includes rewards with an
             import path and custom model classes. For a run's folder, custom classes also require
             that the run set `trust_remote_code`.
-        say: function that receives lines about the form of the questions, the time, and the first
-            sample.
+        say: function that receives lines about the form of the questions, the time, the first
+            sample and the results.
 
     Returns:
-        {"greedy": metrics}, and also {"sampled": metrics} if the settings request a sampled pass.
+        The results of the greedy pass, {"greedy": results}, and also "sampled" if the settings
+        request a sampled pass. The results of one model are its metrics. The results of two models
+        are a `Paired` for each metric.
 
     Raises:
         ValueError: the data or the model cannot be loaded, or `allow_code` is False and code is
             needed.
-        OSError: `settings.out` cannot be written. The message contains the results.
+        OSError: the file `out` cannot be written.
     """
-    passes = _evaluate_all([model], settings, allow_code, say)
-    metrics = {mode: results[0].metrics for mode, results in passes.items()}
-    _save(metrics, settings.out, table(metrics))
-    return metrics
-
-
-def compare_models(
-    first: str,
-    second: str,
-    settings: EvalSettings,
-    *,
-    allow_code: bool = False,
-    say: Say = say_nothing,
-) -> dict[str, dict[str, Paired]]:
-    """Compare two models on the same questions with the same random numbers.
-
-    If `first` is a run, its configuration selects the questions for both models. The other
-    arguments and the errors are the same as for `run_eval`.
-
-    Returns:
-        {"greedy": {metric: comparison}}, and also "sampled" if the settings request a sampled pass.
-    """
-    passes = _evaluate_all([first, second], settings, allow_code, say)
-    compared = {
-        mode: {name: paired(a.per_question[name], b.per_question[name]) for name in a.per_question}
-        for mode, (a, b) in passes.items()
-    }
-    plain = {m: {name: x._asdict() for name, x in pairs.items()} for m, pairs in compared.items()}
-    _save({**plain, "models": {"a": first, "b": second}}, settings.out, paired_table(compared))
-    return compared
+    sources = [Source.of(model) for model in models]
+    own, config = read_settings(sources, words, allow_code)
+    _check_out(own.out)
+    trusted = [allow_code and (not x.run or x.run.model.trust_remote_code) for x in sources]
+    model_configs = [
+        config.model.model_copy(update={"path": x.path, "trust_remote_code": trust})
+        for x, trust in zip(sources, trusted, strict=True)
+    ]
+    tasks = {source.run.data.task: source.name for source in sources if source.run}
+    listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
+    require(len(tasks) <= 1, "task", "two runs of one task", listed)
+    examples = _examples(config, model_configs[0], words)
+    passes = _evaluate_all(models, model_configs, config, examples, say)
+    if len(models) == 1:
+        results: dict[str, dict[str, Any]] = {mode: x[0].metrics for mode, x in passes.items()}
+        plain: dict[str, Any] = results
+        say(table(results))
+    else:
+        results = {
+            mode: {x: paired(a.per_question[x], b.per_question[x]) for x in a.per_question}
+            for mode, (a, b) in passes.items()
+        }
+        plain = {
+            mode: {x: p._asdict() for x, p in pairs.items()} for mode, pairs in results.items()
+        }
+        plain["models"] = dict(zip("ab", models, strict=True))
+        say(f"A: {models[0]}", f"B: {models[1]}", paired_table(results))
+    if own.out is not None:
+        text = json.dumps(plain_json(plain), indent=2) + "\n"
+        Path(own.out).write_text(text, encoding="utf-8")
+    return results
 
 
 def _evaluate_all(
-    models: Sequence[str], settings: EvalSettings, allow_code: bool, say: Say
+    names: Sequence[str],
+    models: Sequence[ModelConfig],
+    config: RunConfig,
+    examples: Sequence[Example],
+    say: Say,
 ) -> dict[str, list[EvalResult]]:
     """Load and evaluate the models one after the other.
 
     Returns:
         For each pass ("greedy", "sampled") the results of all models.
     """
-    # 1. Complete the settings, and reject invalid settings before the slow loading of a model.
-    _check_out(settings.out)
-    sources = [Source.of(model) for model in models]
-    recipe = recipe_of(settings, sources, allow_code)
-    asked = complete(settings, recipe)
-    data = data_of(settings, recipe, models)
-    tasks = {source.run.data.task: source.name for source in sources if source.run}
-    listed = ", ".join(f"{task} in {name}" for task, name in tasks.items())
-    require(len(tasks) <= 1, "task", "two runs of one task", listed)
-    configs = [source.model_config_for(asked, allow_code) for source in sources]
-    examples = _examples(data, asked, configs[0])
-    usual = [RewardConfig(name=name) for name in DEFAULT_REWARDS.get(data.task, ())]
-    rewards = build_rewards(recipe.rewards if recipe is not None else usual)
+    # 1. Build the rewards before the models, which load slowly.
+    data = config.data
+    rewards = build_rewards(config.rewards)
     check_examples(rewards, examples, "test")
-    scorer = functools.partial(scorer_for, data.task)
-    modes: dict[str, dict[str, Any]] = {"greedy": {}}
-    if asked.is_sampled:
+    # 2. Choose the passes.
+    length = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    asked = config.eval.model_copy(update={"max_new_tokens": length})
+    modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0, "k": []})}
+    if asked.samples > 1 or asked.temperature > 0:
         k = asked.k or [1 << i for i in range(asked.samples.bit_length())]
-        modes["sampled"] = {"samples": asked.samples, "temperature": asked.temperature, "k": k}
-    # 2. Evaluate each model in each pass.
+        changes = {"temperature": asked.temperature or SAMPLED_AT, "k": k}
+        modes["sampled"] = asked.model_copy(update=changes)
+    # 3. Evaluate each model in each pass.
     passes: dict[str, list[EvalResult]] = {mode: [] for mode in modes}
-    for source, config in zip(sources, configs, strict=True):
-        policy = loading.load_policy(config)
+    for name, model in zip(names, models, strict=True):
+        policy = loading.load_policy(model)
         policy.template_kwargs = data.template_kwargs
         asked_as = data.model_copy(update={"chat": asks_in_chat(data, policy.tokenizer)})
         questions = [in_chat(e) for e in examples] if asked_as.chat else examples
         first = questions[0].prompt
-        say(f"{source.name}:", *asking_lines(asked_as, policy.tokenizer, first, "chat"))
-        generate = policy_generate(policy, asked)
-        texts = functools.partial(prompt_texts, policy)
+        say(f"{name}:", *asking_lines(asked_as, policy.tokenizer, first, "chat"))
         for mode, options in modes.items():
-            result = evaluate(
-                generate, questions, rewards, scorer, seed=asked.seed, prompt_texts=texts, **options
-            )
+            result = evaluate_policy(policy, questions, rewards, data.task, options, config.seed)
             say(*(f"{mode}: {line}" for line in result.lines))
             passes[mode].append(result)
     return passes
@@ -154,7 +146,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def paired_table(results: dict[str, dict[str, Paired]]) -> str:
+def paired_table(results: dict[str, dict[str, Any]]) -> str:
     """Format a comparison as aligned lines with the difference B − A, its error and its p-value."""
     lines = []
     for mode, metrics in results.items():
@@ -173,38 +165,26 @@ def _plus_minus(error: float) -> str:
 
 
 def _check_out(out: str | None) -> None:
-    """Raise a ValueError if `out` cannot be written, or is not a file of evaluation results."""
+    """Raise a ValueError if `out` is not in a folder, or is not a file of evaluation results."""
     if out is None:
         return
     path = Path(out)
-    came = repr(out)
     fits = path.parent.is_dir() and not path.is_dir()
-    require(fits, "out", "a file in a folder that exists", came)
-    fits = os.access(path if path.exists() else path.parent, os.W_OK)
-    require(fits, "out", "a file that can be written", came)
+    require(fits, "out", "a file in a folder that exists", repr(out))
     if path.is_file():
         with path.open("rb") as file:
             fits = file.read(len(RESULTS_BEGIN)) in (b"", RESULTS_BEGIN)
-        require(fits, "out", "a new file or an earlier evaluation's", came)
+        require(fits, "out", "a new file or an earlier evaluation's", repr(out))
 
 
-def _save(results: dict[str, Any], out: str | None, shown: str) -> None:
-    if out is None:
-        return
-    # The evaluation may have taken hours. If writing fails, put the results in the error message.
-    try:
-        text = json.dumps(plain_json(results), indent=2)
-        Path(out).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OSError(f"out: cannot write {out}: {error.strerror}\n{shown}") from error
-
-
-def _examples(data: DataConfig, settings: EvalSettings, model: ModelConfig) -> Sequence[Example]:
+def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:
     # Use all lines of a file that the user names. Other sources have a separate test split.
-    if settings.data is not None and data.path and os.path.isfile(data.path):
+    data = config.data
+    is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
+    if is_named and data.path and os.path.isfile(data.path):
         examples: Sequence[Example] = read_examples(data.path, data=data)
     else:
         counts = data.shots_tokens is not None
         count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None
-        examples = load_examples(data, split="test", seed=settings.seed, count_tokens=count_tokens)
-    return examples[: settings.n]
+        examples = load_examples(data, split="test", seed=config.seed, count_tokens=count_tokens)
+    return examples[: config.eval.n]

@@ -9,7 +9,6 @@ from grpo_fast.data import FILES, Example
 from grpo_fast.data.answers import parse_number
 from grpo_fast.data.files import survey
 from grpo_fast.data.prompts import Form
-from grpo_fast.data.readers import is_local
 from grpo_fast.data.splits import asks_in_chat
 from grpo_fast.rewards.scoring import is_expression
 from grpo_fast.train.config import DataConfig, ModelConfig, Section, UserPath, require
@@ -41,8 +40,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     """
     # 1. Read the data set.
     own, rest = own_words(ViewSettings, words)
-    kind = "path" if is_local(source) else "name"
-    data = read_words(DataConfig, rest, {"task": "jsonl", kind: source})
+    data = read_words(DataConfig, rest, {"task": "jsonl", "path": source})
     require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)
     found = survey(data)
     every = [*found.train, *found.test]

@@ -18,7 +18,7 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer, turns
-from grpo_fast.rollout import Engine, Samples, Sampling
+from grpo_fast.rollout import Engine, Samples
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
@@ -40,12 +40,9 @@ def evaluate(
     examples: Sequence[Example],
     rewards: RewardSet | None,
     scorer: Callable[[Example], Scorer],
-    *,
-    samples: int = 1,
-    temperature: float = 0.0,
-    k: Sequence[int] = (),
-    batch_size: int | None = None,
+    asked: EvalConfig,
     seed: int = 0,
+    *,
     prompt_texts: Callable[[Sequence[Prompt]], list[str]] | None = None,
 ) -> EvalResult:
     """Sample answers to every question and judge them.
@@ -56,10 +53,8 @@ def evaluate(
         rewards: reward functions whose mean is also reported. The mean excludes samples without a
             reward. None computes no rewards.
         scorer: function that returns the `Scorer` of an example.
-        samples: completions per question. At temperature 0 the samples of a question are identical.
-        temperature: sampling temperature. 0 selects greedy decoding.
-        k: values of k for pass@k and maj@k, each at most `samples`.
-        batch_size: completions per call of `generate`. None samples all completions in one call.
+        asked: number of samples, temperature, batch size, and the values of k for pass@k and maj@k.
+            At temperature 0 the samples of a question are identical.
         seed: seed of the first batch. The seed of a later batch is this seed plus the index of the
             batch's first question.
         prompt_texts: function that returns prompts as the model receives them. If a chat template
@@ -80,13 +75,14 @@ def evaluate(
     seconds = 0.0
     tokens = 0
     first = ""
-    stride = len(examples) if batch_size is None else max(1, batch_size // samples)
+    samples = asked.samples
+    stride = max(1, asked.batch_size // samples)
     for start in range(0, len(examples), stride):
         # 1. Sample the completions of a batch of questions.
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
         begun = time.perf_counter()
-        done = generate(prompts, samples=samples, temperature=temperature, seed=seed + start)
+        done = generate(prompts, samples=samples, temperature=asked.temperature, seed=seed + start)
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
         # 2. Judge the answers against the gold answers.
@@ -97,7 +93,7 @@ def evaluate(
         judged = turns(done.texts, prefills)
         for i, example in enumerate(batch):
             said = judged[i * samples : (i + 1) * samples]
-            for name, value in _accuracies(scorer(example), said, k).items():
+            for name, value in _accuracies(scorer(example), said, asked.k).items():
                 accuracies.setdefault(name, []).append(value)
         # 3. Compute the rewards.
         if rewards is not None:
@@ -195,16 +191,28 @@ def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str,
     return values
 
 
-def policy_generate(policy: Any, sampling: Sampling, engine: Engine | None = None) -> Generate:
-    """Return a function for `evaluate` that samples from a policy or from its engine."""
+def evaluate_policy(
+    policy: Any,
+    examples: Sequence[Example],
+    rewards: RewardSet,
+    task: str,
+    asked: EvalConfig,
+    seed: int,
+    engine: Engine | None = None,
+) -> EvalResult:
+    """Evaluate a policy, which samples itself or by an engine. See `evaluate`."""
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Samples:
-        options = sampling.model_copy(update={"temperature": temperature})
+        # `evaluate` forms the batches. If the engine split them again, the random numbers would
+        # differ.
+        options = asked.model_copy(update={"temperature": temperature, "batch_size": None})
         return rollouts.generate(
             policy, prompts, options, group_size=samples, seed=("evaluate", seed), engine=engine
         )
 
-    return generate
+    scorer = functools.partial(scorer_for, task)
+    texts = functools.partial(rollout.prompt_texts, policy)
+    return evaluate(generate, examples, rewards, scorer, asked, seed, prompt_texts=texts)
 
 
 def build_evaluation(
@@ -226,13 +234,9 @@ def build_evaluation(
         return lambda engine: {}
     examples = splits.test[: asked.n]
     check_examples(rewards, examples, "test")
-    scorer = functools.partial(scorer_for, splits.data.task)
-    length = asked.max_new_tokens or max_new_tokens
-    rollout.check_prompts(policy, [e.prompt for e in examples], length)
-    # `evaluate` forms the batches. If the engine split them again, the random numbers would differ.
-    sampling = asked.model_copy(update={"max_new_tokens": length, "batch_size": None})
-    return lambda engine: evaluate(
-        policy_generate(policy, sampling, engine), examples, rewards, scorer, samples=asked.samples,
-        temperature=asked.temperature, k=asked.k, batch_size=asked.batch_size, seed=splits.seed,
-        prompt_texts=functools.partial(rollout.prompt_texts, policy),
-    ).metrics  # fmt: skip
+    asked = asked.model_copy(update={"max_new_tokens": asked.max_new_tokens or max_new_tokens})
+    rollout.check_prompts(policy, [e.prompt for e in examples], asked.max_new_tokens)
+    task = splits.data.task
+    return lambda engine: (
+        evaluate_policy(policy, examples, rewards, task, asked, splits.seed, engine).metrics
+    )

@@ -4,73 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field
-
-from grpo_fast.data import is_local
 from grpo_fast.train.config import (
     DataConfig,
-    HeldOut,
+    EvalConfig,
     ModelConfig,
-    Positive,
     RunConfig,
+    Section,
     UserPath,
-    home_path,
     require,
 )
-from grpo_fast.train.config.base import CommaList
 from grpo_fast.train.config.recipes import load_recipe
-from grpo_fast.train.config.words import read_words, validated
+from grpo_fast.train.config.words import apply_word, own_words, split_word, validated
 
-DEFAULT_REWARDS = {
-    "gsm8k": ("gsm8k_correct", "gsm8k_format"),
-    "sort": ("sort_positions",),
-    "arithmetic": ("exact_match",),
-    "jsonl": ("exact_match",),
-}
-NEW_TOKENS = 256  # default if neither a setting nor a recipe sets a limit
-# Settings that the section `eval` of a recipe provides if the user did not set them.
-OF_THE_RECIPE = ("n", "samples", "max_new_tokens", "top_p", "top_k", "k", "batch_size")
+DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}
+SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "model": ModelConfig}
+SAMPLED_AT = 0.7  # temperature of the sampled pass if only the number of samples is given
 
 
-class EvalSettings(HeldOut):
-    """Settings of `grpo-fast eval`.
+class EvalSettings(Section):
+    """Settings of `grpo-fast eval` that a run does not have. The others are keys of a run.
 
-    The folder of a run, or `recipe`, provides the data, system prompt, rewards, lengths and
-    sampling options that are not set.
+    Keys of the sections in SHORT need no section, for example n=100, task=sort or dtype=bfloat16.
     """
 
     recipe: str | None = None
-    """Name of a recipe or path of a YAML file."""
-    data: UserPath | None = None
-    """File, folder or hub id of the questions."""
-    task: Literal["sort", "arithmetic", "gsm8k", "jsonl"] | None = None
-    """As data.task of a recipe; so are the following five."""
-    columns: dict[str, str] | None = None
-    prompt_template: str | None = None
-    system_prompt: str | None = None
-    chat: bool | None = None
-    template_kwargs: dict[str, Any] | None = None
-    temperature: float = Field(0.7, gt=0)
-    """Temperature of the sampled pass."""
-    k: Annotated[list[Positive] | None, CommaList] = None
-    """Values of k for pass@k and maj@k; null takes 1, 2, 4 and so on up to `samples`."""
-    batch_size: Positive = 64
-    """Completions that are sampled at a time."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the weights."""
-    device: str = "auto"
-    """Torch device; auto takes a GPU if one exists."""
-    seed: int = 0
-    """Seed of the questions and of sampling."""
+    """Name of a recipe or path of a YAML file; null takes the evaluated run."""
     out: UserPath | None = None
     """JSON file for the metrics; null writes none."""
-
-    @property
-    def is_sampled(self) -> bool:
-        """True if a sampled pass follows the greedy pass. Only valid after `complete`."""
-        return self.samples > 1 or "temperature" in self.model_fields_set
 
 
 class Source(NamedTuple):
@@ -87,10 +49,10 @@ class Source(NamedTuple):
         Raises:
             ValueError: the folder does not exist, or is the folder of a run without a saved model.
         """
-        folder = home_path(model)
+        folder = os.path.expanduser(model)
         is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-        require(not is_path or os.path.isdir(folder), "model", "a model or a run",
-                f"{model!r}: no such folder")  # fmt: skip
+        fits = not is_path or os.path.isdir(folder)
+        require(fits, "model", "a model or a run", f"{model!r}: no such folder")
         file = os.path.join(folder, "config.yaml")
         if os.path.isfile(file) and os.path.isdir(os.path.join(folder, "model")):
             return cls(model, os.path.join(folder, "model"), load_recipe(file, []))
@@ -99,91 +61,58 @@ class Source(NamedTuple):
         require(fits, "model", expected, f"no model/ in {model!r}")
         return cls(model, folder, None)
 
-    def model_config_for(self, settings: EvalSettings, allow_code: bool) -> ModelConfig:
-        """Return the section `model` for loading this source.
-
-        Custom code is allowed only if `allow_code` is True and the run, if there is one, trusted
-        it.
-        """
-        trusted = self.run is None or self.run.model.trust_remote_code
-        return ModelConfig(
-            path=self.path, dtype=settings.dtype, device=settings.device,
-            trust_remote_code=allow_code and trusted,
-        )  # fmt: skip
-
 
 def is_model(word: str) -> bool:
     """Return True if a command-line word names a model, False if it is a setting `key=value`."""
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 
-def parse_settings(words: Sequence[str]) -> EvalSettings:
-    second = "a second model is a folder or a hub id owner/name"
-    for word in words:
-        require("=" in word, "settings", "key=value", f"{word!r} ({second})")
-    return read_words(EvalSettings, words)
+def read_settings(
+    sources: Sequence[Source], words: Sequence[str], allow_code: bool
+) -> tuple[EvalSettings, RunConfig]:
+    """Return the settings of an evaluation and the configuration that selects its questions.
 
-
-def recipe_of(settings: EvalSettings, sources: Sequence[Source], allow: bool) -> RunConfig | None:
-    """Return the recipe that provides missing settings: `recipe`, or the first run in `sources`.
-
-    Returns:
-        The recipe, or None if there is neither a recipe nor a run.
+    Args:
+        sources: the models. The first run among them provides settings if no recipe is named.
+        words: settings as key=value.
+        allow_code: allow reward functions that must be imported.
 
     Raises:
-        ValueError: a reward function must be imported, and `allow` is False.
+        ValueError: a setting is invalid, or nothing names the questions.
     """
+    # 1. Take the settings of the recipe, or else of the first run.
+    own, words = own_words(EvalSettings, words)
     runs = [(f"{source.name}/config.yaml", source.run) for source in sources if source.run]
-    if settings.recipe is not None:
-        runs = [(settings.recipe, load_recipe(settings.recipe, []))]
-    if not runs:
-        return None
-    where, run = runs[0]
-    for reward in run.rewards:
-        fits = allow or ":" not in reward.name
-        came = f"{reward.name!r}, which runs code; if you trust the folder, add --allow-code"
-        require(fits, "rewards", f"built-in rewards in {where}", came)
-    return run
-
-
-def complete(settings: EvalSettings, recipe: RunConfig | None) -> EvalSettings:
-    """Fill settings that the user did not set from the section `eval` of a recipe."""
-    given = settings.model_dump(exclude_unset=True)
-    changes: dict[str, Any] = {}
-    length = NEW_TOKENS
-    if recipe is not None:
-        length = recipe.rollout.max_new_tokens
-        changes = {name: getattr(recipe.eval, name) for name in OF_THE_RECIPE}
-        samples = given.get("samples", changes["samples"])
-        changes["k"] = [size for size in changes["k"] if size <= samples] or None
-        if recipe.eval.temperature:  # at 0 the greedy pass is enough
-            changes["temperature"] = recipe.eval.temperature
-    complete = settings.model_copy(update={**changes, **given})
-    complete.max_new_tokens = complete.max_new_tokens or length
-    expected = f"values from 1 to samples={complete.samples}"
-    require(max(complete.k or [1]) <= complete.samples, "k", expected, complete.k)
-    return complete
-
-
-def data_of(
-    settings: EvalSettings, recipe: RunConfig | None, models: Sequence[str] = ()
-) -> DataConfig:
-    """Return the section `data` that describes the questions.
-
-    Raises:
-        ValueError: neither a setting nor a recipe names the questions.
-    """
-    fields: dict[str, Any] = recipe.data.model_dump() if recipe else {"task": "gsm8k"}
-    if settings.data is not None:
-        kind = "path" if is_local(settings.data) else "name"
-        fields |= {"path": None, "name": None, kind: settings.data}
-    for name in ("task", "columns", "prompt_template", "system_prompt", "chat", "template_kwargs"):
-        value = getattr(settings, name)
-        if value is not None:
-            fields[name] = value
-    whose = f"with task={fields['task']}" if recipe else "for a model without a recipe"
-    fits = fields["task"] not in ("gsm8k", "jsonl") or fields.get("path") or fields.get("name")
-    missing = [name for name in models if not os.path.isdir(os.path.expanduser(name))]
+    if own.recipe is not None:
+        runs = [(own.recipe, load_recipe(own.recipe))]
+    settings: dict[str, Any] = {"data": {"task": "gsm8k"}, "eval": {"batch_size": 64}}
+    for where, run in runs[:1]:
+        settings = run.model_dump(mode="json")
+        for reward in run.rewards:
+            fits = allow_code or ":" not in reward.name
+            came = f"{reward.name!r}, which runs code; if you trust the folder, add --allow-code"
+            require(fits, "rewards", f"built-in rewards in {where}", came)
+    settings["model"] = {"path": sources[0].path}
+    # 2. Apply the words.
+    keys = [split_word(word)[0] for word in words]
+    if "samples" in keys and "k" not in keys:
+        settings["eval"]["k"] = []
+    for key, word in zip(keys, words, strict=True):
+        name = key.partition(".")[0]
+        above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
+        apply_word(settings, word if above is None else f"{above}.{word}")
+    # 3. Check that questions are named, and choose the rewards.
+    data = settings["data"]
+    task = str(data.get("task"))
+    fits = task not in ("gsm8k", "jsonl") or bool(data.get("path"))
+    if not fits:
+        data["path"] = "."  # so that an unknown key is found first
+    missing = [x.name for x in sources if not os.path.isdir(x.path)]
     came = f"nothing, and no folder {missing[0]!r} exists here" if missing else "nothing"
-    require(fits, "data", f"data=<jsonl file, folder or hub id> {whose}", came)
-    return validated(DataConfig, fields, at="data")
+    if not runs:
+        settings["rewards"] = DEFAULT_REWARDS.get(task, ["exact_match"])
+    kinds: list[type[Section]] = [EvalSettings, *SHORT.values()]
+    also = [key for kind in kinds for key in kind.model_fields]
+    config = validated(RunConfig, settings, also)
+    require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
+    return own, config

@@ -91,7 +91,7 @@ def with_new(model: Any, lora: LoraConfig) -> Any:
     import peft
 
     settings = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules="all-linear", lora_dropout=0.0,
+        r=lora.r, lora_alpha=2 * lora.r, target_modules="all-linear", lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )  # fmt: skip
     return peft.get_peft_model(model, settings)

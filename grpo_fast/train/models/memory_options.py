@@ -1,12 +1,10 @@
-"""Options that save memory: gradient checkpointing, tiled MLPs and frozen weights.
+"""Options that save memory: gradient checkpointing and tiled MLPs.
 
 `planning/memory_model.py` predicts how much each option saves.
 """
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -22,11 +20,9 @@ RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False
 def apply_options(model: Any, config: ModelConfig) -> None:
     """Apply the options of the section `model` to a model."""
     if config.gradient_checkpointing:
-        enable_checkpointing(model, config.checkpoint_offload)
+        enable_checkpointing(model, config.gradient_checkpointing == "offload")
     if config.tiled_mlp is not None:
         tile_mlps(model, config.tiled_mlp)
-    if config.frozen:
-        freeze(model, config.frozen)
 
 
 def enable_checkpointing(model: Any, offload: bool = False) -> None:
@@ -47,23 +43,3 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
     """Make every dense MLP compute at most `rows` rows at a time. Errors name `model.tiled_mlp`."""
     with named_in("model"):
         memory.tile_mlps(model, rows)
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude parameters from training.
-
-    Args:
-        model: the model.
-        patterns: patterns of parameter names, with the shell wildcards `*` and `?`.
-
-    Raises:
-        ValueError: a pattern matches no parameter, or no trainable parameter remains.
-    """
-    for pattern in patterns:
-        matches = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, pattern)]
-        if not matches:
-            raise ValueError(f"model.frozen: no parameter matches {pattern!r}")
-        for parameter in matches:
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"model.frozen: {list(patterns)} leave no parameter to train")

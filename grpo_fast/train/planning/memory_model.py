@@ -17,9 +17,9 @@ activation has e bytes, autograd stores the following bytes per token and layer:
 The backward pass of a layer needs e·(2I + 3h) in addition. With gradient checkpointing a step
 stores e·h for each layer, and all activations of one layer at a time. At 16 bits these are 27h +
 12I if q = h and kv is small. With a tiled MLP no tensor of size I remains. The backward pass then
-needs 18h at 16 bits (39h including the layer's activations) and 16h at 32 bits. `_tree_backward`
-computes the memory for trees of recorded samples. Tests compare these numbers with the tensors that
-autograd stores and with the peak of the allocator.
+needs 18h at 16 bits (39h including the layer's activations) and 16h at 32 bits. Deep trees of
+recorded samples can need a quarter more. Tests compare these numbers with the tensors that autograd
+stores and with the peak of the allocator.
 """
 
 from __future__ import annotations
@@ -88,10 +88,7 @@ class Shape:
 class Memory:
     """Memory of a training step in bytes, divided into its parts."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
+    fixed: int  # bytes of weights, gradients, optimizer states and a reference copy
     logits: int  # bytes of the head's largest workspace
     logits_row: int  # bytes of this workspace for one completion token
     head_gradient: int  # bytes of the head's new gradient, before it is added to `.grad`
@@ -100,11 +97,6 @@ class Memory:
     kept_per_token: float  # bytes that all layers store until the backward pass
     working_per_token: float  # bytes that one layer needs in its backward pass
     working: int  # bytes for one MLP tile, independent of the number of tokens
-
-    @property
-    def fixed(self) -> int:
-        """Number of bytes that do not depend on the micro-batch."""
-        return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
     def per_token(self) -> float:
@@ -125,10 +117,11 @@ class Memory:
                 workspace.
         """
         head = self.head
-        if rows is not None and rows <= self.one_chunk_rows:
-            head = rows * self.logits_row + self.head_gradient
-        elif rows is not None:
-            head += min(self.logits, rows * self.logits_row) - self.logits
+        if rows is not None:
+            logits = rows * self.logits_row
+            if rows > self.one_chunk_rows:
+                logits = min(self.logits, logits) + self.head_sum
+            head = logits + self.head_gradient
         working = max(head, self.working + self.working_per_token * tokens)
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
@@ -146,8 +139,8 @@ def predict(
     *,
     device: str,
     reference: bool = False,
+    critic: bool = False,
     gpu: int | None = None,
-    trees: bool = False,
 ) -> Memory:
     """Predict the memory of a training step.
 
@@ -157,36 +150,34 @@ def predict(
         optim: the section `optim` of the configuration.
         device: "cpu" or "cuda". On the CPU, offloading checkpoints saves no memory.
         reference: True if a copy of the weights is stored for the KL term.
+        critic: True if a separate critic of the policy's shape is trained, too.
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
-        trees: True if samples may share more than a prompt, as recorded traces do.
     """
+    # 1. Weights (autocast keeps a 16-bit copy), gradients, optimizer states and a reference.
     weight = DTYPE_BYTES[model.dtype]
-    trained = trainable_parameters(shape, model)
-    states = {"full": 2.0 * weight, "8bit": STATE_BYTES_8BIT, "offload": 0.0}[optim.states]
     activation = DTYPE_BYTES[model.autocast or model.dtype]
-    copies = activation if model.autocast else 0  # autocast keeps a 16-bit copy of the weights
-    kept, working, tile = _per_token(shape, model, activation, device == "cpu", trees)
-    frozen = any("lm_head" in p or (shape.tied and "embed" in p) for p in model.frozen)
-    head = 0 if model.lora is not None or frozen else shape.vocab * shape.hidden
-    head_sum = 4 * head if activation < 4 else 0  # 16 bits are summed in fp32
+    stored = weight + (activation if model.autocast else 0)
+    states = {"full": 2.0 * weight, "8bit": STATE_BYTES_8BIT, "offload": 0.0}[optim.states]
+    trained = trainable_parameters(shape, model)
+    fixed = shape.parameters * stored + int(trained * (weight + states))
+    if critic:
+        fixed *= 2
+    if reference and model.lora is None:
+        fixed += shape.parameters * weight
+    # 2. The head's workspace and its gradient. On a GPU, 16-bit exponentials are stored, and few
+    # rows fit into one chunk, whose gradient needs no fp32 sum.
+    head = 0 if model.lora is not None else shape.vocab * shape.hidden
+    head_sum = 4 * head if activation < 4 else 0
     logits = workspace_bytes(torch.device(device), memory=gpu)
-    row, one_chunk_rows = 4 * shape.vocab, 0
+    row = 4 * shape.vocab
+    one_chunk_rows = 0
     if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
-        row = 2 * shape.vocab  # 16-bit exponentials
-        one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
+        row = 2 * shape.vocab
+        if head_sum:
+            one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
+    kept, working, tile = _per_token(shape, model, activation, device == "cpu")
     return Memory(
-        weights=shape.parameters * (weight + copies),
-        gradients=trained * weight,
-        optimizer=int(trained * states),
-        reference=shape.parameters * weight if reference and model.lora is None else 0,
-        logits=logits,
-        logits_row=row,
-        head_gradient=head * activation,
-        head_sum=head_sum,
-        one_chunk_rows=one_chunk_rows if head_sum else 0,
-        kept_per_token=kept,
-        working_per_token=working,
-        working=tile,
+        fixed, logits, row, head * activation, head_sum, one_chunk_rows, kept, working, tile
     )
 
 
@@ -199,22 +190,15 @@ def host_memory() -> int:
 
 
 def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
-    """Return the number of trained parameters. LoRA is assumed on all linear layers.
-
-    Patterns in `frozen` are only considered for the embedding and the head.
-    """
+    """Return the number of trained parameters. LoRA is assumed on all linear layers."""
+    if model.lora is None:
+        return shape.parameters
     h, i, q, kv = shape.hidden, shape.mlp, shape.query, shape.kv
-    if model.lora is not None:
-        sides = (h + q) + 2 * (h + kv) + (q + h) + 3 * (h + i)
-        return shape.layers * model.lora.r * sides
-    embeddings = shape.vocab * h
-    frozen = sum(any(word in pattern for pattern in model.frozen) for word in ("embed", "lm_head"))
-    return shape.parameters - embeddings * min(frozen, 1 if shape.tied else 2)
+    sides = (h + q) + 2 * (h + kv) + (q + h) + 3 * (h + i)
+    return shape.layers * model.lora.r * sides
 
 
-def _per_token(
-    shape: Shape, model: ModelConfig, e: int, on_cpu: bool, trees: bool
-) -> tuple[float, float, int]:
+def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[float, float, int]:
     """Return the memory per token and of one MLP tile, in bytes.
 
     Returns:
@@ -228,23 +212,11 @@ def _per_token(
     # The tiles are views of the norm's output, and the backward pass recomputes one tile at a time.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
-    if trees:  # attention's backward runs after the MLP's activations are freed
-        backward = max(backward, _tree_backward(shape, e) - mlp - norms // 2)
     layer = norms + attention + mlp
     if not model.gradient_checkpointing:
         return layers * layer, backward, tile
-    stored = 0 if model.checkpoint_offload and not on_cpu else layers * e * h
+    stored = 0 if model.gradient_checkpointing == "offload" and not on_cpu else layers * e * h
     return stored, backward + layer, tile
-
-
-def _tree_backward(shape: Shape, e: int) -> int:
-    """Return the bytes per token of attention's backward pass in a tree of three or more levels.
-
-    The backward pass holds the gradients of the residual and of the output. It also holds dq, dk
-    and dv twice: the fp32 sums over all calls, and the results of one call. The copies of keys that
-    a sliding window needs are not counted.
-    """
-    return e * (shape.hidden + shape.query) + (shape.query + 2 * shape.kv) * (4 + e)
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
@@ -256,15 +228,11 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
         device: "cpu" or "cuda".
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
-    reference = config.reference.kind != "none"
-    trees = config.data.task == "traces"
-    memory = predict(
-        shape, config.model, config.optim, device=device, reference=reference, gpu=gpu, trees=trees
-    )
-    if config.critic is None or config.critic.kind == "shared":
-        return memory
-    twice = {name: 2 * getattr(memory, name) for name in ("weights", "gradients", "optimizer")}
-    return dataclasses.replace(memory, **twice)
+    return predict(
+        shape, config.model, config.optim, device=device, gpu=gpu,
+        reference=config.reference.kind != "none",
+        critic=config.critic is not None and config.critic.kind == "model",
+    )  # fmt: skip
 
 
 def predict_model(lm: Any, config: RunConfig) -> Memory | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +11,11 @@ import torch
 import yaml
 from pydantic import BeforeValidator, Field
 
-from grpo_fast.attention import trunk_tokens
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.hub import check_fields, check_files, read_fields
 from grpo_fast.errors import require
-from grpo_fast.train.config import DataConfig, ModelConfig, RunConfig, Section
-from grpo_fast.train.config.recipes import load_settings, recipe_names
+from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
+from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
 from grpo_fast.train.planning.memory_model import (
     USABLE_CPU,
@@ -31,64 +29,45 @@ from grpo_fast.train.planning.memory_model import (
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 GPUS: dict[str, float] = _KNOWN["gpus"]
 KNOWN_MODELS: dict[str, dict[str, Any]] = _KNOWN["models"]
-TOO_MUCH = 1e18  # upper limit of the numbers in a plan's settings
 
-CHECKPOINTING = ("model.gradient_checkpointing=true",)
-TILED = (*CHECKPOINTING, "model.tiled_mlp=2048")
-OFFLOADED = (*TILED, "model.checkpoint_offload=true")
+CHECKPOINTING = "model.gradient_checkpointing=true"
+OFFLOAD = "model.gradient_checkpointing=offload"
+TILED = "model.tiled_mlp=2048"
 EIGHT_BIT = "optim.states=8bit"
 LORA = "model.lora={r: 16}"
 OPTIONS: dict[str, tuple[str, ...]] = {  # settings of each row of the table, by the row's label
     "as configured": (),
-    "checkpointing": CHECKPOINTING,
-    "+ tiled MLP": TILED,
-    "+ tiled MLP, offload": OFFLOADED,
-    "checkpointing, 8-bit Adam": (*CHECKPOINTING, EIGHT_BIT),
-    "+ tiled MLP, offload, 8-bit Adam": (*OFFLOADED, EIGHT_BIT),
-    "checkpointing, LoRA r=16": (*CHECKPOINTING, LORA),
-    "+ tiled MLP, offload, LoRA r=16": (*OFFLOADED, LORA),
+    "checkpointing": (CHECKPOINTING,),
+    "+ tiled MLP": (CHECKPOINTING, TILED),
+    "+ tiled MLP, offload": (OFFLOAD, TILED),
+    "checkpointing, 8-bit Adam": (CHECKPOINTING, EIGHT_BIT),
+    "+ tiled MLP, offload, 8-bit Adam": (OFFLOAD, TILED, EIGHT_BIT),
+    "checkpointing, LoRA r=16": (CHECKPOINTING, LORA),
+    "+ tiled MLP, offload, LoRA r=16": (OFFLOAD, TILED, LORA),
 }
 
 
 def _by_name(value: Any) -> Any:
-    """Convert the name of a GPU to its memory in GB. A number such as 80 or 80GB is kept."""
+    """Convert the name of a GPU to its memory in GB."""
     if not isinstance(value, str):
         return value
-    name = re.sub(r"nvidia|amd|geforce|tesla|[\s_-]", "", value.casefold())
-    for known, gb in GPUS.items():
-        if known.casefold().replace("-", "") == name:
-            return gb
-    number = name.removesuffix("gb")
-    if not number.isdecimal():
+    known = {name.casefold(): gb for name, gb in GPUS.items()}
+    if value.casefold() not in known:
         raise ValueError(f"expected the GB of a GPU's memory (gpu=80), or one of {', '.join(GPUS)}")
-    return float(number[:20])
+    return known[value.casefold()]
 
 
 class PlanSettings(Section):
     """Settings of the command `grpo-fast plan`. All other words are settings of the run."""
 
-    gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=TOO_MUCH)
+    gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=1e9)
     """Memory in GB, or a name such as H100; null means this machine's GPU, else its memory."""
-    prompt: int = Field(8192, ge=1, lt=TOO_MUCH)
+    prompt: Positive = 8192
     """Tokens of the prompt."""
-    completion: int | None = Field(None, ge=1, lt=TOO_MUCH)
+    completion: Positive | None = None
     """Tokens of a completion; null means rollout.max_new_tokens."""
-    group: int | None = Field(None, ge=1, lt=TOO_MUCH)
+    group: Positive | None = None
     """Completions of a prompt; null means rollout.group_size."""
-
-
-class Group(NamedTuple):
-    """Sizes of a group, which is a prompt with its completions."""
-
-    prompt: int  # tokens
-    completion: int  # tokens of each completion
-    size: int  # completions
-
-    @property
-    def tokens(self) -> int:
-        """Number of trunk tokens of the group, whose completions share the prompt."""
-        one, two = (trunk_tokens(self.prompt, [self.completion] * n, shared=True) for n in (1, 2))
-        return one + (self.size - 1) * (two - one)
 
 
 class Plan(NamedTuple):
@@ -99,8 +78,15 @@ class Plan(NamedTuple):
     device: str  # "cuda" or "cpu"
     gb: float  # memory of the device, in 10⁹ bytes
     memory: dict[str, Memory]  # by set of options; the unchanged configuration is first
-    group: Group
+    prompt: int  # tokens
+    completion: int  # tokens of each completion
+    size: int  # completions of the prompt, which share it
     dtypes: str
+
+    @property
+    def tokens(self) -> int:
+        """Number of trunk tokens of a group, which is a prompt with its completions."""
+        return self.prompt + self.size * (self.completion - 1)
 
     @property
     def share(self) -> float:
@@ -114,7 +100,7 @@ class Plan(NamedTuple):
 
     def groups(self, options: str) -> int:
         """Return the number of groups that fit into one micro-batch."""
-        return self.memory[options].tokens(self.usable) // self.group.tokens
+        return self.memory[options].tokens(self.usable) // self.tokens
 
     @property
     def ranked(self) -> list[str]:
@@ -125,13 +111,10 @@ class Plan(NamedTuple):
     def verdict(self) -> str:
         """Sentence that says what fits into memory, and with which settings."""
         best = self.ranked[0]
-        group = self.group
-        what = (
-            f"a prompt of {group.prompt:,} tokens with {group.size} completions of "
-            f"{group.completion:,}"
-        )
+        completions = f"{self.size} completions of {self.completion:,}"
+        what = f"a prompt of {self.prompt:,} tokens with {completions}"
         if not self.groups(best):
-            gb = min(memory.peak(group.tokens) for memory in self.memory.values()) / 1e9
+            gb = min(memory.peak(self.tokens) for memory in self.memory.values()) / 1e9
             short = f"{gb:.3g} GB are needed, {self.usable / 1e9:.3g} GB are planned with"
             return f"No set of options holds {what}: {short}."
         words = " ".join(shlex.quote(word) for word in OPTIONS[best])
@@ -156,25 +139,26 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     run = _run_config(model, words)
     shape = Shape.of(*_config_and_parameters(run.model, run.data, model))
     device = "cuda" if own.gpu or torch.cuda.is_available() else "cpu"
-    gb = own.gpu or _memory_here()
+    gb = own.gpu or host_memory() / 1e9
+    if not own.gpu and device == "cuda":
+        gb = torch.cuda.get_device_properties(0).total_memory / 1e9
     memory = {}
     for label, changes in OPTIONS.items():
         changed = _run_config(model, [*words, *changes])
         memory[label] = predict_run(shape, changed, device, int(gb * 1e9))
     completion = own.completion or run.rollout.max_new_tokens
-    group = Group(own.prompt, completion, own.group or run.rollout.group_size)
+    size = own.group or run.rollout.group_size
     stored = run.model.dtype
     moments = "moments 8 bit" if run.optim.states == "8bit" else f"moments {stored}"
     computed = run.model.autocast or stored
     dtypes = f"weights and gradients {stored}, {moments}, computed in {computed}"
-    return Plan(model, shape, device, gb, memory, group, dtypes)
+    return Plan(model, shape, device, gb, memory, own.prompt, completion, size, dtypes)
 
 
 def render(plan: Plan) -> list[Any]:
     """Return a rich table of a plan, followed by its verdict."""
     from rich.table import Table
 
-    group = plan.group
     where = "" if plan.device == "cuda" else " of this machine, which has no GPU,"
     table = Table(
         title=f"{plan.name}: {plan.shape.parameters / 1e6:,.0f}M parameters in {plan.gb:.3g} GB"
@@ -183,13 +167,13 @@ def render(plan: Plan) -> list[Any]:
         "tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
     )
     table.add_column("options")
-    largest = f"largest prompt\n(C = {group.completion}, G = {group.size})"
+    largest = f"largest prompt\n(C = {plan.completion}, G = {plan.size})"
     for name in ("fixed GB", "kB per token", "largest tokens", largest, "groups"):
         table.add_column(name, justify="right")
     for label in plan.ranked:
         memory = plan.memory[label]
         most = memory.tokens(plan.usable)
-        prompt = max(0, most - group.tokens + group.prompt)
+        prompt = max(0, most - plan.tokens + plan.prompt)
         shown = (f"{number:,}" if number else "—" for number in (most, prompt, plan.groups(label)))
         table.add_row(label, f"{memory.fixed / 1e9:.3g}", f"{memory.per_token / 1e3:.0f}", *shown)
     return [table, plan.verdict]
@@ -197,10 +181,10 @@ def render(plan: Plan) -> list[Any]:
 
 def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
-        return load_settings(RunConfig, model, words, PlanSettings.model_fields)
+        return load_recipe(model, words, PlanSettings.model_fields)
     settings: dict[str, Any] = {
         "model": {"path": model, "autocast": "bfloat16"},  # the recipes also train with this dtype
-        "data": {"task": "gsm8k", "name": "openai/gsm8k"},
+        "data": {"task": "gsm8k", "path": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},
     }
@@ -216,9 +200,6 @@ def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> t
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # exception classes differ between architectures
-        if model.config is not None:
-            kind = model.config["model_type"]
-            raise ValueError(f"model.config: {kind} refuses it: {reason(error)}") from error
         raise ValueError(
             f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's "
             f"folder or its config.json, got {name!r} ({reason(error)})"
@@ -240,10 +221,3 @@ def _transformers_config(model: ModelConfig, data: DataConfig) -> Any:
     if model.tokenizer == "symbols":
         size = len(task_symbols(data)) + 2  # the tokens PAD and EOS
     return AutoConfig.for_model(**{"vocab_size": size, **fields})
-
-
-def _memory_here() -> float:
-    """Return the memory of this machine's GPU in GB, or its main memory if it has no GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory / 1e9
-    return host_memory() / 1e9

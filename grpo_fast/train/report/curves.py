@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +41,6 @@ STYLE = Path(__file__).with_name("pictures.mplstyle")  # colors C0 to C7
 INK = "#3b4252"
 GRID = "#e3e6eb"
 COLORS = 8
-LARGEST = 1e300  # larger values would overflow matplotlib's margins
 SMOOTHED = 2000  # points of a smoothed series; more than a picture has columns
 
 
@@ -55,14 +54,10 @@ def read_metrics(run: str | Path) -> Rows:
         ValueError: the file does not exist, or a line is not a JSON object.
     """
     path = Path(run)
-    path = path / "metrics.jsonl" if os.path.isdir(path) else path
-    if not os.path.isfile(path):
-        expected = "expected a run's folder or its metrics.jsonl"
-        raise ValueError(f"run: {expected}, found no file at {path}")
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    expected = "a run's folder or its metrics.jsonl"
+    require(path.is_file(), "run", expected, f"{path}, which does not exist")
+    lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -81,10 +76,8 @@ def series(rows: Rows, metric: str) -> Series:
     points = []
     for index, row in enumerate(rows):
         value = row.get(metric)
-        step = row.get("step", index)
-        numbers = isinstance(value, (int, float)) and isinstance(step, (int, float))
-        if numbers and abs(value) < LARGEST and abs(step) < LARGEST:
-            points.append((float(step), float(value)))
+        if "update" not in row and isinstance(value, (int, float)) and math.isfinite(value):
+            points.append((float(row.get("step", index)), float(value)))
     return points
 
 
@@ -120,40 +113,36 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
     """
     from matplotlib.lines import Line2D
 
-    require(runs, "runs", "at least one run's folder", "none")
     if out is None:
         first = Path(runs[0])
         folder = first if first.is_dir() else first.parent
         out = folder / "curves.png" if len(runs) == 1 else "curves.png"
     path = picture_path(out)
-    logged = dict(zip(_labels(runs), map(read_metrics, runs), strict=True))
-    titles = [title for title in PANELS if is_drawn(title, list(logged.values()))]
+    logged = [read_metrics(run) for run in runs]
+    titles = [title for title in PANELS if is_drawn(title, logged)]
     require(titles, "runs", "metrics to draw", f"none in {', '.join(map(str, runs))}")
-    columns = 3 if len(titles) in (5, 6, 9) else min(4, len(titles))
+    columns = min(4, len(titles))
     lines = math.ceil(len(titles) / columns)
     with picture(path, (3.6 * columns, 2.7 * lines + 0.4), (lines, columns)) as (figure, grid):
-        for axes, title in zip(grid.flat, titles, strict=False):
-            _draw(axes, title, list(logged.values()))
-        for axes in grid.flat[len(titles) :]:
-            axes.set_visible(False)
-        handles = [Line2D([], [], c=f"C{i}", lw=2, label=name) for i, name in enumerate(logged)]
-        if len(handles) > 1:
-            figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=9)
+        for axes, title in itertools.zip_longest(grid.flat, titles):
+            if title is None:
+                axes.set_visible(False)
+            else:
+                _draw(axes, title, logged)
+        names = [escape_control(str(run)) for run in runs]
+        if len(runs) > 1:
+            handles = [Line2D([], [], c=f"C{i}", lw=2) for i in range(len(runs))]
+            figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=9)
         else:
-            figure.suptitle(next(iter(logged)), color=INK)
+            figure.suptitle(names[0], color=INK)
     return path
 
 
 def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
-    """Return True if a panel is drawn.
-
-    A panel is drawn if one of its lines changes, if all lines have fewer than three points, or if
-    it is in ALWAYS. A panel without any points is never drawn.
-    """
+    """Return True if a metric of the panel was logged and changes, or if it is in ALWAYS."""
     lines = [series(rows, metric) for rows in logged for metric in PANELS[title]]
     changes = any(len({value for _, value in points}) > 1 for points in lines)
-    is_short = max(map(len, lines)) < 3
-    return any(lines) and (changes or is_short or title in ALWAYS)
+    return any(lines) and (changes or title in ALWAYS)
 
 
 def picture_path(out: str | Path) -> Path:
@@ -194,46 +183,29 @@ def picture(
         figure.savefig(path, metadata={"Software": None} if path.suffix == ".png" else None)
 
 
-def _labels(runs: Sequence[str | Path]) -> list[str]:
-    """Return the folder names of the runs. If two are equal, return numbered paths instead."""
-    paths = [Path(run).resolve() for run in runs]
-    names = [escape_control(p.parent.name if p.name == "metrics.jsonl" else p.name) for p in paths]
-    if len(set(names)) < len(names):
-        names = [f"{i}: {escape_control(str(run))}" for i, run in enumerate(runs, start=1)]
-    return names
-
-
 def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
     """Draw one panel. Each run has a color, or each metric if there is only one run."""
-    from matplotlib.lines import Line2D
-
-    keys = []
     for index, (metric, label) in enumerate(PANELS[title].items()):
-        dash = "--" if index else "-"
-        lines = [series(rows, metric) for rows in logged]
         for run, rows in enumerate(logged):
-            if lines[run]:
-                color = f"C{run if len(logged) > 1 else index}"
-                errors = dict(series(rows, metric + "_se"))
-                _line(axes, lines[run], errors, metric, color=color, linestyle=dash)
-        if any(lines):
-            color = INK if len(logged) > 1 else f"C{index}"
-            keys.append(Line2D([], [], label=label, color=color, linestyle=dash))
-    if len(keys) > 1:
-        axes.legend(handles=keys)
+            points = series(rows, metric)
+            if points:
+                number = run if len(logged) > 1 else index
+                style = {"color": f"C{number}", "linestyle": "--" if index else "-"}
+                _line(axes, points, dict(series(rows, metric + "_se")), metric, style)
+        axes.plot([], [], label=label, color=INK, linestyle="--" if index else "-")
+    if len(PANELS[title]) > 1:
+        axes.legend()
     axes.set(title=title, xlabel="step")
 
 
 def _line(
-    axes: Axes, points: Series, errors: dict[float, float], metric: str, **style: Any
+    axes: Axes, points: Series, errors: dict[float, float], metric: str, style: dict[str, Any]
 ) -> None:
     """Draw evaluation metrics as points with error bars, and other metrics raw and smoothed."""
     steps, values = zip(*points, strict=True)
     if metric.startswith("eval_"):
         bars = [max(0.0, errors.get(step, 0.0)) for step in steps]
-        axes.errorbar(
-            steps, values, yerr=bars, marker="o", markersize=3.5, linewidth=1.4, capsize=2, **style
-        )
+        axes.errorbar(steps, values, yerr=bars, fmt="o", markersize=3.5, capsize=2, **style)
         return
     axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=0.9)
     axes.plot(*zip(*smooth(points), strict=True), **style)

@@ -10,44 +10,18 @@ from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 Words = list[str] | None  # the arguments `key=value` of a command
 LONGEST_MESSAGE = 4000  # characters; a message may quote a file
 
 
-def _or_the_parents(ctx: typer.Context, value: bool) -> bool:
-    """Return True if `--debug` is given after the command, or before it."""
-    return value or bool(ctx.parent and ctx.parent.params.get("debug"))
-
-
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_or_the_parents)
-]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def key_values(example: str) -> Any:
     """Return the typer declaration of `key=value` arguments, with an example as its help text."""
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
-
-
-class Worded(TyperCommand):
-    """Command with `key=value` arguments. The error for an option `--key value` suggests them."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, [*args])
-        except Exception as raised:
-            error: Any = raised
-            if hasattr(error, "possibilities"):  # NoSuchOption of click, or typer's copy of it
-                option = error.option_name
-                place = next(i for i, word in enumerate(args) if word.startswith(option))
-                key, equals, value = args[place].lstrip("-").partition("=")
-                value = value if equals else next(iter(args[place + 1 :]), "VALUE")
-                others = [name for name in error.possibilities or () if name != "--help"]
-                error.possibilities = [f"{key.replace('-', '_')}={value}", *others]
-            raise
 
 
 @contextlib.contextmanager

@@ -10,8 +10,6 @@ from typing import Any
 
 from grpo_fast.train.config import RolloutConfig
 
-ONE_UPDATE = "one update per batch: the loss itself says little; watch reward and grad_norm"
-USUAL_CLIP = "several updates per batch: 0.1 to 0.3 `clipped` is usual; near 1 nothing is learnt"
 NEAR_ZERO = 1e-6  # smaller numbers are shown as 0; metrics.jsonl has all digits
 COMPARED = {  # metrics of an evaluation, with their labels
     "eval_reward": "reward",
@@ -28,27 +26,10 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     parts: list[str] = []
     for key, label in COMPARED.items():
         if key in before and key in after:
-            change = f"{with_error(before, key)} → {with_error(after, key)}"
-            if not (parts and parts[-1].endswith(change)):  # omit lenient if it equals strict
-                parts.append(f"{label} {change}")
+            parts.append(f"{label} {with_error(before, key)} → {with_error(after, key)}")
     if parts and "eval_n" in after:
         parts[-1] += f" (n={after['eval_n']:.0f}, ± one standard error)"
     return " · ".join(parts)
-
-
-def memory_line(summary: Mapping[str, Any]) -> str:
-    """Return a line with the predicted and the measured memory of a training step.
-
-    Without a GPU the line reports the memory growth of the process as the measurement.
-    """
-    predicted = summary["predicted_memory"]
-    peak = summary["peak_memory"]
-    said = "no prediction" if predicted is None else f"{predicted / 2**30:.2f} GiB predicted"
-    size = f"micro-batches of up to {summary['largest_microbatch']} tokens"
-    measured = f"the whole process grew by {summary['process_growth'] / 2**30:.2f} GiB"
-    if peak is not None:
-        measured = f"{peak / 2**30:.2f} GiB measured"
-    return f"memory of a training step: {said} ({size}), {measured}"
 
 
 def opening_lines(

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
@@ -25,81 +25,49 @@ LONGEST_TOKENS = 1200  # tokens of a completion; of longer ones both ends are sh
 LOGP_STEP = 0.5  # nats for each shade of surprise
 LOGP_LEVELS = 8
 ADVANTAGE_LEVELS = 4  # shades for each sign; the strongest is the step's largest advantage
-LEAST_STEPS = 4  # one step may use at most 1/LEAST_STEPS of the page's largest size
+MOST_STEPS = 16  # steps on the page: the first one and the latest ones
+MOST_COMPLETIONS = 16  # completions of a step
 
 Row = Mapping[str, Any]  # see `grpo_fast.train.report.samples.rows_of`
 
 
-class Part(NamedTuple):
-    """Section of the page that shows one step."""
-
-    place: int  # index among all steps that were added
-    step: int
-    html: str
-
-
 class CompletionsPage:
-    """The completions page of a run, whose size is limited.
-
-    When the steps no longer fit, only every second step stays, then every fourth, and so on. The
-    latest step always stays.
+    """The completions page of a run, which shows the first step and the latest ones.
 
     Args:
         path: path of the page.
         title: name of the run.
-        most: largest size of the file in bytes.
     """
 
-    def __init__(self, path: str | Path, title: str, most: int = 8 << 20) -> None:
+    def __init__(self, path: str | Path, title: str) -> None:
         self.path = Path(path)
         self.title = title
-        self.most = most
-        self.parts: list[Part] = []
-        self.added = 0
-        self.every = 1
+        self.parts: list[tuple[int, str]] = []  # number and HTML of each step
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
         """Add the rows of a step to the page and write the file."""
-        # The previous call kept its step because it was the latest. Now it stays only if its index
-        # is a multiple of `every`.
-        self.parts = [part for part in self.parts if part.place % self.every == 0]
-        self.parts.append(Part(self.added, step, step_html(step, rows, self.most // LEAST_STEPS)))
-        self.added += 1
-        while len((page := self.html()).encode()) > self.most and len(self.parts) > 1:
-            self.every *= 2
-            *before, latest = self.parts
-            self.parts = [part for part in before if part.place % self.every == 0] + [latest]
+        self.parts.append((step, step_html(step, rows)))
+        if len(self.parts) > MOST_STEPS:
+            del self.parts[1]
+        template = TEMPLATES.get_template("page.html")
+        page = template.render(digest=DIGEST, title=self.title, parts=self.parts)
         unfinished = self.path.with_name(self.path.name + ".tmp")
         unfinished.write_text(page, encoding="utf-8")
         os.replace(unfinished, self.path)
 
-    def html(self) -> str:
-        """Return the HTML of the page with the steps that are still in it."""
-        left_out = self.added - len(self.parts)
-        template = TEMPLATES.get_template("page.html")
-        return template.render(digest=DIGEST, title=self.title, left_out=left_out, parts=self.parts)
 
-
-def step_html(step: int, rows: Sequence[Row], most: int) -> str:
-    """Return the HTML of a step. Omit the last completions if it would exceed `most` bytes."""
+def step_html(step: int, rows: Sequence[Row]) -> str:
+    """Return the HTML of a step with its first completions, sorted by reward in each group."""
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
-    largest = max(advantages, default=0.0)
-    template = TEMPLATES.get_template("step.html")
-    shown = len(rows)
-    while True:
-        groups = [
-            sorted(members, key=_worth, reverse=True)
-            for _, members in groupby(rows[:shown], key=lambda row: row["group"])
-        ]
-        html = template.render(
-            step=step, count=len(rows), mean=mean, groups=groups, largest=largest,
-            left_out=len(rows) - shown,
-        )  # fmt: skip
-        if shown == 0 or len(html.encode()) <= most:
-            return html
-        shown = shown * 3 // 4
+    groups = [
+        sorted(members, key=_worth, reverse=True)
+        for _, members in groupby(rows[:MOST_COMPLETIONS], key=lambda row: row["group"])
+    ]
+    return TEMPLATES.get_template("step.html").render(
+        step=step, count=len(rows), mean=mean, groups=groups, largest=max(advantages, default=0.0)
+    )
 
 
 def _worth(row: Row) -> float:
@@ -127,18 +95,16 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
         largest: largest absolute advantage of the step.
     """
     half = LONGEST_TOKENS // 2
-    hidden = len(row["tokens"]) - LONGEST_TOKENS
+    count = len(row["tokens"])
+    hidden = range(half, count - half) if count > LONGEST_TOKENS else range(0)
     tokens = zip(row["tokens"], row["logps"], row["advantages"], strict=True)
     for place, (text, logp, advantage) in enumerate(tokens):
-        if hidden > 0 and place == half:
-            yield {"hidden": hidden}
-        is_hidden = half <= place < half + hidden
-        if text and not is_hidden:  # an incomplete character has an empty text
-            numbers = shown_number(logp, "{:.3f}"), shown_number(advantage, "{:+.3g}")
-            yield {
-                "shade": _shade(logp, advantage, largest), "text": text,
-                "title": f"logp {numbers[0]} advantage {numbers[1]}",
-            }  # fmt: skip
+        if place == half and hidden:
+            yield {"hidden": len(hidden)}
+        if text and place not in hidden:  # an incomplete character has an empty text
+            title = f"logp {shown_number(logp, '{:.3f}')}"
+            title += f" advantage {shown_number(advantage, '{:+.3g}')}"
+            yield {"shade": _shade(logp, advantage, largest), "text": text, "title": title}
 
 
 def _shade(logp: float, advantage: float, largest: float) -> str:

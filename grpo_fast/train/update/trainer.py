@@ -77,8 +77,8 @@ class Trainer:
         self.budget = TokenBudget(
             policy.device, memory, config.tokens_per_microbatch, in_step and config.is_sharded
         )
-        self.shared = config.shared_prompt and policy.unshared is None
-        if config.shared_prompt and policy.unshared is not None:
+        self.shared = policy.unshared is None
+        if not self.shared:
             log.warning("every completion gets a copy of the prompt: %s", policy.unshared)
         self.num_tokens = self.peak_memory = 0
 

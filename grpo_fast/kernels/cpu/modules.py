@@ -42,6 +42,10 @@ class OurForward(functools.partial):
     """The `forward` that `fast_layers` assigned to a module, as opposed to a patch by the user."""
 
 
+class Observer(functools.partial):
+    """A forward pre-hook that changes nothing. Code that bypasses the module may call the hook."""
+
+
 def fast_layers(model: nn.Module) -> None:
     """Replace the layers of a CPU model with fast layers. A patched `forward` is kept."""
     for module in model.modules():
@@ -263,6 +267,8 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+        if layers.in_bf16():  # the angles are fp32, so the formula computes in fp32
+            q, k = q.float(), k.float()
         if rest or options or not layers.can_rotate(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)
         return layers.rotary(q, k, cos, sin)

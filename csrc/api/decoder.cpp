@@ -1,5 +1,5 @@
-// Decoder step of a Llama-like model in fp32. decode_layer_ runs one layer for one new token of
-// each of B completions. linear computes the LM head.
+// Decoder step of a Llama-like model. decode_layer_ runs one layer for one new token of each of B
+// completions. linear computes the LM head.
 //
 //   x += attention(rotary(norm(x) W_qkv + bias)) W_out
 //   x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
@@ -7,7 +7,9 @@
 // Layout: activations are contiguous (B, columns) matrices. Weights are packed into panels once
 // (gemm/pack.h), because packing would take a third of the time of a product with few rows.
 //
-// Rounding: all numbers are fp32. The bits of a row do not depend on the batch or on the threads.
+// Rounding: with fp32 weights, all numbers are fp32. With bf16 weights, numbers are rounded to bf16
+// where autocast rounds them: the operands and results of the products, and the rotated queries and
+// keys. Sums are fp32. The bits of a row do not depend on the batch or on the threads.
 // Parallel: if there are enough rows, each thread runs its rows through all steps of the layer
 // without synchronisation. With fewer rows, all threads work on each product together.
 #include <torch/csrc/stable/library.h>
@@ -24,60 +26,95 @@ namespace {
 constexpr int64_t kRowsAlone = 16;
 
 // Describes the product of x (rows, depth) and a transposed weight (width, depth).
-Problem<float, float> problem_of(int64_t rows, int64_t width, int64_t depth, const float* x,
-                                 const float* weight, int64_t stride) {
+template <class T>
+Problem<T, T> problem_of(int64_t rows, int64_t width, int64_t depth, const T* x, const T* weight,
+                         int64_t stride) {
   return {rows, width, depth, {x, depth, false}, {weight, stride, false}};
 }
 
-// Returns the number of 32-bit words of a packed weight.
-int64_t packed_words(const Problem<float, float>& p) {
-  return p.slices() * p.panels() * kPanelWords;
+// Returns the number of elements of a packed weight (width, depth).
+template <class T>
+int64_t packed_size(int64_t width, int64_t depth) {
+  const Problem<T, T> p = problem_of<T>(0, width, depth, nullptr, nullptr, 0);
+  return p.slices() * p.panels() * kPanelWords * kPerWord<T>;
 }
 
-// Packs a weight (N, K) fp32 into panels. Returns a vector of 32-bit words with the dtype fp32.
-Tensor pack(Tensor weight) {
-  check_matrix(weight, "weight");
-  STD_TORCH_CHECK(is_fp32(weight) && weight.numel() > 0, "weight: expected float32 numbers");
-  const Problem<float, float> p = problem_of(0, weight.size(0), weight.size(1), nullptr,
-                                             data<const float>(weight), weight.stride(0));
-  const Tensor packed = empty(weight, packed_words(p));
-  pack_panels(p, torch::stable::get_num_threads(), data<uint32_t>(packed));
+template <class T>
+Tensor packed_as(const Tensor& weight) {
+  const Tensor packed =
+      empty(weight, packed_size<T>(weight.size(0), weight.size(1)), weight.scalar_type());
+  pack_panels(problem_of<T>(0, weight.size(0), weight.size(1), nullptr, data<const T>(weight),
+                            weight.stride(0)),
+              torch::stable::get_num_threads(), data<uint32_t>(packed));
   return packed;
+}
+
+// Packs a weight (N, K) into panels. Returns a vector of their elements with the same dtype.
+Tensor pack(Tensor weight) {
+  check_operand(weight, "weight");
+  STD_TORCH_CHECK(weight.numel() > 0, "weight: expected some numbers");
+  return is_fp32(weight) ? packed_as<float>(weight) : packed_as<Bfloat16>(weight);
+}
+
+// Rounds `count` numbers to bf16.
+void round_to_bf16(float* x, int64_t count) {
+  by_vectors(count, [&](int64_t j, int64_t here) GRPO_FAST_BODY {
+    Bfloat16 narrow[kLanes];
+    store(narrow, load_up_to(x + j, here));
+    store_up_to(x + j, load(narrow), here);
+  });
 }
 
 // View of a packed weight, which has the unpacked shape (width, depth).
 struct Packed {
   const uint32_t* panels;
   int64_t width, depth;
+  bool is_fp32, tiles;  // tiles: multiply with torch's AMX product
 
   // Computes x (rows, depth) times the transposed weight. The result is stored in out (rows,
-  // width), or added to it.
-  void multiply(const float* x, int64_t rows, float* out, bool add) const {
+  // width), or added to it. A bf16 product is rounded to bf16 first if `round` is set.
+  void multiply(const float* x, int64_t rows, float* out, bool add, bool round = true) const {
     const auto store = [&](const Block& block, float* sums, int64_t stride) {
+      for (int64_t row = 0; !is_fp32 && round && row < block.rows; ++row)
+        round_to_bf16(sums + row * stride, block.columns);
       store_block(block, sums, stride, out, width, add);
     };
-    const Problem<float, float> p = problem_of(rows, width, depth, x, nullptr, 0);
-    if (rows > 0) grpo_fast::multiply<Vectors>(p, store, 0, panels);
+    if (rows == 0) return;
+    if (is_fp32)
+      return grpo_fast::multiply<Vectors>(problem_of<float>(rows, width, depth, x, nullptr, 0),
+                                          store, 0, panels);
+    std::vector<Bfloat16> narrow(static_cast<size_t>(rows * depth));
+    by_vectors(rows * depth, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
+      store_up_to(narrow.data() + j, load_up_to(x + j, count), count);
+    });
+    const auto p = problem_of<Bfloat16>(rows, width, depth, narrow.data(), nullptr, 0);
+    tiles ? grpo_fast::multiply<Tiles>(p, store, 0, panels)
+          : grpo_fast::multiply<Vectors>(p, store, 0, panels);
   }
 };
 
 // Checks that a tensor has the size of a packed (width, depth) weight.
-Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t depth) {
-  const int64_t words = packed_words(problem_of(0, width, depth, nullptr, nullptr, 0));
-  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && is_fp32(x), name,
-                  ": expected float32, packed");
-  STD_TORCH_CHECK(x.numel() == words, name, ": expected ", words, " packed numbers, got ",
+Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t depth,
+                      bool tiles) {
+  const bool is_wide = is_fp32(x);
+  const int64_t size =
+      is_wide ? packed_size<float>(width, depth) : packed_size<Bfloat16>(width, depth);
+  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() &&
+                      (is_wide || x.scalar_type() == ScalarType::BFloat16),
+                  name, ": expected float32 or bfloat16, packed");
+  STD_TORCH_CHECK(x.numel() == size, name, ": expected ", size, " packed numbers, got ",
                   x.numel());
-  return {data<const uint32_t>(x), width, depth};
+  STD_TORCH_CHECK(!tiles || torch_kernel().brgemm, "tiles: expected a torch with brgemm");
+  return {data<const uint32_t>(x), width, depth, is_wide, tiles};
 }
 
 // Returns the product of x (B, K) and a packed, transposed weight (N, K), which is (B, N) fp32.
-Tensor linear(Tensor x, Tensor weight, int64_t width) {
+Tensor linear(Tensor x, Tensor weight, int64_t width, bool tiles) {
   check_matrix(x, "x");
   STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
-  const Packed packed = checked_packed(weight, "weight", width, x.size(1));
+  const Packed packed = checked_packed(weight, "weight", width, x.size(1), tiles);
   const Tensor out = torch::stable::new_empty(x, {x.size(0), width});
-  packed.multiply(data<const float>(x), x.size(0), data<float>(out), false);
+  packed.multiply(data<const float>(x), x.size(0), data<float>(out), false, false);
   return out;
 }
 
@@ -107,12 +144,14 @@ struct Layer {
     const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
     if (bias) add_scaled(bias, 1.0f, qkv.width, row);
+    if (bias && !qkv.is_fp32) round_to_bf16(row, qkv.width);
     for (int64_t head = 0; head < heads + keys; ++head) {
       const float* scales = head < heads ? q_norm : k_norm;
       float *at = row + head * depth, unused;
       if (scales) norm_row(at, scales, eps, depth, at, &unused);
       rotate<false>(at, cos + i * depth, sin + i * depth, depth / 2, at);
     }
+    if (!qkv.is_fp32) round_to_bf16(row, qkv.width);
   }
 
   // Runs the layer for the shares [from, to). A share is a group of completions of one prompt,
@@ -124,7 +163,7 @@ struct Layer {
     const int64_t hidden = qkv.depth, wide = qkv.width, depth = out.depth, inner = down.depth;
     // 1. Compute the attention block.
     normalise(norm, first, rows);
-    qkv.multiply(normed + first * hidden, rows, projected + first * wide, false);
+    qkv.multiply(normed + first * hidden, rows, projected + first * wide, false, !bias);
     for_each_row(rows, wide, [&](int64_t i) { add_bias_and_rotate(first + i); });
     attend(attention, from, to);
     out.multiply(found + first * depth, rows, x + first * hidden, true);
@@ -158,7 +197,7 @@ struct Layer {
 void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias,
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,
-                   double eps, Tensor cos, Tensor sin, Tensor prompt_k, Tensor prompt_v,
+                   double eps, bool tiles, Tensor cos, Tensor sin, Tensor prompt_k, Tensor prompt_v,
                    Tensor completion_k, Tensor completion_v, Tensor lengths, Tensor counts,
                    int64_t time, double scale, std::optional<int64_t> window) {
   // 1. Check the arguments.
@@ -184,10 +223,10 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
   const float *k = projected + heads * depth, *v = k + keys * depth;
   // 3. Collect the weights and run.
   const Layer layer{
-      checked_packed(qkv, "qkv", width, hidden),
-      checked_packed(out_weight, "out_weight", hidden, heads * depth),
-      checked_packed(gate_up, "gate_up", 2 * inner, hidden),
-      checked_packed(down, "down", hidden, inner),
+      checked_packed(qkv, "qkv", width, hidden, tiles),
+      checked_packed(out_weight, "out_weight", hidden, heads * depth, tiles),
+      checked_packed(gate_up, "gate_up", 2 * inner, hidden, tiles),
+      checked_packed(down, "down", hidden, inner, tiles),
       checked_vector<float>(norm, hidden, "norm"),
       checked_vector(bias, width, "bias"),
       checked_vector(q_norm, depth, "q_norm"),
@@ -213,11 +252,12 @@ void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias
 
 STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
   library.def("pack(Tensor weight) -> Tensor");
-  library.def("linear(Tensor x, Tensor weight, int width) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, int width, bool tiles) -> Tensor");
   library.def(
       "decode_layer_(Tensor(a!) x, Tensor norm, Tensor qkv, Tensor? bias, Tensor? q_norm,"
       " Tensor? k_norm, Tensor out_weight, Tensor post_norm, Tensor gate_up, Tensor down,"
-      " int heads, int inner, float eps, Tensor cos, Tensor sin, Tensor prompt_k, Tensor prompt_v,"
+      " int heads, int inner, float eps, bool tiles, Tensor cos, Tensor sin, Tensor prompt_k,"
+      " Tensor prompt_v,"
       " Tensor(b!) completion_k, Tensor(c!) completion_v, Tensor lengths, Tensor counts,"
       " int time, float scale, int? window) -> ()");
 }

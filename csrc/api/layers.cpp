@@ -1,7 +1,8 @@
 // Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
 //
 // Each operator reads and writes its tensors once. rows/layers.h has the formulas.
-// Layout: inputs are fp32 rows with any row stride. Outputs are contiguous.
+// Layout: inputs are rows with any row stride. Outputs are contiguous. Rows are fp32, except that
+// SwiGLU, the output of RMSNorm and its gradient may be bf16.
 // Parallel: threads compute different rows. dw of RMSNorm is summed in at most kBlocks blocks of
 // rows.
 #include <torch/csrc/stable/library.h>
@@ -20,48 +21,68 @@ namespace {
 // bits of dw do not depend on it either.
 constexpr int64_t kBlocks = 64;
 
-// Checks that x is an fp32 matrix, and returns its rows.
-Matrix<const float> rows_of(const Tensor& x, const char* name) {
+template <class T>
+constexpr ScalarType kDtype = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::BFloat16;
+
+// Checks that x is a matrix of T, and returns its rows.
+template <class T = float>
+Matrix<const T> rows_of(const Tensor& x, const char* name) {
   check_matrix(x, name);
-  STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
-  return {data<const float>(x), x.stride(0)};
+  STD_TORCH_CHECK(x.scalar_type() == kDtype<T>, name, ": expected ",
+                  kDtype<T> == ScalarType::Float ? "float32" : "bfloat16");
+  return {data<const T>(x), x.stride(0)};
 }
 
-// Checks that x is an fp32 matrix of this shape, and returns its rows.
-Matrix<const float> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
-  const Matrix<const float> numbers = rows_of(x, name);
+// Checks that x is a matrix of T with this shape, and returns its rows.
+template <class T = float>
+Matrix<const T> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
+  const Matrix<const T> numbers = rows_of<T>(x, name);
   STD_TORCH_CHECK(x.size(0) == rows && x.size(1) == columns, name, ": expected (", rows, ", ",
                   columns, "), got (", x.size(0), ", ", x.size(1), ")");
   return numbers;
 }
 
-// Computes RMSNorm of x (T, H) with weight (H,). Returns y (T, H) and r (T,).
-std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps) {
+// Calls run(T{}) with the storage type of x, bf16 or fp32.
+template <class Run>
+auto with_type(const Tensor& x, const Run& run) {
+  return x.scalar_type() == ScalarType::BFloat16 ? run(Bfloat16{}) : run(float{});
+}
+
+// Computes RMSNorm of x (T, H) with weight (H,). Returns y (T, H), in bf16 if `narrow` is set, and
+// r (T,).
+std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps, bool narrow) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> from = rows_of(x, "x");
   const float* w = checked_vector<float>(weight, columns, "weight");
-  const Tensor y = torch::stable::new_empty(x, {rows, columns}), r = empty(x, rows);
-  float *to = data<float>(y), *scales = data<float>(r);
-  for_each_row(rows, columns, [&](int64_t i) {
-    norm_row(from.row(i), w, static_cast<float>(eps), columns, to + i * columns, scales + i);
+  const ScalarType dtype = narrow ? ScalarType::BFloat16 : ScalarType::Float;
+  const Tensor y = torch::stable::new_empty(x, {rows, columns}, dtype), r = empty(x, rows);
+  float* scales = data<float>(r);
+  with_type(y, [&](auto stored) {
+    auto* to = data<decltype(stored)>(y);
+    for_each_row(rows, columns, [&](int64_t i) {
+      norm_row(from.row(i), w, static_cast<float>(eps), columns, to + i * columns, scales + i);
+    });
   });
   return {y, r};
 }
 
-// Returns dx (T, H) and dw (H,) of RMSNorm.
+// Returns dx (T, H) and dw (H,) of RMSNorm. grad is fp32 or bf16.
 std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) {
   const int64_t rows = x.size(0), columns = x.size(1);
-  const Matrix<const float> up = like(grad, "grad", rows, columns), from = rows_of(x, "x");
+  const Matrix<const float> from = rows_of(x, "x");
   const float *w = checked_vector<float>(weight, columns, "weight"),
               *scales = checked_vector<float>(r, rows, "r");
   const Tensor dx = torch::stable::new_empty(x, {rows, columns}), dw = empty(x, columns);
   const int64_t step = std::max<int64_t>(1, (rows + kBlocks - 1) / kBlocks);
   const int64_t blocks = (rows + step - 1) / step;
   std::vector<float> parts(static_cast<size_t>(blocks * columns));
-  for_each_row(blocks, step * columns, [&](int64_t block) {
-    for (int64_t i = block * step; i < std::min(rows, (block + 1) * step); ++i)
-      norm_row_backward(up.row(i), from.row(i), w, scales[i], columns,
-                        data<float>(dx) + i * columns, parts.data() + block * columns);
+  with_type(grad, [&](auto stored) {
+    const auto up = like<decltype(stored)>(grad, "grad", rows, columns);
+    for_each_row(blocks, step * columns, [&](int64_t block) {
+      for (int64_t i = block * step; i < std::min(rows, (block + 1) * step); ++i)
+        norm_row_backward(up.row(i), from.row(i), w, scales[i], columns,
+                          data<float>(dx) + i * columns, parts.data() + block * columns);
+    });
   });
   // Add the partial sums of the blocks in order, in fp64.
   for (int64_t j = 0; j < columns; ++j) {
@@ -72,29 +93,35 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
   return {dx, dw};
 }
 
-// Returns silu(gate) * up for gate and up (T, F).
+// Returns silu(gate) * up for gate and up (T, F), both in fp32 or both in bf16.
 Tensor swiglu(Tensor gate, Tensor up) {
-  const int64_t rows = gate.size(0), columns = gate.size(1);
-  const Matrix<const float> g = rows_of(gate, "gate"), u = like(up, "up", rows, columns);
-  const Tensor y = torch::stable::new_empty(gate, {rows, columns});
-  for_each_row(rows, columns, [&](int64_t i) {
-    swiglu_row(g.row(i), u.row(i), columns, data<float>(y) + i * columns);
+  return with_type(gate, [&](auto stored) {
+    using T = decltype(stored);
+    const int64_t rows = gate.size(0), columns = gate.size(1);
+    const Matrix<const T> g = rows_of<T>(gate, "gate"), u = like<T>(up, "up", rows, columns);
+    const Tensor y = torch::stable::new_empty(gate, {rows, columns});
+    for_each_row(rows, columns, [&](int64_t i) {
+      swiglu_row(g.row(i), u.row(i), columns, data<T>(y) + i * columns);
+    });
+    return y;
   });
-  return y;
 }
 
 // Returns dgate (T, F) and dup (T, F) of SwiGLU.
 std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) {
-  const int64_t rows = gate.size(0), columns = gate.size(1);
-  const Matrix<const float> d = like(grad, "grad", rows, columns), g = rows_of(gate, "gate"),
-                            u = like(up, "up", rows, columns);
-  const Tensor dgate = torch::stable::new_empty(gate, {rows, columns}),
-               dup = torch::stable::new_empty(gate, {rows, columns});
-  for_each_row(rows, columns, [&](int64_t i) {
-    swiglu_row_backward(d.row(i), g.row(i), u.row(i), columns, data<float>(dgate) + i * columns,
-                        data<float>(dup) + i * columns);
+  return with_type(gate, [&](auto stored) -> std::tuple<Tensor, Tensor> {
+    using T = decltype(stored);
+    const int64_t rows = gate.size(0), columns = gate.size(1);
+    const Matrix<const T> d = like<T>(grad, "grad", rows, columns), g = rows_of<T>(gate, "gate"),
+                          u = like<T>(up, "up", rows, columns);
+    const Tensor dgate = torch::stable::new_empty(gate, {rows, columns}),
+                 dup = torch::stable::new_empty(gate, {rows, columns});
+    for_each_row(rows, columns, [&](int64_t i) {
+      swiglu_row_backward(d.row(i), g.row(i), u.row(i), columns, data<T>(dgate) + i * columns,
+                          data<T>(dup) + i * columns);
+    });
+    return {dgate, dup};
   });
-  return {dgate, dup};
 }
 
 // Returns x (T, heads, D) rotated by the given angles. The result is contiguous.
@@ -128,7 +155,7 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bo
 }  // namespace grpo_fast
 
 STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
-  library.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)");
+  library.def("rms_norm(Tensor x, Tensor weight, float eps, bool narrow) -> (Tensor, Tensor)");
   library.def(
       "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor r) -> (Tensor, Tensor)");
   library.def("swiglu(Tensor gate, Tensor up) -> Tensor");

@@ -1,5 +1,5 @@
-// Formulas of elementwise layers in fp32, one row at a time. `grad` is the gradient with respect to
-// y.
+// Formulas of elementwise layers, one row at a time. `grad` is the gradient with respect to y. T is
+// the storage type, fp32 or bf16. Numbers are computed in fp32 and rounded when they are stored.
 //
 //   RMSNorm   y = w x r, r = 1 / sqrt(mean(x^2) + eps)
 //             dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
@@ -23,8 +23,8 @@ GRPO_FAST_INLINE Floats first(Floats x, int64_t count) {
 }
 
 // Computes RMSNorm of one row, and stores r for the backward pass.
-inline void norm_row(const float* x, const float* w, float eps, int64_t columns, float* y,
-                     float* r) {
+template <class T>
+void norm_row(const float* x, const float* w, float eps, int64_t columns, T* y, float* r) {
   Floats sums{};
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
     const Floats numbers = first(load_up_to(x + j, count), count);
@@ -38,8 +38,9 @@ inline void norm_row(const float* x, const float* w, float eps, int64_t columns,
 }
 
 // Computes dx of one row, and adds the row's term to dw.
-inline void norm_row_backward(const float* grad, const float* x, const float* w, float r,
-                              int64_t columns, float* dx, float* dw) {
+template <class T>
+void norm_row_backward(const T* grad, const float* x, const float* w, float r, int64_t columns,
+                       float* dx, float* dw) {
   Floats sums{};
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
     const Floats product = load_up_to(grad + j, count) * load_up_to(x + j, count);
@@ -68,7 +69,8 @@ GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
 }
 
 // Computes y = silu(gate) * up for one row.
-inline void swiglu_row(const float* gate, const float* up, int64_t columns, float* y) {
+template <class T>
+void swiglu_row(const T* gate, const T* up, int64_t columns, T* y) {
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
     const Floats g = load_up_to(gate + j, count);
     store_up_to(y + j, g * sigmoid(g).value * load_up_to(up + j, count), count);
@@ -76,8 +78,9 @@ inline void swiglu_row(const float* gate, const float* up, int64_t columns, floa
 }
 
 // Computes the gradients of gate and up for one row.
-inline void swiglu_row_backward(const float* grad, const float* gate, const float* up,
-                                int64_t columns, float* dgate, float* dup) {
+template <class T>
+void swiglu_row_backward(const T* grad, const T* gate, const T* up, int64_t columns, T* dgate,
+                         T* dup) {
   by_vectors(columns, [&](int64_t j, int64_t count) GRPO_FAST_BODY {
     const Floats d = load_up_to(grad + j, count), g = load_up_to(gate + j, count);
     const Sigmoid s = sigmoid(g);

@@ -217,6 +217,12 @@ def _partial(
     return Provider(name, takes, partial(attend, kernel=Kernel(forward, backward)))
 
 
+def _csrc(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
+    """Compute attention with the C++ kernel in fp32, and round the result to the dtype of q."""
+    kernel = Kernel(csrc.forward, csrc.backward)
+    return attend(q.float(), k.float(), v.float(), layout, params, kernel=kernel).to(q.dtype)
+
+
 PROVIDERS = (
     # 16-bit inputs on CUDA use FlashAttention 4, then 3, then the package flash-attn 2, then
     # torch's FA2.
@@ -231,8 +237,8 @@ PROVIDERS = (
     # Other inputs on CUDA use compiled flex_attention.
     Provider("flex", lambda kind: kind.device == "cuda", flex.attend),
     # Inputs on the CPU use our C++ kernel, then torch's FlashAttention with one call per span.
-    _partial(lambda kind: _is_plain(kind, torch.float32) and not loader.unavailable("attention"),
-             "csrc", csrc.forward, csrc.backward),
+    Provider("csrc", lambda kind: _is_plain(kind, torch.float32, torch.bfloat16)
+             and not loader.unavailable("attention"), _csrc),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),
     # Every other input uses explicit scores, computed in chunks of queries.

@@ -138,6 +138,29 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
 
 @contextmanager
+def in_fp32(policy: Any) -> Iterator[None]:
+    """Return a context without autocast, in which a trial compares with the tolerance of fp32.
+
+    The rounding errors of bf16 would hide a wrong formula. With autocast, the model's own logits
+    are rounded to bf16, which alone changes a log-probability by up to 0.1 nats. On a GPU the
+    context has no effect.
+
+    Args:
+        policy: an object with `device` and `autocast`.
+    """
+    dtype = policy.autocast
+    if dtype is None or policy.device.type != "cpu":
+        yield
+        return
+    policy.autocast = None
+    try:
+        with torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        policy.autocast = dtype
+
+
+@contextmanager
 def random_weights(model: nn.Module) -> Iterator[bool]:
     """Return a context in which a model has random weights.
 

@@ -228,7 +228,8 @@ def test_random_weights_in_half_precision_do_not_refuse_a_family():
         assert self_check(policy) < 0.15
     policy = tiny_policy("qwen3")
     policy.autocast = torch.bfloat16
-    assert self_check(policy) < 0.15
+    assert self_check(policy) < 1e-4  # a trial on a CPU is not limited by the rounding of bf16
+    assert policy.autocast == torch.bfloat16
 
 
 def test_checks_put_modes_weights_and_attention_back():

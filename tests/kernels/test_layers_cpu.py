@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from grpo_fast.kernels.cpu import layers
-from grpo_fast.kernels.cpu.layers import linear, rms_norm, rotary, swiglu
+from grpo_fast.kernels.cpu import gemm, layers
+from grpo_fast.kernels.cpu.layers import BF16, linear, rms_norm, rotary, swiglu
 from grpo_fast.kernels.cpu.modules import fast_layers
 from tests.kernels.formulas import torch_threads
 from tests.kernels.layer_cases import NEEDS_KERNELS, TinyRMSNorm, draw, logits_of, pair_of
@@ -45,8 +45,8 @@ def test_what_stays_torchs(calls):
     few = linear(x[:23], weight)
     assert torch.equal(few, F.linear(x[:23], weight))
     assert torch.equal(linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x, weight).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert linear(x, weight).dtype == torch.float16
     half = linear(x.bfloat16(), weight.bfloat16())
     assert half.dtype == torch.bfloat16
     compiled = torch.compile(linear, backend="eager", fullgraph=True)
@@ -60,6 +60,68 @@ def test_what_stays_torchs(calls):
     with torch.inference_mode():
         assert (linear(x, weight) - F.linear(x, weight)).abs().max() < 1e-5
     assert calls == [(40, 6)]
+
+
+NEEDS_BF16 = pytest.mark.skipif(gemm.unavailable(BF16) is not None, reason="no bf16 products here")
+
+
+@NEEDS_BF16
+@pairs(shape=[(40, 33), (2, 5, 33), (1, 33)], has_bias=[True, False], dtype=[torch.float32, BF16])
+def test_bf16_products_have_an_fp32_gradient_of_the_weight(shape, has_bias, dtype):
+    """Check that autocast rounds the operands once, and that dW is not rounded to bf16."""
+    x = draw(*shape, dtype=dtype).requires_grad_()
+    weight = draw(19, 33, seed=1).requires_grad_()
+    bias = draw(19, seed=2).requires_grad_() if has_bias else None
+    with torch.autocast("cpu", BF16):
+        out = linear(x, weight, bias)
+    up = draw(*out.shape, seed=3, dtype=BF16)
+    out.backward(up)
+    given = [None if t is None else t.detach().to(BF16).double() for t in (x, weight, bias)]
+    exact = [None if t is None else t.requires_grad_() for t in given]
+    expected = F.linear(*exact)
+    expected.backward(up.double())
+    assert out.dtype == BF16 and weight.grad.dtype == torch.float32 and x.grad.dtype == dtype
+    assert ((out - expected).abs() <= 2**-8 * expected.abs() + 1e-5).all()
+    size = exact[0].grad.abs().max()
+    assert (x.grad - exact[0].grad).abs().max() <= 2**-8 * size
+    assert (weight.grad - exact[1].grad).abs().max() < 5e-5
+    if has_bias:
+        assert (bias.grad - exact[2].grad).abs().max() < 5e-5
+
+
+@NEEDS_BF16
+def test_bf16_norms_and_gates_round_once():
+    x, weight = draw(9, 33).requires_grad_(), draw(33, seed=1).requires_grad_()
+    wide = rms_norm(x, weight, 1e-6)
+    with torch.autocast("cpu", BF16):
+        narrow = rms_norm(x, weight, 1e-6)
+    assert narrow.dtype == BF16 and torch.equal(narrow, wide.to(BF16))
+    up = draw(9, 33, seed=2, dtype=BF16)
+    found = torch.autograd.grad(narrow, [x, weight], up)
+    for ours, theirs in zip(found, torch.autograd.grad(wide, [x, weight], up.float()), strict=True):
+        assert torch.equal(ours, theirs)
+    gate, up = (draw(9, 40, seed=n, dtype=BF16).requires_grad_() for n in (3, 4))
+    wide = swiglu(*(t.detach().float().requires_grad_() for t in (gate, up)))
+    narrow = swiglu(gate, up)
+    assert torch.equal(narrow, wide.to(BF16))
+    narrow.backward(torch.ones_like(narrow))
+    assert gate.grad.dtype == BF16
+    exact = F.silu(gate.detach().double())
+    assert ((up.grad - exact).abs() <= 2**-8 * exact.abs()).all()
+
+
+@NEEDS_BF16
+def test_a_shared_bf16_copy_follows_its_weight():
+    x, weight = draw(3, 8), nn.Parameter(draw(6, 8, seed=1))
+    with torch.autocast("cpu", BF16), layers.shared_copies():
+        first = linear(x, weight)
+        assert layers._narrow(weight) is layers._narrow(weight)
+        with torch.no_grad():
+            weight.neg_()
+        assert torch.equal(linear(x, weight), -first)
+        weight.data = -weight.data
+        assert torch.equal(linear(x, weight), first)
+    assert layers._copies.get() is None and layers._narrow(weight) is not layers._narrow(weight)
 
 
 def test_a_nan_is_seen(calls):

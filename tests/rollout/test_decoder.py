@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.attention import pack_groups
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, loader
+from grpo_fast.kernels.cpu.modules import Observer
 from grpo_fast.rollout import Sampling, generate
 from grpo_fast.rollout.own import decode, decoder
 from grpo_fast.rollout.own import engine as hf
@@ -86,6 +88,84 @@ def test_the_tokens_are_those_of_the_modules(family, changes, steps, monkeypatch
     assert min(lengths) < 8 and max(lengths) > cpp.TILE
     for a, b in zip(ours.sampling_logps, theirs.sampling_logps, strict=True):
         torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=0, atol=2e-5)
+
+
+NEEDS_BF16 = pytest.mark.skipif(
+    gemm.unavailable(torch.bfloat16) is not None, reason="no bf16 products here"
+)
+
+
+def bf16_policy(family: str = "llama", **changes: Any) -> Policy:
+    policy = policy_of(family, hidden_size=64, intermediate_size=96, **changes)
+    policy.autocast = torch.bfloat16
+    return policy
+
+
+@NEEDS_BF16
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_bf16_rounds_where_training_rounds(family, steps):
+    """Check the sampler's logps against the logps of training, which autocast computes in bf16."""
+    policy = bf16_policy(family)
+    found = sampled(policy, 5, 20)
+    assert isinstance(steps()[-1], decoder.Decoder) and steps()[-1].dtype == torch.bfloat16
+    groups = [(p, found.completion_ids[5 * n : 5 * n + 5]) for n, p in enumerate(PROMPTS)]
+    with torch.no_grad():
+        trained = policy.logps(pack_groups(groups))
+        policy.autocast = None
+        exact = policy.logps(pack_groups(groups))
+    ours = torch.cat([torch.as_tensor(x) for x in found.sampling_logps])
+    noise = (trained - exact).abs().mean()
+    assert noise > 1e-4  # bf16 rounds
+    assert (ours - trained).abs().mean() < 0.2 * noise
+
+
+@NEEDS_BF16
+def test_bf16_rollouts_agree_with_transformers_in_bf16(steps):
+    policy = bf16_policy()
+    found = sampled(policy, 2, 20)
+    assert isinstance(steps()[-1], decoder.Decoder)
+    plain = type(policy.lm)(policy.lm.config)
+    plain.load_state_dict(policy.lm.state_dict())
+    plain.set_attn_implementation("eager")
+
+    def logps(ids: list[int], prompt: list[int], autocast: bool) -> torch.Tensor:
+        row = torch.tensor([[*prompt, *ids]])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = plain(row, use_cache=False).logits[0, -1 - len(ids) : -1].float()
+        return logits.log_softmax(-1).gather(1, row[0, -len(ids) :, None])[:, 0]
+
+    rows = [(ids, PROMPTS[n // 2]) for n, ids in enumerate(found.completion_ids)]
+    theirs, exact = (torch.cat([logps(*row, on) for row in rows]) for on in (True, False))
+    ours = torch.cat([torch.as_tensor(x) for x in found.sampling_logps])
+    # Both have the noise of bf16. Ours does not round logits.
+    assert (ours - exact).abs().mean() < (theirs - exact).abs().mean() < 0.1
+    assert (ours - theirs).abs().max() < 0.25
+
+
+@NEEDS_BF16
+def test_a_bf16_rollout_packs_the_weights_of_this_moment(steps):
+    policy = bf16_policy()
+    first = sampled(policy)
+    with torch.no_grad():
+        policy.lm.model.layers[0].mlp.down_proj.weight.neg_()
+    assert sampled(policy).completion_ids != first.completion_ids and all(steps())
+
+
+@NEEDS_BF16
+def test_the_decoder_calls_observers_of_the_model(steps):
+    """Check that a run that stops by a hook uses the decoder in bf16, and the modules in fp32."""
+    calls: list[int] = []
+    policy = bf16_policy()
+    policy.lm.model.register_forward_pre_hook(Observer(lambda *_: calls.append(1)))
+    sampled(policy, 1, 12)
+    assert isinstance(steps()[-1], decoder.Decoder) and len(calls) >= 12
+    policy.autocast = None
+    sampled(policy, 1, 12)
+    assert steps()[-1] is None
+    policy = bf16_policy()
+    policy.lm.model.register_forward_pre_hook(lambda *_: None)
+    sampled(policy, 1, 12)
+    assert steps()[-1] is None
 
 
 def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():

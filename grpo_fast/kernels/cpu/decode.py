@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.kernels.cpu import loader
+from grpo_fast.kernels.cpu.gemm import uses_tiles
 from grpo_fast.kernels.types import contiguous_rows
 
 TILE = 16  # tokens
@@ -24,8 +25,12 @@ Tiles = tuple[Tensor, Tensor]
 
 
 def runs(x: Tensor) -> bool:
-    """Return whether the C++ decoding step is available and supports the device and dtype of x."""
-    return x.is_cpu and x.dtype == torch.float32 and loader.unavailable("decode") is None
+    """Return whether the C++ decoding step is available and supports the device and dtype of x.
+
+    It computes bf16 numbers in fp32.
+    """
+    is_supported = x.is_cpu and x.dtype in (torch.float32, torch.bfloat16)
+    return is_supported and loader.unavailable("decode") is None
 
 
 def tiles_of(k: Tensor, v: Tensor) -> Tiles:
@@ -112,10 +117,11 @@ class LayerWeights(NamedTuple):
     heads: int
     inner: int  # columns of gate, and of up
     eps: float  # of all norms
+    tiles: bool = False  # multiply bf16 weights on AMX
 
 
 def pack(*weights: Tensor) -> Tensor:
-    """Concatenate fp32 weights (N, K) along N, and pack them into one tensor for `linear`.
+    """Concatenate fp32 or bf16 weights (N, K) along N, and pack them into one tensor for `linear`.
 
     The packed layout makes products with few rows of x fast.
 
@@ -126,11 +132,12 @@ def pack(*weights: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
-    """Compute x·weightᵀ, (B, width), with a packed weight.
+    """Compute x·weightᵀ, (B, width) fp32, with a packed weight. bf16 weights round x to bf16.
 
     The weight must be the result of `pack` for a single (width, K) matrix.
     """
-    out: Tensor = loader.operator("decoder", "linear")(x.contiguous(), weight, width)
+    operator = loader.operator("decoder", "linear")
+    out: Tensor = operator(x.contiguous(), weight, width, uses_tiles(weight))
     return out
 
 

@@ -2,11 +2,16 @@
 
 Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++ and read
 and write each tensor once in forward and once in backward. transformers makes 5 to 12 passes.
+
+Under autocast to bf16, linear layers multiply in bf16 and sum the gradient of the fp32 weight in
+fp32. Norms and SwiGLU compute in fp32 and round their result to bf16 once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,10 +26,45 @@ from grpo_fast.kernels.types import contiguous_rows
 # With fewer rows, packing the weight takes longer than the faster product saves.
 LEAST_ROWS = 24
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
+BF16 = torch.bfloat16
+
+# id of a weight -> the weight, its version and address, and its copy in bf16. None: store no copies
+_copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
+_copies = ContextVar("_copies", default=None)
+
+
+@contextmanager
+def shared_copies() -> Iterator[None]:
+    """Convert each weight to bf16 only once while this context is open.
+
+    A copy takes 2 bytes per weight until the context ends. Do not change weights inside of the
+    context through `.data`, which a copy would not notice.
+    """
+    token = _copies.set({})
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def in_bf16() -> bool:
+    """Return whether layers of fp32 models compute in bf16, by autocast and with 16-bit products.
+
+    Autocast alone is not sufficient. CPUs without 16-bit products use the original layers.
+    """
+    return (
+        torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == BF16
+        and route.gemm_choice() != "vendor"
+        and gemm.unavailable(BF16) is None
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
+
+    Under autocast to bf16, csrc is always used. Torch's bf16 product would keep compiled kernels
+    for every number of rows that occurs, about 6 MiB each for a model of 135M parameters.
 
     Args:
         x: (…, K).
@@ -34,6 +74,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, N).
     """
+    if in_bf16() and is_plain(weight) and (is_plain(x) or is_plain(x, dtype=BF16)):
+        return _Linear16.apply(x, weight, bias)
     # Check the cheapest conditions first, because in a rollout a product takes only tens of
     # microseconds.
     if (
@@ -52,7 +94,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight · x / √(mean(x²) + eps) over the last dimension.
 
-    The tensors must satisfy `is_plain`.
+    The tensors must satisfy `is_plain`. Under autocast to bf16, the result is bf16, to which the
+    next linear layers would convert it anyway.
 
     Args:
         x: (…, H).
@@ -68,9 +111,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate)·up, in one C++ pass if possible and otherwise with torch.
 
-    The C++ pass needs fp32 CPU tensors of equal shape.
+    The C++ pass needs CPU tensors of equal shape, both in fp32 or both in bf16.
     """
-    if not is_plain(gate, up) or gate.shape != up.shape or loader.unavailable("layers"):
+    is_supported = is_plain(gate, up) or is_plain(gate, up, dtype=BF16)
+    if not is_supported or gate.shape != up.shape or loader.unavailable("layers"):
         return F.silu(gate) * up
     return _SwiGLU.apply(gate, up) if _needs_grad(gate, up) else _gated(gate, up)
 
@@ -109,14 +153,14 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def is_plain(*tensors: Tensor) -> bool:
-    """Return whether the C++ operators accept these tensors: non-empty fp32 CPU tensors.
+def is_plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether the C++ operators accept these tensors: non-empty CPU tensors of this dtype.
 
     The result is False for subclasses of Tensor, in compiled graphs, under `torch.func` and under
     forward-mode AD.
     """
     for x in tensors:
-        if type(x) not in PLAIN or not x.is_cpu or x.dtype != torch.float32 or x.numel() == 0:
+        if type(x) not in PLAIN or not x.is_cpu or x.dtype != dtype or x.numel() == 0:
             return False
     return not (torch.compiler.is_compiling() or _in_transform())
 
@@ -144,14 +188,32 @@ def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
-def _mm(a: Tensor, b: Tensor, by_torch: bool = False) -> Tensor:
-    return a @ b if by_torch else gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1]))
+def _mm(a: Tensor, b: Tensor, by_torch: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    if by_torch:
+        return (a.float() @ b.float()).to(dtype or a.dtype)
+    return gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = _mm(x.reshape(-1, x.shape[-1]), weight.t())
+    out = _mm(x.reshape(-1, x.shape[-1]), weight.t(), dtype=torch.float32)
     out = out if bias is None else out.add_(bias)
     return out.view(*x.shape[:-1], len(weight))
+
+
+def _narrow(weight: Tensor) -> Tensor:
+    """Return a copy of a weight in bf16, which `shared_copies` stores."""
+    stored = _copies.get()
+    state = weight._version, weight.data_ptr()
+    if stored is not None and id(weight) in stored:
+        _, stored_state, copy = stored[id(weight)]
+        if stored_state == state:
+            return copy
+    # Copy outside of inference mode, because autograd cannot save tensors that were created in it.
+    with torch.inference_mode(False):
+        copy = weight.detach().to(BF16)
+    if stored is not None:
+        stored[id(weight)] = weight, state, copy
+    return copy
 
 
 def _torch_gradients(
@@ -164,7 +226,7 @@ def _torch_gradients(
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps)
+    y, scales = loader.operator("layers", "rms_norm")(_rows(x), weight.detach(), eps, in_bf16())
     return y.view(x.shape), scales
 
 
@@ -215,6 +277,32 @@ class _Linear(torch.autograd.Function):
         if x is not None:
             dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), by_torch)
         return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Linear16(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wants_x, needs_d_weight, _ = ctx.needs_input_grad
+        rows = x.reshape(-1, x.shape[-1]).to(BF16)
+        narrow = _narrow(weight)
+        ctx.save_for_backward(rows if needs_d_weight else None, narrow if wants_x else None)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        if bias is None:
+            return _mm(rows, narrow.t()).view(*x.shape[:-1], len(weight))
+        return _product(rows, narrow, bias.to(BF16)).to(BF16).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        by_torch = _in_transform(grad)
+        rows = grad.reshape(-1, grad.shape[-1])
+        dx = dw = None
+        if weight is not None:
+            dx = _mm(rows, weight, by_torch, ctx.dtype).view(ctx.shape)
+        if x is not None:
+            dw = _mm(rows.t(), x, by_torch, torch.float32)
+        return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -45,6 +45,10 @@ class OurForward(functools.partial):
     """
 
 
+class Observer(functools.partial):
+    """A forward pre-hook that changes nothing. Code that bypasses the module may call the hook."""
+
+
 def fast_layers(model: nn.Module) -> None:
     """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
     for module in model.modules():
@@ -275,6 +279,8 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+        if layers.in_bf16():  # the angles are fp32, so the formula computes in fp32
+            q, k = q.float(), k.float()
         if rest or options or not layers.can_rotate(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)
         return layers.rotary(q, k, cos, sin)

@@ -216,7 +216,9 @@ class RolloutCache:
         # 1. Use the C++ kernel if it supports the layer. It needs keys and values of equal width,
         #    but their widths differ in latent attention.
         if settings.softcap is None and k.shape == v.shape and cpp.runs(v):
-            return cpp.decode_(q.to(v.dtype), k.to(v.dtype), v, *self.in_tiles(layer))
+            # Round to the dtype of the values first, then compute in fp32.
+            q, k, v = (x.to(v.dtype).float() for x in (q, k, v))
+            return cpp.decode_(q, k, v, *self.in_tiles(layer))
         # 2. Compute the scores of the prompt's tokens and of the completion's tokens in the window.
         q = q.to(v.dtype).transpose(0, 1).unflatten(1, (heads, -1))  # (B, H_kv, H/H_kv, D)
         first = 0 if settings.window is None else max(0, self.time + 1 - settings.window)
@@ -240,7 +242,7 @@ class RolloutCache:
     def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
         """Make room for one more token and return the layer's arguments for the C++ kernels."""
         if not layer.completions:
-            layer.prompts = cpp.tiles_of(*layer.prompts)
+            layer.prompts = cpp.tiles_of(*(x.float() for x in layer.prompts))
         if not layer.completions or layer.completions[0].shape[2] * cpp.TILE == self.time:
             room = min(self.max_new_tokens, self.time + GROWTH)
             count = sum(self.counts)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from grpo_fast.attention import Head, TreeLayout
 from grpo_fast.kernels.cpu.layers import linear
+from grpo_fast.kernels.head.products import matmul_logits
+from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.decoder import decoder_of
@@ -217,7 +219,13 @@ def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> 
 
 def linear_of(head: Head, hidden: Tensor) -> Tensor:
     """Return the LM head's product hidden·Wᵀ + bias, without its scale and softcap."""
-    return linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    hidden = hidden.to(head.weight.dtype)
+    if head.weight.dtype == torch.bfloat16 and uses_csrc_gemm(head.weight):
+        # Keep fp32 logits, as the fused head does in training. Torch would round them to bf16.
+        logits = hidden.new_empty((len(hidden), len(head.weight)), dtype=torch.float32)
+        matmul_logits(hidden, head.weight, out=logits)
+        return logits if head.bias is None else logits.add_(head.bias)
+    return linear(hidden, head.weight, head.bias)
 
 
 def logits_of(head: Head, product: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Decoding steps of Llama-like models, with one C++ call per layer.
 
 In a small model, calling a layer's modules takes longer than computing the layer. The decoder
-supports transformers models in fp32 on a CPU whose layers have Llama's parameters and no hooks.
+supports transformers models with fp32 weights on a CPU whose layers have Llama's parameters and no
+hooks. Under autocast to bf16, it multiplies in bf16 and rounds where the modules round.
 Biases and norms of queries and keys are optional. Before its first use, the decoder is compared
 with the model's modules on random tokens and weights. The comparison includes positions before and
 after every position limit in the configuration.
@@ -22,15 +23,23 @@ from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import decode as cpp
 from grpo_fast.kernels.cpu import gemm, layers, loader
-from grpo_fast.kernels.cpu.modules import SETTINGS, epsilon_of, is_silu, is_untouched, settings_of
+from grpo_fast.kernels.cpu.modules import (
+    SETTINGS,
+    Observer,
+    epsilon_of,
+    is_silu,
+    is_untouched,
+    settings_of,
+)
 from grpo_fast.rollout.own.cache import RolloutCache
 
 # A function (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states.
 Step = Callable[[Any, Tensor, Tensor, RolloutCache], Tensor]
 
 # Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
-# state. The two differ slightly, because they add fp32 numbers in different orders.
-CLOSE = 1e-4
+# state. The two differ slightly, because they add fp32 numbers in different orders. In bf16, they
+# then round some numbers differently.
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 LINEAR = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -45,7 +54,7 @@ _verdicts: dict[Hashable, bool] = {}  # configuration of a trunk -> whether the 
 
 
 class Decoder:
-    """Decoder with a packed copy of the weights, which needs as much memory as the weights.
+    """Decoder with a packed copy of the weights in the dtype of the head's weight.
 
     Args:
         trunk: the model without its LM head.
@@ -56,10 +65,11 @@ class Decoder:
     def __init__(self, trunk: Any, head: Head, places: Tensor) -> None:
         self.trunk = trunk
         self.head = head
-        self.layers = [(layer.self_attn, weights_of(layer)) for layer in trunk.layers]
+        self.dtype = head.weight.dtype
+        self.layers = [(layer.self_attn, weights_of(layer, self.dtype)) for layer in trunk.layers]
         # Compute the angles of all positions in advance. This is possible because packed attention
         # accepts only position embeddings that depend on nothing but the position.
-        angles = trunk.rotary_emb(head.weight, places[None])
+        angles = trunk.rotary_emb(trunk.embed_tokens.weight, places[None])
         self.cos, self.sin = (a[0].contiguous() for a in angles)  # (P, D)
 
     @functools.cached_property
@@ -68,7 +78,7 @@ class Decoder:
 
     def product(self, hidden: Tensor) -> Tensor:
         """Return the logits before scale and softcap, (B, V), for hidden states (B, H)."""
-        logits = cpp.linear(hidden, self.packed_head, len(self.head.weight))
+        logits = cpp.linear(hidden.float(), self.packed_head, len(self.head.weight))
         return logits if self.head.bias is None else logits.add_(self.head.bias)
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
@@ -79,6 +89,8 @@ class Decoder:
             positions: (B,) int64 indices into `places`.
             cache: the keys and values, which receive the new tokens.
         """
+        for hook in self.trunk._forward_pre_hooks.values():
+            hook(self.trunk, (ids,))
         x = self.trunk.embed_tokens(ids)
         cos, sin = (angles.index_select(0, positions) for angles in (self.cos, self.sin))
         for attention, weights in self.layers:
@@ -97,7 +109,7 @@ def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> De
     """
     if not is_supported(trunk, head, cache):
         return None
-    key = configuration_of(trunk)
+    key = configuration_of(trunk), head.weight.dtype
     try:
         if key not in _verdicts:
             _verdicts[key] = agrees(trunk, head, cache.device, forward)
@@ -110,21 +122,38 @@ def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> De
 
 def is_supported(trunk: Any, head: Head, cache: RolloutCache) -> bool:
     """Return whether the decoder supports this model, and its kernels are available."""
-    if torch.is_autocast_enabled("cpu") or route.gemm_choice() == "vendor":
+    dtype = head.weight.dtype
+    if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != layers.in_bf16():
         return False
     if (
-        gemm.unavailable(torch.float32)
+        dtype != (torch.bfloat16 if layers.in_bf16() else torch.float32)
+        or gemm.unavailable(dtype)
         or loader.unavailable("decode")
         or loader.unavailable("decoder")
     ):
         return False
     return (
         {name for name, _ in trunk.named_children()} == TRUNK
-        and layers.is_plain(*trunk.parameters(), head.weight)
+        and layers.is_plain(*trunk.parameters())
+        and layers.is_plain(head.weight, dtype=dtype)
         and all(layer.settings.softcap is None for layer in cache.layers.values())
-        and all(map(is_untouched, trunk.modules()))
+        and all(is_untouched(m) or (m is trunk and is_observed(m)) for m in trunk.modules())
         and all(map(is_llama_layer, trunk.layers))
     )
+
+
+def is_observed(trunk: nn.Module) -> bool:
+    """Return whether the only hooks are observers, which the decoder calls. Used in bf16 only.
+
+    In fp32, the decoder would change the last bits of the rollouts of every training run.
+    """
+    hooks = trunk._forward_pre_hooks
+    if not layers.in_bf16() or any(type(hook) is not Observer for hook in hooks.values()):
+        return False
+    # Look at the trunk without its observers.
+    bare = copy.copy(trunk)
+    vars(bare)["_forward_pre_hooks"] = {}
+    return is_untouched(bare)
 
 
 def configuration_of(trunk: Any) -> Hashable:
@@ -145,8 +174,12 @@ def epsilons(layer: nn.Module) -> list[float | None]:
     return [epsilon_of(module) for name, module in layer.named_modules() if name in NORMS]
 
 
-def weights_of(layer: Any) -> cpp.LayerWeights:
+def weights_of(layer: Any, dtype: torch.dtype) -> cpp.LayerWeights:
     w = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+
+    def pack(*weights: Tensor) -> Tensor:
+        return cpp.pack(*(weight.to(dtype) for weight in weights))
+
     biases = [w.get(f"{name}.bias") for name in LINEAR]
     if any(bias is not None for bias in biases):
         widths = (len(w[f"{name}.weight"]) for name in LINEAR)
@@ -156,17 +189,18 @@ def weights_of(layer: Any) -> cpp.LayerWeights:
     (eps,) = set(epsilons(layer))
     return cpp.LayerWeights(
         norm=w["input_layernorm.weight"],
-        qkv=cpp.pack(*(w[f"{name}.weight"] for name in LINEAR)),
-        bias=None if biases[0] is None else torch.cat(biases),
+        qkv=pack(*(w[f"{name}.weight"] for name in LINEAR)),
+        bias=None if biases[0] is None else torch.cat(biases).to(dtype).float(),
         q_norm=w.get("self_attn.q_norm.weight"),
         k_norm=w.get("self_attn.k_norm.weight"),
-        out=cpp.pack(w["self_attn.o_proj.weight"]),
+        out=pack(w["self_attn.o_proj.weight"]),
         post_norm=w["post_attention_layernorm.weight"],
-        gate_up=cpp.pack(w["mlp.gate_proj.weight"], up),
-        down=cpp.pack(w["mlp.down_proj.weight"]),
+        gate_up=pack(w["mlp.gate_proj.weight"], up),
+        down=pack(w["mlp.down_proj.weight"]),
         heads=len(w["self_attn.q_proj.weight"]) // attention.head_dim,
         inner=len(up),
         eps=eps,
+        tiles=dtype == torch.bfloat16 and gemm.has_tiles(),
     )  # fmt: skip
 
 
@@ -202,7 +236,8 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
                 ours = decoder(ids, at, cache)
                 cache.time += 1
                 # The condition is negated so that NaN counts as a difference.
-                if not (ours - theirs).abs().max() <= CLOSE * theirs.abs().amax(-1).min():
+                close = CLOSE[decoder.dtype] * theirs.abs().amax(-1).min()
+                if not (ours - theirs).abs().max() <= close:
                     return False
     return True
 

@@ -125,7 +125,8 @@ def why_unsuited(policy: Any) -> str | None:
     """
     if policy.lm not in _unsuited:
         try:
-            _unsuited[policy.lm] = compare(policy)
+            with trial.in_fp32(policy):
+                _unsuited[policy.lm] = compare(policy)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             prefix = "" if isinstance(error, ValueError) else "our loop fails on it: "
             _unsuited[policy.lm] = prefix + (str(error).splitlines() or [type(error).__name__])[0]

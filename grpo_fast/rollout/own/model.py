@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_fast.attention import Head, head_of
 from grpo_fast.errors import require
+from grpo_fast.kernels.cpu import layers
 
 
 class SampledModel:
@@ -97,7 +98,7 @@ class SampledModel:
         lm.set_attn_implementation(self.generation_attn)
         lm.eval()
         try:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self._autocast(), layers.shared_copies():
                 yield
         finally:
             lm.generation_config = saved

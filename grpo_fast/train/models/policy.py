@@ -70,7 +70,7 @@ class Policy(SampledModel):
 
     @property
     def device(self) -> torch.device:
-        return self.home if self.is_empty else self.head.weight.device
+        return self.home if self.is_empty else head_of(self.lm).weight.device
 
     def inside(self, work: Callable[[], Result]) -> Result:
         """Call `work` inside the model's forward pass, where FSDP2 gathers the head's weights.

@@ -29,6 +29,11 @@ def self_check(policy: Policy) -> float:
     Raises:
         ValueError: the difference exceeds the tolerance of the dtype, or logits are NaN.
     """
+    with trial.in_fp32(policy):
+        return _self_check(policy)
+
+
+def _self_check(policy: Policy) -> float:
     least = trial.LENGTH
     expected = f"at least {least}"
     require(policy.positions >= least, "max_position_embeddings", expected, policy.positions)

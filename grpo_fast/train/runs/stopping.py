@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from grpo_fast.errors import Stopped
+from grpo_fast.kernels.cpu.modules import Observer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -59,7 +60,7 @@ class Stopping:
             for each in handled:  # the next signal ends the process immediately
                 signal.signal(each, signal.SIG_DFL)
 
-        hook = model.register_forward_pre_hook(ask)
+        hook = model.register_forward_pre_hook(Observer(ask))
         for number in handled:
             signal.signal(number, remember)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.data import TRACES
+from grpo_fast.kernels.cpu import layers
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
@@ -131,7 +132,8 @@ class Trainer:
                 # 1. In the first update of a step, compute old and reference log-probs and values.
                 self.precompute(batch)
                 # 2. Compute the gradients from hidden states, fused loss and backward pass.
-                with distributed.together(in_step=self.policy.is_sharded):
+                in_step = self.policy.is_sharded
+                with distributed.together(in_step=in_step), layers.shared_copies():
                     own = accumulate(
                         self.policy, batch.minibatches[minibatch], self.loss_config,
                         validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",

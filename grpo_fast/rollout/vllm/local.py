@@ -17,7 +17,7 @@ from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
-from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
+from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
 
 
 class VLLMEngine(Engine):
@@ -43,6 +43,8 @@ class VLLMEngine(Engine):
             return
         weights = (pair for bucket in buckets(policy) for pair in bucket)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if policy.device.type == "cpu":
+            self.llm.apply_model(repack_heads)
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
@@ -135,6 +137,11 @@ def build(policy: Any, options: Any) -> VLLMEngine:
     given |= options.vllm.options
     # 3. Build vLLM's model from the policy's configuration and tokenizer.
     with tempfile.TemporaryDirectory() as folder:
+        # vLLM takes a model of some families, such as qwen3, for an embedding model if its
+        # configuration names no class. Such a configuration comes from `model.config`.
+        policy.lm.config.architectures = policy.lm.config.architectures or [
+            type(policy.lm).__name__
+        ]
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:

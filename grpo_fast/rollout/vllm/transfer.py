@@ -60,6 +60,17 @@ def _checkpoint_tensors(lm: Any) -> dict[str, Tensor]:
     return revert_weight_conversion(lm, state)
 
 
+def repack_heads(model: Any) -> None:
+    """Renew the packed weights of vLLM's LM head on a CPU after a reload.
+
+    On a CPU, vLLM computes the head from a packed copy of its weights. A reload does not renew this
+    copy if the head is tied to the embedding, because no weights are loaded under the head's name.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
 def dtype_of(policy: Any) -> str:
     """Return the dtype in which the policy computes, such as "bfloat16"."""
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]

@@ -1,6 +1,8 @@
 """Tests of the engine `vllm` with a stand-in for vLLM's class LLM."""
 
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,10 +16,12 @@ from grpo_fast.rollout.own.engine import TransformersEngine
 from grpo_fast.rollout.vllm.answers import StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.local import VLLMEngine, build
 from grpo_fast.rollout.vllm.options import VLLMOptions
+from grpo_fast.rollout.vllm.transfer import repack_heads
 from grpo_fast.train.config.data import EvalConfig
 from grpo_fast.train.models.policy import Policy
-from tests.rollout.vllm_stand_in import spoil
-from tests.tiny import tiny_policy
+from tests.rollout.test_vllm_adapters import CLOSE, adapted, change
+from tests.rollout.vllm_stand_in import difference, spoil, with_adapter
+from tests.tiny import tiny_model, tiny_policy
 
 PROMPTS = ["3 1 2 =", "5 ="]
 
@@ -39,12 +43,24 @@ class StandIn:
     def __init__(self, model: str = "", **given) -> None:
         self.model, self.given = model, given
         self.calls: list[str] = []
+        self.repacked = 0
         self.version, self.logp = "default", None
         self.copy = StandIn.policy.frozen_copy()
         end = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
-        self.llm_engine = SimpleNamespace(engine_core=end)
+        self.llm_engine = SimpleNamespace(engine_core=end, add_lora=self.add_lora)
+        self.adapters: dict[str, Policy] = {}
+
+    def add_lora(self, request):
+        self.calls.append("adapter")
+        self.adapters[request.lora_name] = with_adapter(self.copy, request.lora_path)
+
+    def apply_model(self, function):
+        assert function is repack_heads
+        assert self.calls[-1] == "reload_weights"
+        self.repacked += 1
 
     def collective_rpc(self, method, kwargs):
+        self.adapters.clear()  # as vLLM does, because they may not fit the new weights
         self.calls.append(method)
         state = self.copy.lm.state_dict()
         for name, tensor in kwargs["weights_iterator"]:
@@ -62,8 +78,9 @@ class StandIn:
     def wake_up(self, tags):
         self.calls.append(f"wake {' '.join(tags)}")
 
-    def generate(self, prompts, parameters, use_tqdm):
-        sample = TransformersEngine(self.copy).generate
+    def generate(self, prompts, parameters, use_tqdm, lora_request):
+        policy = self.copy if lora_request is None else self.adapters[lora_request.lora_name]
+        sample = TransformersEngine(policy).generate
         assert all(wanted.n == 1 or wanted.temperature > 0 for wanted in parameters)
         for prompt, wanted in zip(prompts, parameters, strict=True):
             sampling = Sampling(max_new_tokens=wanted.max_tokens, temperature=wanted.temperature)
@@ -90,6 +107,11 @@ def vllm(policy, monkeypatch):
     distributed.cleanup_dist_env_and_memory = lambda: None
     monkeypatch.setitem(sys.modules, "vllm", found)
     monkeypatch.setitem(sys.modules, "vllm.distributed", distributed)
+    request = ModuleType("vllm.lora.request")
+    request.LoRARequest = lambda name, number, path: SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=path
+    )
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return found
@@ -124,6 +146,81 @@ def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
             assert engine.policy is policy
         engine.sleep()  # has no effect, because the engine already sleeps
     assert llm.calls == moved
+
+
+@pytest.mark.parametrize(
+    ("level", "sent"),
+    [(0, ["reload_weights", "adapter", "adapter"]), (1, ["reload_weights", "adapter", "adapter"]),
+     (2, ["reload_weights", "adapter", "reload_weights", "adapter"])],
+)  # fmt: skip
+def test_it_receives_the_adapter_alone(vllm, level, sent):
+    """Check that base weights are sent again only after sleep has discarded them."""
+    policy = adapted()
+    StandIn.policy = Policy(tiny_model("llama", vocab_size=14), policy.tokenizer)
+    engine = VLLMEngine(policy, llm := StandIn(), level, with_lora=True)
+    for version in (1, 2):
+        change(policy)
+        with awake(engine, policy, version):
+            rollout = generate(policy, engine)
+            assert difference(policy, rollout) < CLOSE
+            assert rollout.weight_version.tolist() == [version] * 6
+    assert [call for call in llm.calls if call in ("reload_weights", "adapter")] == sent
+    assert llm.repacked == sent.count("reload_weights")
+    plain = StandIn.policy.frozen_copy()
+    spoil(plain)
+    with awake(engine, plain, 3):  # without an adapter
+        assert difference(plain, generate(plain, engine)) < 1e-5
+    with awake(engine, policy, 4):
+        assert difference(policy, generate(policy, engine)) < CLOSE
+
+
+def test_the_options_for_adapters(vllm, caplog):
+    caplog.set_level("INFO")
+    StandIn.policy = policy = adapted(r=9)
+    engine = build(policy, Options())
+    assert not engine.with_lora and "max_lora_rank" not in engine.llm.given
+    assert "adapter merged: rollout.vllm.options.enable_lora is not set" in caplog.text
+    engine = build(policy, Options(vllm=VLLMOptions(options={"enable_lora": True})))
+    assert engine.with_lora and engine.llm.given["enable_lora"]
+    for given, message in [
+        ({"max_lora_rank": 8}, "enable_lora: expected a max_lora_rank of at least 9.* got 8"),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules that include down_proj"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build(policy, Options(vllm=VLLMOptions(options={"enable_lora": True, **given})))
+    with pytest.raises(ValueError, match="at least 17, the rank of the adapter, got 16"):
+        build(adapted(r=17), Options(vllm=VLLMOptions(options={"enable_lora": True})))
+
+
+def test_a_refusal_of_the_adapter_is_explained(vllm, monkeypatch):
+    StandIn.policy = policy = adapted()
+    engine = VLLMEngine(policy, llm := StandIn(), 0, with_lora=True)
+
+    def refuse(request):
+        raise ValueError("expected target modules in {'q_proj'} but received ['k_proj']")
+
+    llm.llm_engine.add_lora = refuse
+    monkeypatch.setattr(StandIn, "collective_rpc", lambda *_, **__: None)
+    monkeypatch.setattr(StandIn, "apply_model", lambda *_: None)
+    with pytest.raises(ValueError, match="enable_lora: vLLM refuses the adapter: .*k_proj"):
+        engine.update(policy, 0)
+
+
+def test_a_tied_head_is_packed_again():
+    """On a CPU, vLLM computes the LM head from a packed copy, which a reload may not renew."""
+    packed = []
+    method = SimpleNamespace(process_weights_after_loading=packed.append)
+
+    class ParallelLMHead(torch.nn.Module):
+        quant_method = method
+
+    class OtherLayer(ParallelLMHead):
+        pass
+
+    head, other, on_gpu = ParallelLMHead(), OtherLayer(), ParallelLMHead()
+    head.cpu_linear = other.cpu_linear = print
+    repack_heads(torch.nn.Sequential(head, other, on_gpu))
+    assert packed == [head]
 
 
 def test_it_keeps_the_weights_it_was_given(policy, vllm):
@@ -174,6 +271,21 @@ def test_arguments_of_the_llm(policy, vllm, monkeypatch):
         assert given["dtype"] == "float32" and not given["enable_sleep_mode"]
         assert given["max_model_len"] == 64 and given["seed"] == 5
     assert engine.llm.calls == ["shutdown"]
+
+
+def test_the_model_that_vllm_builds_has_an_lm_head(policy, vllm):
+    """vLLM takes a configuration of qwen3 without a class for that of an embedding model."""
+    assert policy.lm.config.architectures is None  # because the weights were never saved
+    found = []
+
+    class Reader(StandIn):
+        def __init__(self, model, **given):
+            super().__init__(model, **given)
+            found.append(json.loads((Path(model) / "config.json").read_text())["architectures"])
+
+    vllm.LLM = Reader
+    build(policy, Options())
+    assert found == [["Qwen2ForCausalLM"]]
 
 
 def test_an_engine_that_cannot_be_built(policy, vllm, monkeypatch):

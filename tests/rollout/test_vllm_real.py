@@ -1,6 +1,8 @@
 """Tests of both vLLM engines with real vLLM on a CPU. Run them with `make test-vllm`."""
 
+import copy
 import os
+import re
 import shlex
 import signal
 import socket
@@ -12,18 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import yaml
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.splits import Splits
-from grpo_fast.rollout import EngineError, awake, build_engine
-from grpo_fast.rollout.vllm.answers import Reply, ServerError
+from grpo_fast.rollout import EngineError, Sampling, awake, build_engine
+from grpo_fast.rollout.engine import Request
+from grpo_fast.rollout.vllm.answers import Reply, ServerError, StaleWeights, VLLMRequest
+from grpo_fast.rollout.vllm.http import Server
+from grpo_fast.rollout.vllm.link import Link
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
+from grpo_fast.train.models.policy import Policy
 from tests.command_line import invoke
 from tests.rollout.vllm_stand_in import all_logps, difference
 from tests.train.resuming import result
@@ -37,27 +45,34 @@ SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers"
          "max_position_embeddings": 512}  # fmt: skip
 SORT = ["data.digits=2", "optim.lr=5e-3", "optim.schedule=constant",
         *(f"model.config.{key}={value}" for key, value in SIZES.items())]  # fmt: skip
+TIED = "model.config.tie_word_embeddings=true"
 LONG = (
     " ".join("31402"[i % 5] for i in range(299)) + " ="
 )  # fills several blocks of the prefix cache
 PROMPTS = [LONG, "3 1 =", LONG.replace("1 =", "2 ="), "2 ="]
 
 
-def policy_of(family: str = "llama") -> Any:
-    config = load_recipe("sort", [*SORT, f"model.config.model_type={family}"])
+def policy_of(family: str = "llama", *words: str) -> Any:
+    """Return a policy with random weights. Those of `llama` and of `qwen3` are tied."""
+    tied = [] if family == "qwen2" else [TIED]
+    config = load_recipe("sort", [*SORT, f"model.config.model_type={family}", *tied, *words])
     tokenizer = build_tokenizer(config.model, Splits(config.data, 0))
     torch.manual_seed(0)
     policy = load_policy(config.model, tokenizer)
-    spoil(policy)
+    with torch.no_grad():
+        spoil(policy)
+        for name, parameter in policy.lm.named_parameters():
+            if parameter.dim() > 1 and not parameter.requires_grad and ".lora_" not in name:
+                torch.nn.init.normal_(parameter, std=0.1)
     return policy
 
 
+@torch.no_grad()
 def spoil(policy: Any) -> None:
-    """Replace the policy's weights with different random weights that change its samples."""
-    with torch.no_grad():
-        for parameter in policy.lm.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.1)
+    """Replace the trained weights with different random weights that change the samples."""
+    for parameter in policy.trainable():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
 
 
 def readme_words() -> list[str]:
@@ -70,26 +85,40 @@ def readme_words() -> list[str]:
     return shlex.split(command.replace("\\\n", " ").replace("nccl", "gloo"))
 
 
+def lora_words() -> list[str]:
+    """Return the options for adapters of `vllm serve MODEL` in the README."""
+    text = (Path(rollouts.__file__).parent / "README.md").read_text()
+    return re.findall(r"--enable-lora --max-lora-rank 16", text)[0].split()
+
+
 class Process:
     """A real vLLM server in a subprocess, started with the command of the README."""
 
-    def __init__(self, model: Path, dtype: str = "float32") -> None:
+    def __init__(self, model: Path, dtype: str = "float32", *words: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
         self.model, self.url, self.dtype = model, f"http://127.0.0.1:{self.port}", dtype
+        self.words = words
         self.start()
 
     def start(self) -> None:
         words = [
             *readme_words(), "--model", str(self.model), "--port", str(self.port),
-            "--dtype", self.dtype, "--enforce-eager", "--max-num-seqs", "32",
+            "--dtype", self.dtype, "--enforce-eager", "--max-num-seqs", "32", *self.words,
         ]  # fmt: skip
         with (self.model.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, stdout=log, stderr=log,
-                start_new_session=True,
+                env={**os.environ, "VLLM_SERVER_DEV_MODE": "1",
+                     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+                stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not Server(self.url).is_up():
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(1)
 
     def signal(self, number: int) -> None:
         os.killpg(self.process.pid, number)
@@ -104,12 +133,27 @@ def server(tmp_path_factory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("vllm") / "model"
     policy_of().save(folder)
     process = Process(folder)
+    process.wait()  # some tests have no patience
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory) -> Iterator[Process]:
+    """A server of the same model that loads adapters."""
+    folder = tmp_path_factory.mktemp("lora") / "model"
+    policy_of().save(folder)
+    process = Process(folder, "float32", *lora_words())
     yield process
     process.kill()
 
 
 @pytest.fixture
 def options(server: Process) -> Any:
+    return options_of(server)
+
+
+def options_of(server: Process) -> Any:
     return load_recipe("sort", [
         "rollout.engine=vllm-server", f"rollout.vllm.urls=[{server.url}]",
         "rollout.vllm.timeout=120", f"rollout.vllm.patience={START_S}",
@@ -289,7 +333,7 @@ loop.train(load_recipe("sort", sys.argv[3:]))
 @pytest.mark.parametrize("server_is", ["idle", "waiting"])
 def test_a_trainer_that_is_killed_during_a_transfer_and_resumed(server, tmp_path, server_is):
     words = [
-        *SORT, "steps=4", "rollout.engine=vllm-server", f"rollout.vllm.urls=[{server.url}]",
+        *SORT, TIED, "steps=4", "rollout.engine=vllm-server", f"rollout.vllm.urls=[{server.url}]",
         "rollout.vllm.timeout=60", "rollout.vllm.patience=5", "checkpoint.every=1",
         "log.progress=false", "data.n_test=8", f"output_dir={tmp_path / 'run'}",
         "log.completions_every=0",
@@ -316,11 +360,115 @@ def rewards(found: dict[str, Any]) -> list[float]:
 
 def test_a_run_through_a_server_learns(server, tmp_path):
     found = run_of(
-        tmp_path / "run", *SORT, "steps=20", "rollout.engine=vllm-server",
+        tmp_path / "run", *SORT, TIED, "steps=20", "rollout.engine=vllm-server",
         f"rollout.vllm.urls=[{server.url}]", "log.progress=false", "data.n_test=8",
     )  # fmt: skip
     values = rewards(found)
     assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
+
+
+# ------------------------------------------------------------------------------------ adapters
+LORA = "model.lora={r: 12}"
+
+
+def sent_bytes(monkeypatch: Any) -> list[int]:
+    """Record the bytes of the whole weights that are sent to servers from now on."""
+    sizes: list[int] = []
+    send = Link.send
+
+    def counted(self: Link, tensors: Any) -> None:
+        sizes.append(sum(tensor.nbytes for _, tensor in tensors))
+        send(self, tensors)
+
+    monkeypatch.setattr(Link, "send", counted)
+    return sizes
+
+
+def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
+    """Check the base weights are sent once, and that two versions of the adapter are alive."""
+    policy = policy_of("llama", LORA)
+    whole = sum(tensor.nbytes for bucket in buckets(policy) for _, tensor in bucket)
+    sizes = sent_bytes(monkeypatch)
+    with build_engine(policy, options_of(server)) as engine:
+        merged = {1: 0.0, 2: 0.0}
+        for version in merged:
+            engine.update(policy, version)
+            merged[version] = difference(policy, generate(policy, engine, options_of(server)))
+    assert sum(sizes) == 2 * whole
+    sizes.clear()
+    options = options_of(lora_server)
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 1)
+        assert sum(sizes) == whole
+        old = copy.deepcopy(policy)
+        rollout = generate(policy, engine, options)
+        assert difference(policy, rollout) < EXACT and max(merged.values()) < EXACT
+        assert generate(policy, engine, options).completion_ids == rollout.completion_ids
+        spoil(policy)
+        assert difference(policy, generate(policy, engine, options)) > 0.1
+        engine.update(policy, 2)
+        assert difference(policy, generate(policy, engine, options)) < EXACT
+        assert difference(policy, generate(policy, engine, options, temperature=0.7), 0.7) < EXACT
+        assert sum(sizes) == whole  # the second update has sent no whole weights
+        file = Path(engine.adapters.folders[engine.label].name) / "adapter_model.safetensors"
+        print(f"an update sends {file.stat().st_size} bytes in place of {whole}")
+        assert file.stat().st_size < whole / 2
+        # The version before this one still samples.
+        samples = sampled_by(old, engine, f"{engine.label[:-1]}1")
+        logps = [all_logps(old, [*PROMPT, *one.ids])[len(PROMPT) - 1 :] for one in samples]
+        for one, rows in zip(samples, logps, strict=True):
+            ours = rows.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+            assert (ours - one.logps).abs().max() < EXACT
+        engine.update(policy, 3)
+        with pytest.raises(StaleWeights, match="the adapter is sent again"):
+            sampled_by(old, engine, f"{engine.label[:-1]}1")  # the server has deleted it
+
+
+PROMPT = [3, 5, 4]
+
+
+def sampled_by(policy: Any, engine: Any, adapter: str) -> Any:
+    """Sample with one version of the adapter, whichever is the newest."""
+    request = Request([PROMPT], Sampling(max_new_tokens=6), 3, 0)
+    wanted = VLLMRequest(policy, request, 1, engine.base, adapter)
+    (parameters,) = wanted.parameters()
+    return engine.links[0].generate(PROMPT, parameters, wanted, time.monotonic() + 60)
+
+
+def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
+    policy = policy_of("llama", LORA)
+    options = options_of(lora_server)
+    with build_engine(policy, options) as engine:
+        engine.update(policy, 1)
+        name = {"lora_name": engine.label}
+        link = engine.links[0]
+        link.server.fetch("POST", "/v1/unload_lora_adapter", 10, name)
+        rollout = generate(policy, engine, options)
+        assert difference(policy, rollout) < EXACT
+        spoil(policy)
+        engine.update(policy, 2)
+        lora_server.kill()
+        lora_server.start()
+        rollout = generate(policy, engine, options)
+        assert difference(policy, rollout) < EXACT and rollout.weight_version.tolist() == [2] * 12
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"r": 32}, "max_lora_rank of at least 32, the rank of the adapter, got 16"),
+        ({"use_dora": True}, "one adapter of low-rank matrices .*, got use_dora"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "the target module model.embed_tokens"),
+        ({"modules_to_save": ["norm"]}, "got modules_to_save"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_load_is_refused(lora_server, settings, message):
+    policy = policy_of()
+    model = peft.get_peft_model(
+        policy.lm, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings})
+    )
+    with pytest.raises(ValueError, match=f"rollout.vllm.urls: {lora_server.url}: .*{message}"):
+        build_engine(Policy(model, policy.tokenizer), options_of(lora_server))
 
 
 # The tests of the engine `vllm` must be the last tests of this file, because vLLM permanently
@@ -336,6 +484,32 @@ def test_in_process_it_samples_with_the_weights_it_is_given():
         check_engine(policy, engine, options)
         with pytest.raises(EngineError, match="expected wake and update before generate"):
             generate(policy, engine, options)
+
+
+def test_in_process_it_loads_the_adapter_alone():
+    policy = policy_of("qwen3", LORA)  # with tied weights
+    words = "enforce_eager: true, max_num_seqs: 32, enable_lora: true"
+    options = load_recipe("sort", [
+        "rollout.engine=vllm", f"rollout.vllm.options={{{words}}}",
+    ]).rollout  # fmt: skip
+    with build_engine(policy, options) as engine:
+        sent = []
+        rpc = engine.llm.collective_rpc
+        engine.llm.collective_rpc = lambda name, **given: sent.append(name) or rpc(name, **given)
+        check_engine(policy, engine, options)
+        assert sent.count("reload_weights") == 1
+        other = policy_of("qwen3")  # without an adapter
+        with awake(engine, other, 2):
+            assert difference(other, generate(other, engine, options)) < EXACT
+        with awake(engine, policy, 3):
+            assert difference(policy, generate(policy, engine, options)) < EXACT
+    for given, message in [
+        ("max_lora_rank: 8", "enable_lora: .* max_lora_rank of at least 12.* got 8"),
+        ("lora_target_modules: [q_proj]", r"lora_target_modules that include down.*\['q_proj'\]"),
+    ]:
+        options.vllm.options = {"enable_lora": True, **yaml.safe_load(f"{{{given}}}")}
+        with pytest.raises(ValueError, match=message):
+            build_engine(policy, options)
 
 
 def test_a_run_in_process_learns(tmp_path):

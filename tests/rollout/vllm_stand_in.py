@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from grpo_fast.attention import pack_groups
 from grpo_fast.rollout import Samples, Sampling
@@ -25,6 +27,7 @@ from tests.train.tiny_steps import batch_of
 GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 START, FINISH = "/start_weight_update", "/finish_weight_update"
 JOIN = "/init_weight_transfer_engine"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SECONDS = 20.0  # timeout that no successful call exceeds, even on a busy machine
 Change = Callable[[dict[str, Any]], Any]  # changes a response in place or returns a new response
 
@@ -73,6 +76,22 @@ def engine_of(
     return engine
 
 
+def with_adapter(policy: Any, folder: str) -> Any:
+    """Return a copy of the policy to whose weights a saved adapter has been added."""
+    twin = policy.frozen_copy()
+    fields = json.loads((Path(folder) / "adapter_config.json").read_text())
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    for name in [key for key in tensors if key.endswith(".lora_A.weight")]:
+        module = twin.lm.get_submodule(name.removeprefix("base_model.model.").split(".lora_")[0])
+        delta = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        module.weight.data += delta * fields["lora_alpha"] / fields["r"]
+    return twin
+
+
+class NotFound(Exception):
+    """The stand-in does not have what was requested."""
+
+
 class Raw:
     """Fault that sends raw bytes instead of a response.
 
@@ -100,12 +119,15 @@ class StandIn:
         self.calls: Counter[str] = Counter()
         self.prompts: list[list[int]] = []
         self.mode, self.dtype = "processed_logprobs", "torch.float32"
+        self.lora: dict[str, Any] | None = None  # vLLM's options for adapters
+        self.environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
         self.start()
 
     def start(self) -> None:
         """Start the server, or restart it at the same port with its initial weights."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
         self.is_paused, self.versions = False, []  # names of the weights of finished updates
+        self.adapters: dict[str, str] = {}  # folders of the loaded adapters, by name
         self.group: GlooGroup | None = None
         self.ended, self.lock = threading.Event(), threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
@@ -124,7 +146,7 @@ class StandIn:
         return f"http://127.0.0.1:{self.port}"
 
     # --------------------------------------------------------- Responses to the calls of the engine
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
         name = path.strip("/").split("?")[0].replace("/", "_")
         rows, width = self.policy.lm.get_input_embeddings().weight.shape
         embedding = f"VocabParallelEmbedding(embedding_dim={width}, org_vocab_size={rows})"
@@ -134,8 +156,13 @@ class StandIn:
             "get_world_size": {"world_size": 1},
             "is_paused": {"is_paused": self.is_paused},
             "server_info": {
-                "vllm_config": {"model_config": {"logprobs_mode": self.mode, "dtype": self.dtype}}
+                "vllm_config": {
+                    "model_config": {"logprobs_mode": self.mode, "dtype": self.dtype},
+                    "lora_config": self.lora,
+                },
+                "vllm_env": self.environment,
             },
+            "v1_models": {"data": [{"id": name} for name in ["model", *self.adapters]]},
             # The engine uses `collective_rpc` only to request the printed modules of the model.
             "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
@@ -180,10 +207,26 @@ class StandIn:
         self.versions.append(weight_version)
         return {}
 
+    def on_v1_load_lora_adapter(self, lora_name: str, lora_path: str, load_inplace: bool) -> bytes:
+        if not (Path(lora_path) / "adapter_model.safetensors").is_file():
+            raise NotFound(f"No adapter found for {lora_path}")
+        self.adapters[lora_name] = lora_path
+        return b"Success: LoRA adapter added"
+
+    def on_v1_unload_lora_adapter(self, lora_name: str) -> bytes:
+        if self.adapters.pop(lora_name, None) is None:
+            raise NotFound(f"The lora adapter {lora_name} cannot be found")
+        return b"Success: LoRA adapter removed"
+
     def on_inference_v1_generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any]
+        self, token_ids: list[int], sampling_params: dict[str, Any], model: str | None = None
     ) -> dict[str, Any]:
         given = sampling_params
+        policy = self.policy
+        if model is not None:
+            if model not in self.adapters:
+                raise NotFound(f"The model {model} does not exist")
+            policy = with_adapter(policy, self.adapters[model])
         if "prompt_logprobs" in given:
             return self.scored(token_ids, given)
         assert given["n"] == 1 or given["temperature"] > 0
@@ -194,7 +237,7 @@ class StandIn:
         )  # fmt: skip
         with self.lock:
             self.prompts.append(token_ids)
-            sample = TransformersEngine(self.policy).generate
+            sample = TransformersEngine(policy).generate
             found = sample([token_ids], sampling, group_size=given["n"], seed=given["seed"])
         return {"choices": [self._choice(i, one) for i, one in enumerate(found)]}
 
@@ -260,6 +303,9 @@ class StandIn:
                     return
                 try:
                     answer = stand_in.answer(self.path, body)
+                except NotFound as error:
+                    self.say(404, {"error": {"message": str(error)}})
+                    return
                 except Exception as error:
                     self.say(500, {"error": {"message": repr(error)}})
                     return

@@ -63,9 +63,20 @@ class Results(Reply):
     results: list[str] = Field(min_length=1, fail_fast=True)
 
 
+class LoRAInfo(Reply):
+    """vLLM's options for adapters, which it has with --enable-lora."""
+
+    max_lora_rank: int
+    target_modules: list[str] | None
+
+
 class ModelInfo(Reply):
     logprobs_mode: str = Field(validation_alias=AliasPath(*CONFIG, "logprobs_mode"))
     dtype: str = Field(validation_alias=AliasPath(*CONFIG, "dtype"))
+    lora: LoRAInfo | None = Field(None, validation_alias=AliasPath("vllm_config", "lora_config"))
+    loads_adapters: bool = Field(
+        False, validation_alias=AliasPath("vllm_env", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
+    )
 
 
 class Token(Reply):
@@ -132,13 +143,15 @@ class VLLMRequest(NamedTuple):
         policy: the policy whose weights vLLM must use.
         request: the engine's request.
         version: version number of the weights.
-        label: name of this version at the server.
+        label: name of vLLM's weights. With an adapter, these are the base weights.
+        adapter: name of the adapter that vLLM adds to its weights, or None.
     """
 
     policy: Any
     request: Request
     version: int
     label: str
+    adapter: str | None = None
 
     @property
     def per_prompt(self) -> int:

@@ -27,6 +27,7 @@ START = (
 )
 
 T = TypeVar("T")
+Missing = tuple[type[Exception], str]
 
 
 class Server:
@@ -52,21 +53,35 @@ class Server:
 
     def call(
         self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
-        max_bytes: int = BODY,
+        max_bytes: int = BODY, missing: Missing = (ValueError, START),
     ) -> R:  # fmt: skip
-        """Send a request and return the parsed response. Retry while the server is busy (429).
+        """Send a request and return the parsed response. Arguments as in `fetch`.
+
+        Args:
+            kind: class of the response.
+
+        Raises:
+            BadAnswer: the response does not fit `kind`.
+        """
+        answer = self.fetch(method, path, seconds, body, max_bytes, missing)
+        return parsed(kind, answer, f"{self.url}{path}")
+
+    def fetch(
+        self, method: str, path: str, seconds: float, body: Any = None, max_bytes: int = BODY,
+        missing: Missing = (ValueError, START),
+    ) -> bytes:  # fmt: skip
+        """Send a request and return the response's body. Retry while the server is busy (429).
 
         Args:
             method: "GET" or "POST".
             path: path and query, such as "/health".
             seconds: timeout of the whole call, from the connection to the last byte.
-            kind: class of the response.
             body: value that is sent as JSON, or None.
             max_bytes: most bytes of the response's body.
+            missing: error class and advice for the statuses 403 and 404.
 
         Raises:
             ServerError: no complete response within `seconds` and `max_bytes`, or a server error.
-            BadAnswer: the response does not fit `kind`.
             ValueError: the server refuses the request.
         """
         deadline = time.monotonic() + seconds
@@ -76,11 +91,11 @@ class Server:
             status, wait, answer = self._send(method, path, deadline, body, max_bytes)
         where = f"{self.url}{path}"
         if status == 200:
-            return parsed(kind, answer, where)
+            return answer
         text = " ".join(answer[:500].decode(errors="replace").split())
         message = f"{where}: {status} {escape_control(text)}"
         if status in (403, 404):
-            message += f"; {START}"
+            raise missing[0](f"{message}; {missing[1]}")
         if 400 <= status < 500 and status not in (408, 429):
             raise ValueError(message)
         raise ServerError(message)

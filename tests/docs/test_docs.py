@@ -250,7 +250,7 @@ def test_badges_and_citation_say_what_the_project_says():
 def test_the_example_runs_as_it_stands(capsys):
     (example,) = [b for b in BLOCK.findall(README.read_text()) if not b.startswith(NOT_RUN)]
     lines = [line for line in example.splitlines() if line.strip()]
-    assert len(lines) == 10
+    assert len(lines) <= 12
     names: dict = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["hidden"].grad.abs().sum() > 0 and names["head"].weight.grad.abs().sum() > 0

@@ -1,5 +1,6 @@
 """Tests of the messages of a run: closing lines, labels of curves, and displayed numbers."""
 
+import io
 import json
 import socket
 import sys
@@ -120,6 +121,16 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     )  # weights, gradients and two moments in fp32
     small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
     assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
+
+
+
+def test_no_cell_of_a_plan_is_cut_in_80_columns():
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*render(plan("qwen2.5-7b", ["gpu=80", "group=16"])))
+    said = console.export_text()
+    assert "checkpointing" in said and "…" not in said
 
 
 @pytest.fixture

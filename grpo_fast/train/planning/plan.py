@@ -182,7 +182,7 @@ def render(plan: Plan) -> list[Any]:
         caption=f"{plan.dtypes}\n"
         "tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
     )
-    table.add_column("options")
+    table.add_column("options", min_width=len("checkpointing, "))
     largest = f"largest prompt\n(C = {group.completion}, G = {group.size})"
     for name in ("fixed GB", "kB per token", "largest tokens", largest, "groups"):
         table.add_column(name, justify="right")

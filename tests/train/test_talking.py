@@ -123,7 +123,6 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
 
 
-
 def test_no_cell_of_a_plan_is_cut_in_80_columns():
     from rich.console import Console
 

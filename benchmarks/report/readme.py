@@ -104,8 +104,9 @@ def tables() -> str:
     commits: dict[str, set[str]] = {}
     for case in cases:
         commits.setdefault(machine(case["hardware"]), set()).add(case["commit"])
-    lines = [f"{name}; commits: {', '.join(sorted(commits[name]))}." for name in sorted(commits)]
-    lines.append("")
+    lines = []
+    for name in sorted(commits):
+        lines += [f"{name};", f"commits: {', '.join(sorted(commits[name]))}.", ""]
     for operation in dict.fromkeys(case["operation"] for case in cases):
         chosen = [case for case in cases if case["operation"] == operation]
         rows = [row for case in chosen for row in case["rows"].items()]

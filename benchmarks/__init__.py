@@ -1,4 +1,4 @@
-"""Benchmarks that compare grpo_fast with other libraries and with hardware limits.
+"""Benchmarks that compare grpo_fast with other libraries and with the limits of the hardware.
 
 Results are written as JSON. benchmarks/README.md explains the method.
 """

@@ -31,7 +31,8 @@ from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.options import new_parser
 
-# The command rejects these options for the benchmarks of benchmarks/trainers/, which lack them.
+# Options that the command rejects for the benchmarks of benchmarks/trainers/, which do not have
+# them.
 KERNELS_ONLY = (
     "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
     "providers", "allocator", "verify_only",
@@ -202,7 +203,7 @@ def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.
 
 
 def described(plan: Any) -> str:
-    """Describe a plan for --dry: its cases, and for each provider why it cannot run, if so."""
+    """Describe a plan for --dry: its cases, and why a provider cannot run."""
     from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"

@@ -28,17 +28,18 @@ MIB = 2**20
 COMMIT_VARIABLE = "GRPO_FAST_COMMIT"
 SLOW = 5.0  # seconds; the first call of a slower step already counts as a sample
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-# The clock that `seconds` uses on a CPU. "process" measures the CPU time of this process, so that
-# other programs on the same CPU have little effect.
+# The clock with which `seconds` measures on a CPU. "process" measures the CPU time of this process,
+# so that other programs on the same CPU have little effect.
 clock = "wall"
 PACKAGES = (
     "torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels",
     "nvidia-cutlass-dsl", "verl", "flash-attn", "flash-attn-3", "flash-attn-4", "numpy",
 )  # fmt: skip
 
-# By default, glibc returns large blocks to the operating system at every free, so each call has the
-# same page faults again. These settings keep freed blocks and request huge pages. Times with both
-# allocators are reported, because page faults may take most of a peer's time.
+# Environment variables for glibc's allocator. By default, glibc returns large blocks to the
+# operating system at every free, so each call causes the same page faults again. With these
+# settings, it keeps freed blocks and requests huge pages. Times with both allocators are reported,
+# because page faults may take most of a peer's time.
 FAIR_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=68719476736"
     ":glibc.malloc.mmap_threshold=68719476736"
@@ -51,12 +52,13 @@ Result = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Operation that is verified and timed.
+    """An operation that is verified and timed.
 
     Attributes:
-        run: does the work. Returns its results, which may be in a buffer that it has overwritten.
-        reset: restores the input that `run` overwrites. It is called before each run, outside of
-            the timing.
+        run: function that does the work. It returns its results, which may be in a buffer that it
+            has overwritten.
+        reset: function that restores the input that `run` overwrites. It is called before each run,
+            outside of the timing.
         owned_bytes: bytes of the results that are in such an existing buffer. They are not
             subtracted from the measured memory.
     """
@@ -228,7 +230,7 @@ def resident(field: str) -> int:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """Return a description of CPU, memory and GPU. Every report contains it."""
+    """Return a description of CPU, memory and GPU, which every report contains."""
     information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown"}
     information["cores"] = os.cpu_count()
     cpuinfo = Path("/proc/cpuinfo")
@@ -253,7 +255,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a name for the kind of CPU, for file names. Equal names mean comparable times."""
+    """Return a file name for the kind of CPU. Times with equal names can be compared."""
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -4,12 +4,13 @@
     python -m benchmarks.experiments.compare sort,ppo-sort --seeds 2
 
 `key=a,b` adds a configuration key with two values to the grid. `key=a` sets the key in every run. A
-finished run is not repeated. An interrupted run starts again from step 1.
+run that has finished is not repeated. A run that was interrupted starts again from step 1.
 
 The command writes two files to the folder. `table.md` has one row for each setting. A cell is the
-mean of the last tenth of the steps, ± the standard error over the seeds; a cell of an evaluation
+mean of the last tenth of the steps, ± the standard error over the seeds. A cell of an evaluation
 also has the value before training. `compare.png` shows the curves of all settings, and one more row
-of panels for each key of the grid. The shaded bands are one standard error wide on each side.
+of panels for each key of the grid. The shaded bands show one standard error on each side of a
+curve.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from grpo_fast.train.report.curves import (
     smooth,
 )
 
-# COLUMNS maps the column titles of the table, and PANELS the panel titles of the picture, to the
-# logged metrics.
+# COLUMNS maps the titles of the table's columns to logged metrics. PANELS maps the titles of the
+# picture's panels to logged metrics.
 COLUMNS = {
     "reward": "reward",
     "held-out reward": "eval_reward",
@@ -61,13 +62,13 @@ PANELS = {
     "KL to the reference": "kl",
     "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
-# A metric with a neutral value is only shown if one of its values differs from the neutral value
-# by more than TELLING. Metrics without a neutral value are shown in any case.
+# Metrics with a neutral value, which are only shown if one of their values differs from it by more
+# than TELLING. All other metrics are always shown.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
 TELLING = 0.01
 MOST_LINES = 8  # for more settings, the panels that show all settings are left out
-# The logarithmic axis of the gradient variance ends at this fraction of its upper end. Some runs
-# end with variance 0, which would stretch the axis.
+# Lower end of the logarithmic axis of the gradient variance, as a fraction of its upper end.
+# Without this limit, runs that end with variance 0 would stretch the axis.
 SMALLEST = 1e-4
 
 
@@ -149,7 +150,7 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
-    """Return the table cell of a metric: its mean over the runs ± the standard error.
+    """Return the table cell of a metric: the mean over the runs ± the standard error.
 
     The value of a run is the mean of the last tenth of its points. For a metric of the evaluation,
     the cell also shows the value before training: "before → after".
@@ -172,7 +173,7 @@ def with_error(values: list[float]) -> str:
 
 
 def table(rows: dict[str, list[Rows]]) -> str:
-    """Return the table in Markdown. Leave out metrics that have their neutral value in all runs."""
+    """Return the table in Markdown, without metrics that have their neutral value in all runs."""
     every = [run for runs in rows.values() for run in runs]
     shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -183,7 +184,7 @@ def table(rows: dict[str, list[Rows]]) -> str:
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:
-    """Return whether the metric of any run differs from its neutral value, so that it is shown."""
+    """Return whether a metric must be shown, because it differs from its neutral value."""
     neutral = NEUTRAL.get(metric, math.inf)
     return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 
@@ -229,7 +230,7 @@ def grouped(
 
 
 def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
-    """Draw one panel: for each label, the mean of its runs and a band of one standard error."""
+    """Draw a panel that shows the mean and the standard error of the runs of each label."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:

@@ -63,7 +63,7 @@ def clip_range(config: LossConfig) -> tuple[float, float] | None:
 
 
 def config_of(loss: str, options: dict[str, float]) -> LossConfig:
-    """Return the configuration of a loss. Leave out the options that this loss does not use."""
+    """Return the configuration of a loss, without the options that this loss does not use."""
     params = OBJECTIVES[loss].params
     read: dict[str, Any] = {
         name: value

@@ -1,4 +1,4 @@
-"""Bars (acceptance thresholds) for one GPU, each with a prediction and a reader of the results.
+"""Bars (acceptance thresholds) for one GPU. Each bar has a prediction and finds its measured value.
 
 A ratio compares a time with a limit that the same run measured. Memory bounds depend on the card.
 """
@@ -21,8 +21,8 @@ RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
 # For each (prompt, completion, group), the required speedup over TRL's step, and the speedup that
 # LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
-# Required prompt length on an H200, in tokens. For a card with less memory, it is lower in
-# proportion.
+# Minimum prompt length in tokens that must fit on an H200, for each model. For a card with less
+# memory, it is lower in proportion.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
@@ -31,7 +31,7 @@ class Results:
     """Measurements of one card.
 
     Attributes:
-        cases: cases of the kernel benchmarks, the oldest first.
+        cases: cases of the kernel benchmarks, with the oldest first.
         reports: reports of all benchmarks.
     """
 
@@ -39,7 +39,7 @@ class Results:
     reports: list[dict[str, Any]]
 
     def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """Return the timed rows of the newest run of a case that timed all providers `names`."""
+        """Return the timed rows of the newest run of a case in which all providers `names` ran."""
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
             if key_of(found) == key(case) and timed.keys() >= set(names):
@@ -47,22 +47,22 @@ class Results:
         return None
 
     def value(self, case: Case, field: str) -> float | None:
-        """Return a field of grpo_fast's row in the newest run of a case, or None."""
+        """Return a field of grpo_fast's row in the newest run of a case. None if there is none."""
         rows = self.rows(case, OURS)
         return rows[OURS].get(field) if rows else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Figure with an upper or a lower bound.
+    """A measured value with an upper or a lower bound.
 
     Attributes:
-        title: description of the figure in the report.
+        title: description of the value in the report.
         wanted: the bound.
-        predicted: the predicted figure, or None without a prediction.
-        measured: returns the figure from `Results`, or None if it was not measured.
-        command: the command that measures this figure alone.
-        unit: text after the figure.
+        predicted: the predicted value, or None if there is no prediction.
+        measured: function that returns the value from `Results`, or None if it was not measured.
+        command: the command that measures this value alone.
+        unit: text after the value.
         at_least: True if `wanted` is a lower bound.
     """
 
@@ -90,7 +90,7 @@ def key_of(found: dict[str, Any]) -> tuple:
 
 
 def bars(card: Card) -> list[Bar]:
-    """Return all bars (acceptance thresholds) of a card, with the most important first."""
+    """Return all bars (acceptance thresholds) for a card, with the most important first."""
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
     found = [
         head_ratio(card, shape, RATIOS[name]) for name, shape in zip(RATIOS, heads, strict=True)
@@ -113,7 +113,7 @@ def title_of(shape: Shape) -> str:
 
 
 def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -> Bar:
-    """Return a bar on the time of an operation over the time of its limit."""
+    """Return a bar for the time of an operation, divided by the time of its limit."""
     case = Case(operation, shape)
     guess = predict.estimate(card, case)
     return Bar(
@@ -132,7 +132,7 @@ def logps_ratio(card: Card, shape: Shape) -> Bar:
 
 
 def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Return a bar on the speedup over a peer. None selects the fastest peer."""
+    """Return a bar for the speedup over a peer. None selects the fastest peer."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
@@ -155,7 +155,7 @@ def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
 
 
 def sparse(card: Card, inactive: str) -> Bar:
-    """Return a bar on the speedup of a call with 20% active rows over a call with 100%.
+    """Return a bar for the speedup of a call with 20% active rows over a call with 100%.
 
     Each time is divided by the limit that its run measured.
     """
@@ -183,7 +183,7 @@ def copy_share(card: Card, operation: str) -> Bar:
 
 
 def peak(card: Card, shape: Shape) -> Bar:
-    """Return a bar on the peak memory: the prediction, rounded up to a twentieth of a GiB."""
+    """Return a bar for the peak memory: the prediction, rounded up to a twentieth of a GiB."""
     case = Case("linear_grpo_loss", shape)
     planned = predict.estimate(card, case).workspace / GIB
 
@@ -220,7 +220,7 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
 
 
 def context(card: Card, model: str) -> Bar:
-    """Return a bar on the longest prompt of a step that did not run out of memory."""
+    """Return a bar for the longest prompt with which a step did not run out of memory."""
 
     def measured(results: Results) -> float | None:
         prompts = [

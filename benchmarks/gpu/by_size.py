@@ -1,4 +1,4 @@
-"""Command line of the benchmarks that time one size after the other."""
+"""Command line of the benchmarks that time several sizes, one after the other."""
 
 from __future__ import annotations
 
@@ -23,17 +23,7 @@ def run(
     title: str,
     field: str,
 ) -> int:
-    """Time every size on a GPU, or a small one on a CPU, and write the report after each size.
-
-    Args:
-        module: name of the benchmark in benchmarks/gpu/.
-        doc: help text of the command.
-        arguments: words of the command line.
-        timed: called with (rows, H, V, device), returns entries of the report.
-        sizes: sizes to time on a GPU.
-        title: name of the report.
-        field: field of the report that gets the entries.
-    """
+    """Time every size on a GPU, or a tiny one on a CPU. Write the report after each size."""
     options = measuring(f"python -m benchmarks.gpu.{module}", doc, arguments)
     report = {**measure.header(title, options.device), "cases": [], field: []}
     for size in sizes if options.device == "cuda" else [SMALL]:

@@ -22,9 +22,9 @@ from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
 
 ROWS = 64
-# Rows, columns and depth of a tile. Without multicast a tile of R x C reads (R + C)/(R·C) bytes per
-# flop from L2. At 785 TFLOP/s this is 9 TB/s for 128 x 256, 12 TB/s for 128 x 128 and 15 TB/s for
-# 64 x 256. For smaller tiles L2 would be the bottleneck.
+# Rows, columns and depth of a tile. Without multicast, a tile of R x C reads (R + C)/(R·C) bytes
+# per flop from L2. At 785 TFLOP/s, this is 9 TB/s for 128 x 256, 12 TB/s for 128 x 128 and 15 TB/s
+# for 64 x 256. For smaller tiles, L2 would be the bottleneck.
 TILES = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 256, 64)]
 KINDS = ("exponentials", "linear", "linear store")
 LOOPS = ("", "flatten")
@@ -48,12 +48,12 @@ class Candidate(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Source text of the configuration for grpo_fast/kernels/gpu/configs.py."""
+        """Return the line of source code for grpo_fast/kernels/gpu/configs.py."""
         name = "RowConfig" if self.kind == "rows" else "LinearConfig"
         return f"{name}{tuple(self.config)}{' ' * bool(self.loop)}{self.loop}"
 
     def make(self) -> RowConfig | LinearConfig:
-        """Return the configuration object that the kernels take."""
+        """Return the configuration object that the kernels accept."""
         return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
 
 
@@ -69,7 +69,8 @@ def candidates() -> list[Candidate]:
         for (block_t, block_v, block_h), stages, loop in itertools.product(TILES, (3, 4), LOOPS):
             fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
             if fits:
-                # An epilogue that handles more than 32 columns at a time spills registers.
+                # Use pieces of 32 columns in the epilogue, because with larger pieces registers
+                # spill.
                 config = LinearConfig(block_t, block_v, block_h, 8, stages, piece=32, use_tma=True)
                 found.append(Candidate(kind, "bfloat16", tuple(config), loop))
     return found
@@ -77,7 +78,7 @@ def candidates() -> list[Candidate]:
 
 @contextlib.contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
-    """Make the kernels use this configuration inside the context."""
+    """Make the kernels use this configuration in a `with` block."""
     from benchmarks.gpu.loops import using_loop
     from grpo_fast.kernels.gpu import linear, rows
 
@@ -121,8 +122,8 @@ def call_of(
         return lambda: row_loss_(
             logits, d_logits, targets, terms, config, rule, return_entropy=False
         )
-    # Logits get a standard deviation of 2. With larger logits most targets would be so unlikely
-    # that the kernel computes their rows twice, which training rarely does.
+    # Scale the logits to a standard deviation of 2. With larger logits, most targets would be so
+    # unlikely that the kernel computes their rows twice, which happens rarely in training.
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
     weight *= 2 / hidden**0.5
     head = (states, weight, None, targets, rule)
@@ -135,9 +136,9 @@ def call_of(
 
 
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Compile every candidate for `arch` and print its verdict. This takes minutes, but no GPU.
+    """Compile every candidate for `arch`, and print for each whether it starts.
 
-    The compiled kernels stay in Triton's cache.
+    This takes minutes, but does not need a GPU. The compiled kernels stay in Triton's cache.
 
     Returns:
         The registers, spills and shared memory of each candidate.
@@ -153,9 +154,9 @@ def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
 
 
 def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
-    """Compile one candidate and return its entry of the report.
+    """Compile one candidate, and return its entry of the report.
 
-    Triton's active driver stays a fake one in this process.
+    The fake driver stays active in this process.
     """
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources
@@ -178,7 +179,7 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
 
 
 def verdict(entry: dict[str, Any]) -> str:
-    """Return in words whether a candidate starts, and the resources that it needs."""
+    """Return a sentence that says whether a candidate starts, and which resources it needs."""
     if "reason" in entry:
         return f"does not compile: {entry['reason']}"
     numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))

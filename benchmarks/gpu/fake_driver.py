@@ -1,9 +1,9 @@
 """Triton driver that only names a target, so that kernels compile without a GPU.
 
 `kernel.warmup(...)` reads the target from the active driver. It then specialises the kernel for its
-arguments, which may be CPU tensors, and compiles it, as a launch would. Inside `compile_launches`,
-every launch of the package is replaced by such a warmup. The fake driver stays active afterwards,
-so use this module in a separate process.
+arguments, which may be CPU tensors, and compiles it, as a launch would. In a `with` block of
+`compile_launches`, every launch of the package is replaced by such a warmup. The fake driver stays
+active afterwards, so use this module in a separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = {
 
 
 class TargetOnlyDriver:
-    """Driver that answers the compiler's questions and cannot launch a kernel."""
+    """Driver that returns what the compiler needs to know, but cannot launch a kernel."""
 
     launcher_cls = None
     utils = None
@@ -40,8 +40,9 @@ class TargetOnlyDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        # A JIT function caches one backend per device number. If all targets had the same number,
-        # every architecture would silently get the code of the first one.
+        # Return a different number for each target. A JIT function caches one backend per device
+        # number, so with equal numbers, every architecture would silently get the code of the first
+        # one.
         return list(TARGETS.values()).index(self.target)
 
     def set_current_device(self, device: int) -> None:
@@ -59,7 +60,7 @@ class TargetOnlyDriver:
 
 @contextlib.contextmanager
 def compile_launches(arch: str) -> Iterator[list[tuple[str, Any]]]:
-    """Compile the package's kernels for `arch` inside the context, in place of launching them.
+    """Compile the package's kernels for `arch` in a `with` block, instead of launching them.
 
     Yields:
         A list that receives (kernel name, compiled kernel) at each launch.

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.gemms [--out FILE] [--device cpu]
 
-The numbers of rows differ because a partly filled last wave of thread blocks costs time. dW is
-computed in three ways: added to an fp32 sum, written in fp32, and written in bf16. The report has
-milliseconds and TFLOP/s. On a CPU the sizes are tiny.
+Several numbers of rows are timed, because a partly filled last wave of thread blocks costs time. dW
+is computed in three ways: added to an fp32 sum, written in fp32, and written in bf16. The report
+contains milliseconds and TFLOP/s. On a CPU, the sizes are tiny.
 """
 
 from __future__ import annotations

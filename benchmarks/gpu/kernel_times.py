@@ -21,7 +21,8 @@ from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.providers.ours import loss
 from benchmarks.kernels.shapes import Shape
 
-# The last shape is so small that launching its kernels may take longer than running them.
+# Shapes to profile. The last one is so small that launching its kernels may take longer than
+# running them.
 SHAPES = (Shape(8192, 4096, 151936), Shape(8192, 896, 151936), Shape(1024, 896, 151936))
 CALLS, SHOWN = 3, 25
 

@@ -1,4 +1,4 @@
-"""Import hook that hides packages which the GPU machine lacks, for the dry run of a session.
+"""Import hook that hides packages that the GPU machine does not have, for the dry run of a session.
 
 A Python process that has the written file on its PYTHONPATH cannot import PACKAGES. Copies in a
 folder of PYTHONPATH, such as the wheels that session.sh unpacks, can still be imported.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Top-level modules. The machine has torch, triton, transformers, accelerate, peft, pytest, rich,
-# typer, pyyaml, matplotlib, safetensors, tokenizers, numpy and pyarrow.
+# Top-level modules that the GPU machine does not have. It has torch, triton, transformers,
+# accelerate, peft, pytest, rich, typer, pyyaml, matplotlib, safetensors, tokenizers, numpy and
+# pyarrow.
 PACKAGES = (
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "datasets", "dill",
     "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "quack", "cutlass", "math_verify",

@@ -1,16 +1,17 @@
 """Candidate for `grad_filter` on a GPU: dH and dW computed from the live tiles of E only.
 
 E is the matrix of exponentials that the forward GEMM stores (exponentials.py). A tile has 128 rows
-and 64 columns. The GEMM's epilogue also writes the log of each row's sum over each tile, which adds
-1/32 of E's bytes. Once the loss is known, the tiles with the smallest mass Σ|d_tj| are dropped, as
-long as the dropped mass is at most `tolerance` of the total. The error has the same bounds as in
-grad_filter.py. Tile sums cost as much as tile maxima, and they give the dropped mass exactly.
+and 64 columns. A tile is live if the gradient GEMMs multiply it. The GEMM's epilogue also writes
+the log of each row's sum over each tile, which adds 1/32 of E's bytes. Once the loss is known, the
+tiles with the smallest mass Σ|d_tj| are dropped, as long as the dropped mass is at most `tolerance`
+of the total. The error has the same bounds as in grad_filter.py. Tile sums cost as much as tile
+maxima, and they give the dropped mass exactly.
 
-    dH product[r] = Σ E[r, c]·W[c] over the live tiles (r, c) of a block of rows, in fp32
-    dW[c] = Σ E[r, c]ᵀ·scaled[r] over the live tiles (r, c) of a block of columns
+    dH product[r] = Σ E[r, c]·W[c] over the live tiles (r, c) of a block of rows, in fp32 dW[c] = Σ
+    E[r, c]ᵀ·scaled[r] over the live tiles (r, c) of a block of columns
 
 There is no GPU sync, because the lists of live tiles have room for all tiles. The kernels of
-gpu/gradients.py add the columns of the targets. Soft cap, bias and entropy are not supported.
+gpu/gradients.py add the contributions of the targets. Soft cap, bias and entropy are not supported.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ ROWS, COLUMNS = 128, 64
 TILE_COLUMNS = tl.constexpr(COLUMNS)
 
 
-# Architecture -> (columns of dH and dW, warps, stages, use TMA). The values were chosen by register
-# use and spills. They have not been timed.
+# For each architecture: columns of dH and dW, warps, stages, and whether to use TMA. The values
+# were chosen by register use and spills. They have not been timed.
 BLOCKS = {"sm_90": (256, 8, 4, True), "sm_100": (128, 8, 3, True), "gfx942": (128, 8, 2, False)}
 OTHER = (64, 8, 3, False)
 
 
 class LiveTiles(NamedTuple):
-    """Selected tiles and the masses of the dropped ones.
+    """The selected tiles, and the masses of the dropped tiles.
 
     Attributes:
         is_live: (row blocks, column blocks) bool, True for tiles that are multiplied.
@@ -94,8 +95,8 @@ def fold_and_weigh(
     return sums
 
 
-# The buffer of partial sums has the sums by slice, (3, S, T), followed by the sums by tile,
-# (tiles, T).
+# Old and new text in the kernel's source. The buffer of partial sums contains the sums of the
+# slices, (3, S, T), followed by the sums of the tiles, (tiles, T).
 WEIGHED = (
     "fold_tile(",
     "fold_and_weigh(partial_ptr + tl.cast(3 * slices, tl.int64) * n_rows + rows, in_rows,",
@@ -185,8 +186,8 @@ def live_product_kernel(
     tile = tl.load(listed)
     for step in tl.range(0, steps):
         k = (tile * STEPS + step % STEPS) * BLOCK_K
-        # Load the index of the next tile now. Otherwise the address of a tile would wait for this
-        # load, and the pipeline would prefetch half as far ahead.
+        # Load the index of the next tile now. Otherwise, the address of a tile would depend on a
+        # load in the same step, and the pipeline would prefetch half as far ahead.
         tile = tl.load(listed + (step + 1) // STEPS, mask=step + 1 < steps, other=0)
         if TRANSPOSED:
             a = load_tile(
@@ -214,7 +215,7 @@ def live_product(
 ) -> Tensor:
     """Write matrix·other or matrixᵀ·other over the live tiles to `out`, and return `out`.
 
-    Rows of `out` without a live tile get zeros. The rows of all tensors must be contiguous.
+    Rows of `out` without a live tile are set to 0. The rows of all tensors must be contiguous.
     """
     (rows, vocab), width = matrix.shape, other.shape[1]
     is_live = live.is_live.t().contiguous() if transposed else live.is_live

@@ -1,11 +1,11 @@
-"""Candidates for the loop of `slice_kernel`, which must return the bits of the shipped loop.
+"""Candidates for the loop of `slice_kernel`. Their results must be bit-equal to the shipped loop's.
 
     flatten      one pipelined loop over tiles and depth, so that the loads of the next tile overlap
                  with the epilogue of the current tile
 
 A candidate is the source of the shipped kernel with some lines replaced, so it follows every change
-of the kernel. Loads by specialised warps are no candidate, because they do not compile with the
-Triton 3.6 of the GPU machine.
+of the kernel. Warp specialization is not a candidate, because it does not compile with Triton 3.6,
+the version on the GPU machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPLACED: dict[str, list[tuple[str, str]]] = {
 
 
 def kernel(loop: str) -> Any:
-    """Return the shipped kernel with a loop of `REPLACED`."""
+    """Return a copy of the shipped kernel with a loop of `REPLACED`."""
     return rewritten(tuple(REPLACED[loop]))
 
 
@@ -48,7 +48,7 @@ def rewritten(replaced: tuple[tuple[str, str], ...], **names: Any) -> Any:
             raise ValueError(f"slice_kernel: expected {old!r} once in the source, got {got} times")
         source = source.replace(old, new)
     file = f"<slice_kernel with {' '.join(new for _, new in replaced)}>"
-    # Triton reads the source of a kernel through linecache.
+    # Add the source to linecache, from which Triton reads the source of a kernel.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope = {**vars(linear), **names}
     exec(compile(source, file, "exec"), scope)
@@ -57,7 +57,7 @@ def rewritten(replaced: tuple[tuple[str, str], ...], **names: Any) -> Any:
 
 @contextlib.contextmanager
 def using_loop(loop: str) -> Iterator[None]:
-    """Use a loop of `REPLACED` in `linear.sweep` inside the context.
+    """Use a loop of `REPLACED` for `linear.sweep` in a `with` block.
 
     The second pass over rows with unlikely targets keeps the shipped loop.
     """

@@ -100,14 +100,14 @@ def peers() -> list[str]:
 
 
 def bench(visit: int, seconds: int, *arguments: str) -> Part:
-    """Return a part that runs several benchmarks in one process: starting torch takes seconds."""
+    """Return a part that runs several benchmarks in one process, to start torch only once."""
     lines = [f"{line} --device cuda" for line in arguments]
     command = [PY, "-m", "benchmarks.gpu.several", *lines]
     return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
 def own(visit: int, seconds: int, module: str) -> Part:
-    """Return a part for a module of this folder, which takes tiny sizes on a CPU."""
+    """Return a part for a module of this folder. Its dry run uses tiny sizes on a CPU."""
     command = [PY, "-m", f"benchmarks.gpu.{module}"]
     return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
 
@@ -136,7 +136,7 @@ def support(visit: int, seconds: int) -> Part:
 
 
 def sharded(visit: int, seconds: int, files: list[str]) -> Part:
-    """Return a part that runs tests. They stop 5 s early, to name the unfinished ones."""
+    """Return a part that runs tests, which stop 5 s early to report the unfinished ones."""
     command = [PY, "-m", "benchmarks.gpu.shards", "--processes", str(PROCESSES), *files]
     timed = [*command, "--seconds", str(seconds - 5)]
     return Part(visit, seconds, [timed], [[*command, "--dry"]], measures=False)
@@ -144,8 +144,9 @@ def sharded(visit: int, seconds: int, files: list[str]) -> Part:
 
 def sanitize(visit: int, seconds: int, *tools: str) -> Part:
     """Return a part that runs every operation under compute-sanitizer, at small shapes."""
-    # PYTORCH_NO_CUDA_MEMORY_CACHING allocates each tensor separately. With torch's caching
-    # allocator, an access past the end of a tensor would hit the next block and stay unseen.
+    # Set PYTORCH_NO_CUDA_MEMORY_CACHING, which allocates each tensor separately. With torch's
+    # caching allocator, an access past the end of a tensor would hit the next block and remain
+    # undetected.
     operations = "linear_grpo_loss linear_logps linear_logps_backward logits_grpo_loss_inplace"
     options = "--shapes 64,64,512 64,72,1003 --device cuda --verify-only --backend triton"
     checked = [PY, "-m", "benchmarks", *operations.split(), *options.split()]

@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes."""
+"""Temporary replacement of attributes of modules and classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
-    """Replace attributes of a module or class inside the context, and restore them afterwards."""
+    """Replace attributes of a module or class in a `with` block, and restore them afterwards."""
     before = {name: getattr(owner, name) for name in changes}
     for name, value in changes.items():
         setattr(owner, name, value)
@@ -26,11 +26,12 @@ def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
-    """Replace the function that starts Triton kernels, in every loaded module that uses it."""
+    """Replace the function that launches Triton kernels, in every loaded module that uses it."""
     from grpo_fast.kernels import gpu
     from grpo_fast.kernels.gpu import launch as original
 
-    # Import all kernels first. A module imported inside the context would start its kernels.
+    # Import all kernel modules first. A module that is imported later would use the original
+    # function.
     for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
         importlib.import_module(found.name)
     users = [

@@ -1,11 +1,12 @@
-"""Predict the times for which bars.py sets thresholds, on one GPU, from bytes and flops.
+"""Predict the times for which bars.py sets thresholds, for one GPU, from bytes and flops.
 
 `python -m benchmarks.gpu.report` shows these predictions next to the measured times.
 
 The operations are counted from grpo_fast/kernels/head/loop.py and chunks.py and kernels/gpu/, for
-Triton and 16-bit inputs. Matrix products run at the vendor library's rate. Memory runs at the rate
-of a copy. Our own GEMM kernel runs at an assumed fraction of the vendor's rate. The bytes that the
-epilogue of a GEMM moves are added in full. If they overlap with the product, the kernel is faster.
+Triton and 16-bit inputs. Matrix products are assumed to run at the vendor library's rate, and
+memory traffic at the rate of a copy. Our own GEMM kernel runs at an assumed fraction of the
+vendor's rate. The time for the bytes that the epilogue of a GEMM moves is added in full. If these
+transfers overlap with the product, the kernel is faster.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Card(NamedTuple):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that the package lets one chunk of logits take by default, in whole MiB."""
+        """Return the package's default workspace size for this card, in bytes (whole MiB)."""
         return self.memory // GPU_SHARE >> 20 << 20
 
 
@@ -44,23 +45,25 @@ CARDS = {"H100": Card(798e12, 3.0e12, 78 << 30), "H200": Card(785e12, 4.3e12, 13
 TRITON_GEMM = 0.9  # assumed: rate of slice_kernel's inner loop over the vendor library's
 START = 3e-6  # assumed: seconds before a program's first product
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
-# Seconds between two tiles, assuming that nothing overlaps: 8 warps on 4 schedulers at 1.755 GHz. A
-# thread runs 1030 instructions in a tile without target columns and 2060 in one with them (0.19 of
-# the tiles). With stored exponentials these counts are 1320 and 2660. They come from the SASS.
+# Seconds between two tiles, if nothing overlaps: 8 warps on 4 schedulers at 1.755 GHz. A thread
+# executes 1030 instructions in a tile without target columns, and 2060 in a tile with target
+# columns (19% of the tiles). With stored exponentials, these counts are 1320 and 2660. They were
+# read from the SASS.
 EPILOGUE, EPILOGUE_STORE = 1.40e-6, 1.79e-6
-# Bytes per logit. The epilogue of the forward GEMM writes exponentials in 16 bits.
+# Bytes per stored logit. The epilogue of the forward GEMM writes exponentials in 16 bits.
 STORED = 2
 MIB = 2**20
-# Assumed: rates of the products over live tiles (live_tiles.py), relative to the vendor library's.
-# The tiles of dW are 64 x 256, so they read 1/51 byte per flop from L2.
+# Assumed rates of the products over live tiles (live_tiles.py), relative to the vendor library's
+# rate. The tiles of dW are 64 x 256, so they read 1/51 byte per flop from L2.
 LIVE_HIDDEN, LIVE_WEIGHT = 0.85, 0.6
 LIVE_OPERATIONS = 30  # small launches that compute the masses and both lists of tiles
-# Tolerance -> fraction of live tiles, counted on a CPU for 1024 rows of sparse.py's problem.
+# Fraction of live tiles for each tolerance, counted on a CPU for 1024 rows of the problem in
+# sparse.py.
 LIVE_SHARES = {0.1: 0.04, 0.01: 0.22, 0.001: 0.58}
 
 
 class Case(NamedTuple):
-    """Configuration of a benchmark case."""
+    """Shape and inactive rows of a benchmark case."""
 
     operation: str
     shape: Shape
@@ -85,14 +88,15 @@ class Estimate(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Return the cases that have a bar (bars.py), then those of other models."""
+    """Return the cases that have a bar (bars.py), followed by the cases of other models."""
     loss = "linear_grpo_loss"
     small, middle, large = (
         Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b")
     )
     found = [Case(loss, shape) for shape in (large, middle, small)]
     found += [Case(loss, small._replace(n=1024)), Case(loss, large._replace(n=131072))]
-    # Skipping clipped rows would cost a GPU sync per chunk, so they are multiplied as zeros.
+    # Include clipped rows. They are multiplied as zeros, because skipping them would cost a GPU
+    # sync per chunk.
     reasons = ("masked", "zero-advantage", "clipped")
     found += [Case(loss, large, 0.2, inactive) for inactive in reasons]
     found += [Case("linear_logps", shape) for shape in (large, middle, small)]
@@ -111,8 +115,9 @@ def estimate(card: Card, case: Case) -> Estimate:
         seconds = slices(card, n, h, v)
         partial = 3 * 4 * n * -(-v // SLICE_COLUMNS)
         return Estimate(gemm(card, n, h, v), seconds, partial, {"slice_kernel": seconds})
-    # Masked rows never reach the head. Rows with advantage 0 leave it after the logps. Advantages
-    # are 0 for whole completions, so at least one of the eight completions stays active.
+    # Masked rows never reach the head. Rows with advantage 0 leave it after the logps. The
+    # advantages of a completion are all 0 or all nonzero, so at least one of the eight completions
+    # stays active.
     share = 1.0 if case.inactive == "clipped" else case.active
     if case.inactive == "zero-advantage":
         share = max(1, round(8 * case.active)) / 8
@@ -124,7 +129,11 @@ def estimate(card: Card, case: Case) -> Estimate:
 
 
 def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, float], float]:
-    """Return (seconds by part, bytes of workspace). `kept` of the `rows` rows have a gradient."""
+    """Predict one pass over the LM head, in which `kept` of the `rows` rows have a gradient.
+
+    Returns:
+        The seconds of each part, and the bytes of the workspace.
+    """
     n, h, v = shape
     chunks, chunk_rows = chunk_plan(card, rows, h, v)
     narrow = chunks == 1 and rows <= TARGET_SHARE * v  # dW leaves its product in 16 bits
@@ -138,9 +147,9 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
         "dW accumulated in fp32": 0 if narrow else (4 + 8 * (chunks - 1)) * v * h / card.copy_bytes,
         "dW to 16 bits": (2 if narrow else 6) * v * h / card.copy_bytes,
     }
-    # A chunk also needs the sums of its exponentials by slice, and the scaled hidden rows. A 16-bit
-    # dW also needs the columns of the targets and their products (target_rows.py). An fp32 dW is
-    # itself workspace.
+    # Add the memory for the slice sums of a chunk's exponentials and for its scaled hidden rows. A
+    # 16-bit dW also needs the columns of the targets and their products (target_rows.py). An fp32
+    # dW is itself workspace.
     extra = (12 * -(-v // SLICE_COLUMNS) + 6 * h) * chunk_rows
     extra += 2 * chunk_rows**2 if narrow else 4 * v * h
     return parts, STORED * chunk_rows * v + extra
@@ -179,8 +188,8 @@ def gemm(card: Card, n: int, h: int, v: int) -> float:
 def slices(card: Card, n: int, h: int, v: int, epilogue: float = EPILOGUE) -> float:
     """Return the seconds of `slice_kernel` on all multiprocessors.
 
-    A program computes one block of rows for one slice of columns. A free multiprocessor takes the
-    next program.
+    A program computes one block of rows for one slice of columns. When a program ends, its
+    multiprocessor starts the next one.
     """
     rows, width = TILE
     tile = gemm(card, rows, h, width) * PROCESSORS / TRITON_GEMM + epilogue

@@ -1,8 +1,8 @@
-"""Recorder of the work that a call would give to a GPU. It works on any build of torch.
+"""Recorder of the work that a call would queue on a GPU. It works with any build of torch.
 
 All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
-counts as one launch unless it is a view or an allocation. A Triton kernel counts as one launch and
-is recorded in place of being started. The bytes of an operation are the bytes that it must read and
+counts as one launch unless it is a view or an allocation. A Triton kernel counts as one launch, and
+is recorded instead of launched. The bytes of an operation are the bytes that it must read and
 write. Matrix products, and kernels whose programs may return at once, count as 0 bytes.
 """
 
@@ -23,12 +23,12 @@ from benchmarks.gpu.predict import CARDS
 
 PRODUCTS = ("mm", "addmm", "slice_kernel", "column_product_kernel")
 SET_SIZE = 50  # number of ids in the support of a row
-# Operations that launch nothing.
+# Operations that do not launch a kernel.
 FREE = ("detach", "device", "scalar_tensor", "lift_fresh", "alias", "promote_types")
 
 
 class Launch(NamedTuple):
-    """Recorded operation.
+    """A recorded operation.
 
     Attributes:
         name: name of the ATen operation or Triton kernel.
@@ -78,7 +78,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
-        # A product with `out` of a different dtype needs a CUDA build, even with fake tensors.
+        # Do not run a product with `out` of a different dtype, which needs a CUDA build even with
+        # fake tensors.
         out = kwargs["out"] if "dtype_out" in str(function) else function(*args, **kwargs)
         if function.is_view or "empty" in name or name in FREE:
             return out
@@ -93,7 +94,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Record a Triton launch. This replaces `grpo_fast.kernels.gpu.launch.launch`."""
+        """Record a Triton launch, in place of `grpo_fast.kernels.gpu.launch.launch`."""
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
@@ -153,15 +154,15 @@ def all_of(given: dict[str, Any]) -> int:
 def target_rows(given: dict[str, Any]) -> int:
     """Return the bytes of `add_targets_kernel`.
 
-    For each target the kernel reads a row of `hidden`, and reads and writes a row of dW. With
-    `product_ptr` it recomputes rows that are rare, so nothing is counted.
+    For each target, the kernel reads a row of `hidden`, and reads and writes a row of dW. With
+    `product_ptr`, the kernel processes only a few rows, so nothing is counted.
     """
     rows, width = given["id_ptr"].shape[0], given["H"]
     once = given["hidden_ptr"].element_size() + 2 * given["out_ptr"].element_size()
     return 0 if given["product_ptr"] is not None else rows * width * once
 
 
-def named_rows(given: dict[str, Any]) -> int:
+def indexed_rows(given: dict[str, Any]) -> int:
     """Return the bytes of a kernel that reads one matrix row for each id, and writes its output."""
     head = "id_ptr" in given
     names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
@@ -181,14 +182,14 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "gather_columns_kernel": lambda given: 0,
     "column_product_kernel": lambda given: 0,
     "scale_kernel": lambda given: 0,
-    "support_head_kernel": named_rows,
-    "sums_kernel": named_rows,
+    "support_head_kernel": indexed_rows,
+    "sums_kernel": indexed_rows,
 }
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Make tensors fake inside the context, and record the work that a GPU would get."""
+    """Make all tensors fake in a `with` block, and record the work that a GPU would get."""
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
@@ -197,7 +198,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def copied(checks: list, validate: str) -> None:
-        """Record a copy of the flags to the host, as a substitute for `values.check_values`.
+        """Record a copy of the error flags to the host, in place of `values.check_values`.
 
         The real function copies the flags without waiting.
         """
@@ -222,7 +223,7 @@ def recording() -> Iterator[Recorder]:
         return read
 
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-        """Replace `values._sizes`: every row has a support of SET_SIZE ids."""
+        """Replace `values._sizes`, as if every row had a support of SET_SIZE ids."""
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
 

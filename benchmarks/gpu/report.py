@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.report [RESULTS.json] [-o REPORT.md]
 
-Reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with tables for each
-card. A figure that was not measured is called "not measured", next to the command that measures it.
+The command reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with
+tables for each card. A value that was not measured is shown as "not measured", together with the
+command that measures it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NOTHING = "not measured"
 
 
 def rendered(path: Path) -> str:
-    """Return the whole page. Without a file, nothing was measured.
+    """Return the text of the report. Without a file of results, nothing is shown as measured.
 
     Raises:
         ValueError: the file is no result of a session, or its results have no commit.
@@ -62,7 +63,7 @@ def rendered(path: Path) -> str:
 
 
 def origin(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield machine, commit and versions of the figures."""
+    """Yield lines with the machine, the commit and the versions of the measurements."""
     yield "Written by `python -m benchmarks.gpu.report`. All figures are for bf16 on one GPU."
     on_gpu = [r for r in reports if "gpu" in r.get("hardware", {})]
     if not on_gpu:
@@ -93,7 +94,7 @@ def judged(bar: Bar, value: float) -> str:
 
 
 def times(name: str, card: Card, found: Results) -> Iterator[str]:
-    """Yield the table of milliseconds and workspace, predicted / measured."""
+    """Yield the table of milliseconds and workspace, each as predicted / measured."""
     yield f"## Times on an {name}, predicted / measured"
     yield ""
     yield (
@@ -141,7 +142,7 @@ def live_tiles(name: str, card: Card, reports: list[dict[str, Any]]) -> Iterator
 
 
 def gemms(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of benchmarks.gpu.gemms."""
+    """Yield the table of the times that benchmarks.gpu.gemms measured."""
     yield f"## The vendor's products alone on an {name}"
     yield ""
     entries = [row for report in reports for row in report.get("gemms", ())]

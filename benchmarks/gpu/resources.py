@@ -1,7 +1,7 @@
 """Resources of a compiled kernel: registers, spills, shared memory and tensor-core instructions.
 
-For NVIDIA they are read from the cubin by the disassembler in the Triton wheel. For AMD they are
-read from the metadata of the assembly.
+For NVIDIA, the disassembler in the Triton wheel reads them from the cubin. For AMD, they are in the
+metadata of the assembly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-# Bytes of shared memory that one program may have. The compiler does not refuse to exceed them.
+# Maximum shared memory of a program in bytes, by architecture. The compiler does not check it.
 SHARED_LIMIT = {
     "sm_80": 166912,
     "sm_90": 232448,
@@ -23,8 +23,8 @@ SHARED_LIMIT = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
-# Counted instructions: matrix products on Hopper, on older GPUs and on Blackwell, TMA loads and
-# stores, and fp32 multiply-adds.
+# Instructions that are counted: matrix products on Hopper, on older GPUs and on Blackwell, TMA
+# loads and stores, and fp32 multiply-adds.
 COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "FFMA")
 
 

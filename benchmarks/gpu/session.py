@@ -2,10 +2,10 @@
 
 A visit is one loan of a GPU machine. Its parts (benchmarks and tests) run one after the other.
 
-gpu_session.json has the status and the reports of each part, and gpu_session.log has its output. A
-part that passed is skipped by the next visit. Exit status 0 means that every part passed, 1 that a
-part failed or ran out of time, 2 that nothing could be run, and 3 that the smoke test failed and
-the other parts were not run.
+gpu_session.json contains the status and the reports of each part, and gpu_session.log contains its
+output. If a part passed, the next visit skips it. Exit status 0 means that every part passed, 1
+that a part failed or ran out of time, 2 that nothing could be run, and 3 that the smoke test failed
+and the other parts were not run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Session:
 
 
 def option_for(command: list[str]) -> str:
-    """Return the option that takes the file of a report."""
+    """Return the command line option that sets the path of a report."""
     return "--json" if any(word.startswith("benchmarks.trainers.") for word in command) else "--out"
 
 
@@ -91,7 +91,7 @@ def run(
 ) -> int:
     """Run a command, show and log its output, and return its exit status.
 
-    At the limit its whole process group is killed, and the status is 124.
+    After `limit` seconds, its whole process group is killed, and the status is 124.
     """
     if limit <= 1:
         return 124
@@ -140,9 +140,9 @@ def gpu_or_reason() -> tuple[str | None, str]:
 
 
 def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], None]) -> int:
-    """Start every part far enough to know that it would run.
+    """Check that every part would run, by starting its dry commands.
 
-    Packages that the GPU machine lacks cannot be imported.
+    Packages that the GPU machine does not have cannot be imported.
     """
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +210,7 @@ def run_all(
     session: Session,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Run the parts in their order until the deadline. Returns the exit status of the session."""
+    """Run the parts in order until the deadline. Return the exit status of the session."""
     started = clock()
     failed = False
     for name, part in chosen.items():

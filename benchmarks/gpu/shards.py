@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.shards [--processes 16] [--seconds 105] [--dry] FILE ...
     python -m benchmarks.gpu.shards --failed
 
-Every result is printed as it comes and added to gpu_tests.json in $OUT, so a run that is killed
-keeps its results. Tests with small sizes run first. `--failed` repeats the tests that
+Every result is printed immediately and added to gpu_tests.json in $OUT, so that a run that is
+killed keeps its results. Tests with small sizes run first. `--failed` repeats the tests that
 benchmarks/results/gpu_tests.json lists as failed or unfinished. The exit code is 0 if every test
 passed.
 """
@@ -59,12 +59,14 @@ def unfinished_of(path: Path) -> list[str]:
 
 def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
     """Run the tests with pytest-xdist until all have ended or time runs out."""
-    # Several parts of a visit write this file, and the next visit repeats the failed tests of all.
+    # Read the earlier results, and add to them. Several parts of a visit write this file, and the
+    # next visit repeats the failed tests of all parts.
     known = next((path for path in (out, RESULTS / NAME) if path.is_file()), None)
     results = json.loads(known.read_text())["results"] if known else {}
     results |= dict.fromkeys(tests, "unfinished")
     with tempfile.TemporaryDirectory() as folder:
-        # 1. Start pytest. The ids are in a file, since they are too long for a command line.
+        # 1. Start pytest. Pass the test ids in a file, because they are too long for a command
+        # line.
         ids = Path(folder) / "ids"
         ids.write_text("\n".join(tests))
         code = (

@@ -25,7 +25,7 @@ ATTENTION_BAR = 1e-2  # relative L2 error of the attention
 
 
 def head(device: str) -> tuple[float, str]:
-    """Compare loss, dH and dW of an LM head with fp64.
+    """Compare the loss, dH and dW of an LM head with fp64 results.
 
     Returns:
         The largest error as a fraction of its tolerance, and a description.

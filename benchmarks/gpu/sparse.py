@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.sparse [--out FILE] [--device cpu]
 
-A call goes from hidden states to dH and dW. Its error is compared with the bound of `grad_filter`
-before it is timed. On a CPU the problem is built, but no kernel runs.
+A call computes dH and dW from hidden states. Its error is compared with the bound of `grad_filter`
+before it is timed. On a CPU, the problem is built, but no kernel runs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Problem(NamedTuple):
 
 
 def peaked(rows: int, hidden: int, vocab: int, device: str) -> Problem:
-    """Build a problem whose softmax resembles that of a trained model.
+    """Build a problem with a softmax like that of a trained model.
 
-    Low ids are likely, as in a byte-pair vocabulary, and four of five rows are nearly certain. At
-    V = 151936 the entropy has a mean of 0.7 nats and a median of 0.4.
+    Low ids are likely, as in a byte-pair vocabulary, and four of five rows are nearly certain. At V
+    = 151936, the entropy has a mean of 0.7 nats and a median of 0.4.
     """
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}

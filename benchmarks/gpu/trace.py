@@ -1,6 +1,6 @@
 """Launches, waits, bytes and products of a call on a GPU, counted without a GPU (recorder.py).
 
-    python -m benchmarks.gpu.trace                  prints a table in Markdown
+    python -m benchmarks.gpu.trace prints a table in Markdown
     python -m benchmarks.gpu.trace --json           prints the same figures as JSON
     python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 
@@ -31,7 +31,7 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Case(NamedTuple):
-    """Call of `linear_grpo_loss` in bf16 on eight packed completions.
+    """A call of `linear_grpo_loss` in bf16 on eight packed completions.
 
     Attributes:
         rows: number of tokens.
@@ -40,7 +40,7 @@ class Case(NamedTuple):
         wants: whether dH and dW are computed.
         loss_type: loss of `LossConfig`.
         beta: weight of the KL term.
-        mask: pass padded completions with a mask in place of packed ones.
+        mask: pass padded completions with a mask instead of packed completions.
         calls: number of calls with the same LM head.
         support: pass a support of SET_SIZE ids for each row.
     """
@@ -142,8 +142,8 @@ CASES: dict[str, Case] = {
 }
 
 
-# Budget of a call in one chunk of 8192 rows at V = 151936 with dH and dW: launches in the chunk,
-# launches outside of it, and GB.
+# Budgets for a call in one chunk of 8192 rows at V = 151936 with dH and dW: launches in the chunk,
+# launches outside of it, and GB that are read and written.
 ONE_CHUNK = {
     "full, H = 4096": (19, 54, 0.76),
     "full, H = 2048": (19, 54, 0.39),

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu.tune                   times the candidates that start, on a GPU
     python -m benchmarks.gpu.tune --dry             lists the candidates that would be timed
 
-The package never tunes itself, because timing inside a training run makes the run irreproducible.
-Copy the printed lines into the table by hand, and commit them separately.
+The package never tunes its kernels at run time, because a training run would then not be
+reproducible. Copy the printed lines into the table by hand, and commit them separately.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from benchmarks.report.files import load, write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# Rows of one chunk at V = 151936, as in the configurations of bars.py. With fewer rows, the last
-# round of programs would use less of the GPU than in training.
+# Number of rows, which is that of one chunk at V = 151936, as in the configurations of bars.py.
+# With fewer rows, the last wave of programs would use less of the GPU than in training.
 ROWS = 8192
 SLICES = (1024, 2048, 4096)  # columns
-# Largest difference in nats between the logps of two configurations, which differ by rounding only.
+# Maximum difference in nats between the logps of two configurations, which differ by rounding only.
 AGREEMENT = 2e-4
 
 
 class Setting(NamedTuple):
-    """Kernel, dtype and sizes that the candidates are timed at."""
+    """A kernel, a dtype and sizes for which the candidates are timed."""
 
     kind: str
     dtype: str
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings. Those that bars.py needs come first, in case time runs out."""
+    """Yield all settings. The settings of bars.py come first, in case time runs out."""
     for kind in KINDS[:2]:
         for hidden, vocab in LINEAR_HEADS:
             yield Setting(kind, "bfloat16", hidden, vocab)
@@ -62,7 +62,7 @@ def settings() -> Iterator[Setting]:
 def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
     """Return the candidates that start on `arch` according to the committed report.
 
-    Without a report, return all candidates of the kind and dtype.
+    If there is no report, return all candidates of the kind and dtype.
     """
     file, every = RESULTS / f"candidates-{arch}.json", candidates()
     if file.is_file():
@@ -76,7 +76,7 @@ def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
 
 
 def tune_setting(setting: Setting, chosen: list[Candidate]) -> dict[str, Any]:
-    """Time every candidate that agrees with the shipped configuration.
+    """Time every candidate whose results agree with those of the shipped configuration.
 
     Returns:
         The setting, the times by candidate with the fastest first, and the failures by candidate.

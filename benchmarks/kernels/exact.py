@@ -52,7 +52,7 @@ class LogitRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Exact values with which the result of a provider is compared.
+    """Exact values with which the results of a provider are compared.
 
     Attributes:
         values: the exact values, with the same keys as in a `Result`.
@@ -105,7 +105,7 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
 
 
 def row_block(device: torch.device) -> int:
-    """Return the block size in rows. The exact logits of a block need less memory than the head."""
+    """Return the number of rows whose exact logits need less memory than the head."""
     return 1024 if device.type == "cuda" else 128
 
 

@@ -33,9 +33,9 @@ from benchmarks.report.files import write
 TOLERANCE = 0.15
 ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
-# The gate measures these operations, shapes and dtypes. The shapes are those of the README, and one
-# more for the operation whose limit is a copy. They are large enough that the overhead of a call
-# does not matter, and small enough that the gate takes about a minute.
+# Operations, shapes and dtypes that the gate measures. The shapes are those of the README, and one
+# more for the operation whose limit is a copy. They are so large that the overhead of a call does
+# not matter, and so small that the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
@@ -65,8 +65,8 @@ class Setting(NamedTuple):
 def settings(threads: list[int]) -> list[Setting]:
     """Return the settings that this CPU can run.
 
-    AVX-512 code is only measured if the CPU supports it. Only the native code uses 16-bit product
-    instructions, so it is measured for bf16 if the CPU has them.
+    AVX-512 code is measured only if the CPU supports it. bf16 is measured only with native code,
+    and only if the CPU has 16-bit products, because other code does not use them.
     """
     flags = set(measure.hardware("cpu").get("instructions", []))
     widest = {

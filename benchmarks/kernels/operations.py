@@ -1,4 +1,4 @@
-"""Measured operations, with their exact answers and the work that each must at least do."""
+"""The measured operations, with their exact results and the minimum work that each requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Operation:
 
     Attributes:
         title: title of its table.
-        truth: name of the exact answer in `Problem.truth` with which results are compared.
+        truth: name of the exact result in `Problem.truth` with which results are compared.
         flops: necessary flops of the matrix products, divided by N·V·H. The value is 0 for an
             operation that is limited by memory bandwidth.
         passes: necessary number of reads and writes of all N·V logits, if `flops` is 0.
@@ -25,7 +25,7 @@ class Operation:
     passes: int = 0
 
     def rate(self, shape: Shape, itemsize: int, milliseconds: float) -> tuple[float, str]:
-        """Return the necessary work divided by the time, and its unit: TFLOP/s or GB/s."""
+        """Return the necessary work divided by the time, with its unit, TFLOP/s or GB/s."""
         n, h, v = shape
         if self.flops:
             return self.flops * n * v * h / milliseconds / 1e9, "TFLOP/s"

@@ -15,8 +15,8 @@ from benchmarks.kernels.shapes import COMPLETIONS, Shape
 
 EPSILON = 0.2
 LOGIT_STD = 2.0
-# In a peaked row, the logit of the likeliest token exceeds the log-sum-exp of all other tokens by a
-# random number of nats, with this mean and standard deviation.
+# Mean and standard deviation, in nats, of the gap in a peaked row. The gap is the amount by which
+# the logit of the likeliest token exceeds the log-sum-exp of all other tokens.
 PEAK = (4.0, 2.0)
 
 
@@ -47,8 +47,8 @@ STANDARD = Variant()
 class Problem:
     """Packed GRPO batch of 8 completions with N/8 tokens each, for the dapo loss without KL.
 
-    The advantages have both signs. No ratio is close to a clipping bound. Otherwise a provider that
-    rounds its logits to 16 bits could clip a token that the exact answer does not clip.
+    The advantages have both signs. No ratio is close to a clipping bound, because a provider that
+    rounds its logits to 16 bits could then clip a token that the exact result does not clip.
     """
 
     hidden: Tensor  # (N, H), requires grad
@@ -65,27 +65,27 @@ class Problem:
 
     @functools.cached_property
     def count(self) -> int:
-        """Number of unmasked tokens. The loss is divided by it."""
+        """Return the number of unmasked tokens, by which the loss is divided."""
         return int(self.mask.sum())
 
     @functools.cached_property
     def mask_or_none(self) -> Tensor | None:
-        """Mask as (N,) bool, or None if no token is masked."""
+        """Return the mask as (N,) bool, or None if no token is masked."""
         return None if self.count == len(self.mask) else self.mask.bool()
 
     @property
     def token_advantages(self) -> Tensor:
-        """Advantage of each token's completion, (N,) fp32."""
+        """Return the advantage of each token's completion, (N,) fp32."""
         return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
 
     @functools.cached_property
     def grad_logps(self) -> Tensor:
-        """Gradient of the loss with respect to the logps, (N,) fp32."""
+        """Return the gradient of the loss with respect to the logps, (N,) fp32."""
         return self._loss_and_slope[1].float()
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """Logits in the layout of a trainer, (B, N/B + 1, V).
+        """Return the logits in the layout of a trainer, (B, N/B + 1, V).
 
         As in a trainer, the last row of each completion predicts no token. It is unused.
         """
@@ -98,12 +98,12 @@ class Problem:
 
     @functools.cached_property
     def exact_dtype(self) -> torch.dtype:
-        """Dtype of the exact answer: fp64, or fp32 if the fp64 head and its gradient do not fit."""
+        """Return the dtype of exact results: fp64, or fp32 if the fp64 head does not fit."""
         return exact.dtype_for(self.weight)
 
     @functools.cached_property
     def logps(self) -> Tensor:
-        """Exact log-probabilities, (N,)."""
+        """Return the exact log-probabilities, (N,)."""
         return exact.logps(self.hidden, self.weight, self.target_ids, self.exact_dtype)
 
     @functools.cached_property
@@ -195,7 +195,8 @@ def make_problem(
     logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
-    # A log-probability cannot be positive. Use the current logp in such a row (its ratio is 1).
+    # Replace a positive log-probability, which is impossible, by the current logp. The ratio of
+    # this row is then 1.
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -213,7 +214,7 @@ def coefficients(
 
     sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
     advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
-    # Half of the ratios are close to 1. The other half is outside of the clipping range, but on the
+    # Half of the ratios are close to 1. The other half are outside of the clip range, but on the
     # side where the loss still has a gradient.
     noise = 0.02 * torch.randn(n, generator=generator, device=device)
     log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)

@@ -194,7 +194,7 @@ def run_case(
 
 
 def route_of(operation: str, problem: Problem) -> str:
-    """Describe which backend and kernels "auto" selects for this operation."""
+    """Return a description of the backend and the kernels that "auto" selects for an operation."""
     if operation.startswith("logits"):
         return str(route.rows_route("auto", problem.hidden))
     return str(route.head_route("auto", problem.weight))
@@ -242,7 +242,8 @@ def verify(
     except Exception as error:  # a peer may raise anything; its row says so, and the run continues
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         row |= {"status": "failed", "reason": reason}
-    # Release memory outside of the handler, in which the exception keeps the tensors alive.
+    # Release the memory here, after the handler has ended, because the exception keeps tensors
+    # alive.
     if row["status"] == "failed":
         release(device)
         return row, None

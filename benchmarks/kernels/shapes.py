@@ -44,8 +44,8 @@ CPU: list[Shape] = [
     Shape(512, 896, 32000),
     Shape(512, 896, 151936),
 ]
-# The first three shapes have the hidden sizes for which benchmarks/gpu/bars.py sets targets. The
-# last shape has a smaller vocabulary.
+# Shapes for a GPU. The first three have the hidden sizes for which benchmarks/gpu/bars.py sets
+# targets. The last one has a smaller vocabulary.
 GPU: list[Shape] = [
     Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
 ]

@@ -1,4 +1,4 @@
-"""Read and write report files. A benchmark writes one report, and a GPU session several."""
+"""Read and write report files. A benchmark writes one report, and a GPU session writes several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def load(path: str | Path) -> list[dict[str, Any]]:
-    """Return the reports of a JSON file: one of a benchmark, or all of a GPU session.
+    """Return the reports of a JSON file, which are those of a benchmark or of a GPU session.
 
     Raises:
         ValueError: the file was not written by a benchmark.
@@ -36,7 +36,7 @@ def load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Return all cases. Each has the hardware, commit and running number of its report added."""
+    """Return all cases, each with the hardware, commit and number of its report."""
     found: list[dict[str, Any]] = []
     reports = (report for path in paths for report in load(path))
     for number, report in enumerate(reports):

@@ -27,8 +27,8 @@ OURS = "grpo_fast (auto)"
 COLORS = {"ours": "#c0392b", "limit": "#7f8c8d", "peer": "#2e6f9e"}
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
-# Assumed floating-point operations per logit (exponentials and products) in a kernel that reads
-# logits.
+# Assumed number of floating-point operations per logit (exponentials and products) in a kernel that
+# reads logits.
 LOGITS_FLOPS = 8
 BARS_SHAPE = [512, 896, 32000]  # the smallest shape that all peers ran
 
@@ -118,7 +118,7 @@ def relative_time(row: dict[str, Any]) -> float:
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the peak (flop/s) and the bandwidth (bytes/s) of the machine, or 0 if unmeasured."""
+    """Return the machine's peak (flop/s) and bandwidth (bytes/s). A missing measurement gives 0."""
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -150,7 +150,7 @@ def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float
 
 
 def work(case: dict[str, Any]) -> tuple[float, float]:
-    """Return the necessary flops and bytes of a case. Each input and gradient is moved once."""
+    """Return the flops and bytes that a case requires if each input and gradient is moved once."""
     (n, h, v), item = case["shape"], case["itemsize"]
     if case["operation"].startswith("logits"):
         return LOGITS_FLOPS * n * v, 2 * item * n * v
@@ -172,7 +172,7 @@ def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> 
 
 
 def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Draw the roofline of the dtype with the most cases. Each dtype has a different peak."""
+    """Draw the roofline for the dtype with the most cases. Other dtypes have other peaks."""
     counts = collections.Counter(case["dtype"] for case in cases)
     dtype = counts.most_common(1)[0][0]
     cases = [case for case in cases if case["dtype"] == dtype]

@@ -28,7 +28,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 class Step(NamedTuple):
-    """Command that measures a part of the numbers.
+    """A command that measures some of the numbers.
 
     Attributes:
         name: name of the step. The results are in benchmarks/results/cpu-NAME.json.
@@ -74,10 +74,10 @@ def file_of(name: str) -> Path:
 
 
 def run_steps(steps: list[Step], deadline: float) -> int:
-    """Run the steps one after the other. Skip all that would start later than `deadline` seconds.
+    """Run the steps one after the other. Skip all steps that would start after `deadline` seconds.
 
     Returns:
-        0 if all steps ran without an error, else 1.
+        0 if all steps ran without an error, otherwise 1.
     """
     started = time.monotonic()
     status = 0

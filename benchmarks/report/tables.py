@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks.kernels.operations import OPERATIONS
 
 WIDTH = 132
-# The column "error" shows the largest error of these results.
+# The results whose largest error is shown in the column "error".
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Return the table of one case. Its column ± has half the interquartile range of the times."""
+    """Return the table of one case. Column ± shows half the interquartile range of the times."""
     from rich.table import Table
 
     n, h, v = case["shape"]

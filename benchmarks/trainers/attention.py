@@ -25,7 +25,7 @@ from grpo_fast.attention.dispatch import Attention, Kind
 from grpo_fast.attention.spans import AttentionParams
 
 Step = Callable[[], Any]  # returns the output and the gradients
-# A case is (prompt length, completion length, number of completions), with lengths in tokens.
+# Cases, given as (prompt length, completion length, number of completions), with lengths in tokens.
 CASES: dict[str, list[Case]] = {
     "quick": [(64, 8, 4)],
     "cpu": [(2000, 64, 8), (512, 64, 8), (150, 200, 8), (20, 32, 8)],
@@ -105,8 +105,8 @@ def time_attention(case: Case, model: Heads, options: argparse.Namespace) -> lis
     earliest.scatter_reduce_(0, origin, places, "amin")
     first = places == earliest[origin]
     copies = [x[origin] for x in tensors]
-    # In the packed layout, only the first copy of a prompt row gets the upstream gradient.
-    # Otherwise the gradients of the two layouts would differ.
+    # Set the upstream gradient to 0 in all copies of a prompt row but the first. Otherwise, the
+    # gradients of the two layouts would differ.
     copies[3] = copies[3] * first[:, None, None]
     params = AttentionParams(model.head_dim**-0.5)
     kind = Kind(options.device, options.dtype, model.head_dim)
@@ -157,7 +157,7 @@ def attention_error(
 
 
 def time_model(case: Case, model: Heads, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Verify and time a random trunk, from token ids to the gradients of all its weights."""
+    """Verify and time a random trunk, from token ids to the gradients of all weights."""
     prompt, completion, group = case
     shared, packed, _ = packs(case, options.device)
     vocabulary = max(2, prompt + completion * group)
@@ -172,7 +172,7 @@ def trunk_steps(
     layouts: dict[str, Any], model: Heads, vocabulary: int, positions: int,
     options: argparse.Namespace,
 ) -> tuple[dict[str, Step], float]:  # fmt: skip
-    """Build a random trunk. Return its step for each layout and the difference of the results."""
+    """Build a random trunk. Return a step for each layout, and their results' difference."""
     from transformers import Qwen2Config, Qwen2Model
 
     config = Qwen2Config(
@@ -193,7 +193,8 @@ def trunk_steps(
 
 
 def model_step(trunk: Any, pack: PackedTree, grad: Tensor) -> Step:
-    # The gradient of k_proj.bias is exactly 0, so its relative error would be undefined.
+    # Exclude k_proj.bias, whose gradient is exactly 0, because its relative error would be
+    # undefined.
     parameters = [p for name, p in trunk.named_parameters() if "k_proj.bias" not in name]
 
     def step() -> tuple[Tensor, ...]:

@@ -132,8 +132,8 @@ def with_a_policy(
 ) -> dict[str, Callable[[], Any]]:
     """Return three more steps, which are timed without verification.
 
-    They are a divergence from the teacher's top 32 tokens, a policy loss, and a policy loss
-    together with a divergence.
+    They are a divergence from the teacher's top 32 tokens, a policy loss, and a policy loss with a
+    divergence term.
     """
     n, v = len(student[0]), len(student[1])
     with torch.no_grad():

@@ -25,8 +25,9 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 Step = Callable[[], Any]  # returns (loss, gradients)
 AGREEMENT = 1e-3
-# Tokens, hidden size and vocabulary of the LM head. On a GPU it is the head of Qwen2.5-0.5B. On a
-# CPU the hidden size is a quarter and the vocabulary a sixteenth of that, to save time.
+# Number of tokens, hidden size and vocabulary size of the LM head. On a GPU, it is the head of
+# Qwen2.5-0.5B. On a CPU, the hidden size is a quarter and the vocabulary a sixteenth of that, to
+# save time.
 HEADS = {"cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
 QUICK_HEAD = (128, 64, 2048)
 BATCH = (64, 1024)  # number of completions, and their padded length

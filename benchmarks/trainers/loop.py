@@ -69,7 +69,7 @@ UNUSED_TOKEN = "<file_sep>"  # used as EOS, because SmolLM2's instruct models do
 
 
 class Subject(NamedTuple):
-    """Model, tokenizer, prompts and EOS token id that all trainers get."""
+    """Model, tokenizer, prompts and EOS token id, which are the same for all trainers."""
 
     model: Any
     tokenizer: Any
@@ -122,7 +122,7 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
         "grpo_fast": our_step(policy, subject.texts, shape),
         **trl_steps(subject, shape, options.device, rows_per_pass),
     }
-    # These calls also warm up the steps.
+    # Measure the memory before the times, because these calls also warm up the steps.
     memory = {who: peak_mib(step, options.device) for who, step in steps.items()}
     rounds = options.device, options.budget, options.rounds
     times = {
@@ -142,7 +142,7 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
 
 
 def peak_mib(step: Callable[[], Any], device: str) -> float:
-    """Return the peak memory during a step minus that before the step, in MiB.
+    """Return the peak memory during a step minus the memory before the step, in MiB.
 
     The result includes gradients and, in the first step, Adam's moments. It excludes the weights.
     """

@@ -1,4 +1,4 @@
-"""Command line options and report file that the benchmarks of this folder share."""
+"""Command line options and report files of the benchmarks in this folder."""
 
 from __future__ import annotations
 

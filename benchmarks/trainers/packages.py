@@ -1,9 +1,9 @@
-"""Import of the loss modules of verl and OpenRLHF, without packages that only training needs.
+"""Import of the loss modules of verl and OpenRLHF without packages that only training needs.
 
 `make trainers` installs verl and OpenRLHF into a separate folder, without their dependencies. They
-pin other versions of torch and transformers, and OpenRLHF's wheel has a top-level package `tests`
-that would hide ours. The environment variable GRPO_FAST_TRAINERS names the folder. If verl and
-OpenRLHF are installed in the environment, the folder is not needed.
+require other versions of torch and transformers, and OpenRLHF's wheel has a top-level package
+`tests` that would hide ours. The environment variable GRPO_FAST_TRAINERS names the folder. If verl
+and OpenRLHF are installed in the environment, the folder is not needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 
 def load_verl(name: str) -> Any:
-    """Import a module of verl. If ray is not installed, a stub replaces it during the import."""
+    """Import a module of verl. If ray is not installed, use a stub for it during the import."""
     require("verl", "tensordict", "omegaconf", "codetiming", "transformers")
     with stubbed("ray"):
         return importlib.import_module(name)
 
 
 def load_openrlhf_loss() -> Any:
-    """Import `openrlhf.models.loss`, but not `openrlhf.models.__init__`, which needs DeepSpeed."""
+    """Import `openrlhf.models.loss` without `openrlhf.models`, which needs DeepSpeed."""
     require("openrlhf")
     if "openrlhf.models" not in sys.modules:
         package = types.ModuleType("openrlhf.models")
@@ -63,7 +63,7 @@ class Anything:
 
 @contextmanager
 def stubbed(name: str) -> Iterator[None]:
-    """Provide a stub for a module inside the context, if the module is not installed.
+    """Provide a stub in a `with` block for a module that is not installed.
 
     Every attribute of the stub is the class `Anything`.
     """

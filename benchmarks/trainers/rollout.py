@@ -26,8 +26,8 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 VOCABULARY = 151936
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
-# Largest allowed error of a logp in nats. The new forward pass has a different batch shape, which
-# changes the order of additions and therefore the rounding.
+# Maximum error of a logp in nats. The new forward pass has a different batch shape, which changes
+# the order of additions and therefore the rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
@@ -53,9 +53,9 @@ def build(vocab: int, device: str) -> Any:
 def candidates(
     policy: Any, batch: int, new_tokens: int
 ) -> dict[str, tuple[str, Callable[[], list]]]:
-    """Return the candidates: a dict from name to role and function.
+    """Return the candidates: a dict from each name to its role and its function.
 
-    The function generates a batch. For each completion it returns the prompt ids, the completion
+    The function generates a batch. For each completion, it returns the prompt ids, the completion
     ids, and the logps or None.
     """
     from grpo_fast.rollout import Sampling, generate

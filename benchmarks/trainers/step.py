@@ -176,7 +176,7 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
         data = SimpleNamespace(task="gsm8k", path=options.data, prompt_template="plain")
         plain = load_examples(data, split="train", seed=0)[:1000]
         tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
-    # `k_shot_texts` counts the tokens of a prompt that is then encoded.
+    # Cache the result, because `k_shot_texts` counts the tokens of a prompt that is encoded later.
     return functools.cache(lambda text: tokenizer(text)["input_ids"])
 
 
@@ -190,8 +190,8 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
     data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain")
     if tokens:
         data.shots_tokens = tokens
-    # The examples use most of `tokens`, and the question comes after them. Only yield prompts whose
-    # total length is at least `tokens`, so that the benchmark's prompts are not too short.
+    # Skip prompts that are too short: yield only those that have at least `tokens` tokens in total.
+    # The worked examples take most of `tokens`, and the question comes after them.
     texts = (str(e.prompt) for e in load_examples(data, split="train", seed=0, count_tokens=count))
     return (text for text in texts if count(text) >= tokens)
 

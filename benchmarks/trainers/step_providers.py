@@ -31,14 +31,14 @@ Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
 
 
 class Outcome(NamedTuple):
-    """Value and metrics of a loss. Its gradients are in the `grad` fields of the parameters."""
+    """Value and metrics of a loss, whose gradients are in the `grad` fields of the parameters."""
 
     loss: float
     metrics: dict[str, float]
 
 
 class StepProblem(NamedTuple):
-    """Batch of prompts and completions that every provider gets.
+    """Batch of prompts and completions that all providers process.
 
     Attributes:
         samples: prompts, completions and advantages.
@@ -80,7 +80,7 @@ def make_problem(
 
 
 class Ours:
-    """Our trainer's step on packed rows. If `shared` is set, a group has its prompt only once."""
+    """Our trainer's step on packed rows. With `shared`, a group's prompt is stored once."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
@@ -110,7 +110,7 @@ class Ours:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that one forward pass of the trunk processes."""
+        """Return the number of tokens that one forward pass of the trunk processes."""
         return self.batch.trunk_tokens
 
 
@@ -184,12 +184,12 @@ class Padded:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, including padding, that one forward pass processes."""
+        """Return the number of tokens, including padding, that one forward pass processes."""
         return self.ids.numel()
 
 
 class Trl(Padded):
-    """Step with the code of `GRPOTrainer._compute_loss` in TRL 1.16: fused head, loss in torch."""
+    """Step of TRL 1.16 with its fused head, and with the loss of `GRPOTrainer` in torch."""
 
     def prepare(self, model: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head
@@ -239,7 +239,7 @@ PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
 
 
 def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
-    """Return the provider with the given name. It gets a copy of the model."""
+    """Create the provider with the given name, with a copy of the model."""
     return PROVIDERS[name](copy.deepcopy(model), problem, options)
 
 

@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 
     @property
     def ids(self) -> Tensor:
-        """Ids of each token's support, (T, K). The first id of a row is the target."""
+        """Return the ids of each token's support, (T, K). The first id of a row is the target."""
         return self.support.ids.view(len(self.hidden), -1)
 
 

@@ -71,8 +71,8 @@ def combs(leaves: tuple[int, ...], prompt: int, tokens: int) -> list[Turns]:
     return paths
 
 
-# Each case is a function that gets the divisor of all lengths and returns the samples. BRANCHES are
-# the cases of the picture.
+# The cases. Each is a function that receives the divisor of all lengths and returns the samples.
+# BRANCHES are the cases of the picture.
 CASES: dict[str, Callable[[int], list[Turns]]] = {
     "16 completions of a prompt": lambda n: group(8192 // n, 512 // n, 16),
     "binary agent, 4 turns": lambda n: agent(2, 4, 512 // n),
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def passes(row: dict[str, Any]) -> bool:
-    """Return whether the case was correct and, if it has targets, meets both."""
+    """Return whether a case is correct and, if it has targets, meets both."""
     if "ratio" not in row:
         return False
     is_fast = row["ratio"] >= BAR * row["tokens_ratio"]

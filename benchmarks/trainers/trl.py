@@ -42,8 +42,8 @@ MODELS: dict[str, dict[str, int]] = {
 PROMPT = 512
 GROUP = 8
 COMPLETION = 64
-# "TRL, fast head" is TRL's trainer with its padded forward pass, but with our LM head. It shows how
-# much of the speedup of FastGRPOTrainer comes from the head.
+# The trainers. "TRL, fast head" is TRL's trainer with its padded forward pass, but with our LM
+# head. It shows how much of the speedup of FastGRPOTrainer comes from the head.
 TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -210,7 +210,7 @@ def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) 
 
 
 def run_child(name: str, label: str) -> dict[str, float]:
-    """Run `peak_of` in a new process, where the allocator holds no memory of other trainers."""
+    """Run `peak_of` in a new process, in which the allocator has no memory from other trainers."""
     module = [sys.executable, "-m", "benchmarks.trainers.trl"]
     command = [*module, *sys.argv[1:], "--child", name, label]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

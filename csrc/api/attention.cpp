@@ -7,9 +7,9 @@
 // Layout: q, k and v are (T, heads, D) with any row stride and head stride. A group of `repeats`
 // query heads shares one key-value head, and the kernels process them as additional rows of the
 // same span. Keys are repacked into tiles (products.h), so that the lanes of a vector are tokens.
-// Rounding: all sums are fp32. Their order depends on the span only.
+// Rounding: all sums are fp32. Their order depends only on the span.
 // Parallel: a forward task computes a block of kForwardRows rows of one span and head. A backward
-// task computes a whole span in one head, because only one thread may add to its dK and dV.
+// task computes a full span in one head, because only one thread may add to its dK and dV.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -24,8 +24,8 @@
 namespace grpo_fast {
 namespace {
 
-// Number of rows in a forward task, and of rows and keys in a block of the backward pass. The
-// scores of such a block stay in cache.
+// Number of rows in a forward task. A block of the backward pass has the same number of rows and of
+// keys, so that the scores of a block stay in cache.
 constexpr int64_t kForwardRows = 128;
 constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
@@ -50,8 +50,8 @@ struct Problem {
   float scale;
 };
 
-// One span in one key-value head. A row is one query in one of the `repeats` query heads that share
-// the key-value head. Rows are ordered by query.
+// One span in one key-value head. A row is one query in one of the `repeats` query heads that use
+// this key-value head. Rows are ordered by query.
 struct Span {
   int64_t first_q, first_k, queries, keys, head, repeats;
   bool causal;
@@ -61,12 +61,12 @@ struct Span {
         keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
 
   int64_t rows() const { return queries * repeats; }
-  // Returns the number of keys that a row sees. A causal span has as many keys as queries.
+  // Returns the number of keys that a row attends to. A causal span has as many keys as queries.
   int64_t seen(int64_t row) const { return causal ? row / repeats + 1 : keys; }
-  // Returns the first row that sees a key.
+  // Returns the first row that attends to a key.
   int64_t first_row(int64_t key) const { return causal ? key * repeats : 0; }
 
-  // Calls body(row of the span, token, query head) for the rows [begin, end).
+  // Calls body(row of the span, token, query head) for each row in [begin, end).
   template <class Body>
   void each(int64_t begin, int64_t end, const Body& body) const {
     int64_t query = begin / repeats, repeat = begin % repeats;
@@ -95,8 +95,8 @@ struct PerRow {
   float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
-// Returns uninitialised thread-local memory. Call this once per task, because a second call may
-// reallocate the memory.
+// Returns uninitialised thread-local memory. A task must call this only once, because a second call
+// may reallocate the memory.
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
@@ -107,7 +107,8 @@ float* scratch(int64_t count) {
 void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
              const Packed& v, const Packed& out, const PerRow& lse) {
   const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
-  // 1. Repack the keys that these rows see into tiles, and copy the queries, multiplied by `scale`.
+  // 1. Repack the keys that these rows attend to into tiles. Copy the queries, multiplied by
+  // `scale`.
   const int64_t width = round_up_to_tile(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;
@@ -121,8 +122,7 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
-      // Set the scores of tokens that the row does not see to -inf, so that their exponentials are
-      // 0.
+      // Set a score to -inf if the row does not attend to the token, so that its exponential is 0.
       std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + round_up_to_tile(last),
                 kUnseen);
       found[i] = exponentials(scores.row(i), round_up_to_tile(last));
@@ -139,13 +139,13 @@ void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q,
   });
 }
 
-// Inputs of the backward pass.
+// The tensors that the backward pass reads.
 struct Given {
   Packed grad, q, k, v, out;
   PerRow lse;
 };
 
-// Outputs of the backward pass.
+// The gradients that the backward pass writes.
 struct Wanted {
   Packed dq, dk, dv;
 };
@@ -183,8 +183,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
-  // Clear unseen keys with a bit mask. For an unseen key, s - lse may be large and positive. The
-  // exponential could then overflow, and a product with 0 would be NaN.
+  // Clear the values of keys that a row does not attend to with a bit mask. For such a key, s - lse
+  // may be large, so the exponential may overflow to inf. A product with 0 would then be NaN.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
@@ -215,8 +215,8 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   Block block{0, 0, free, free + in_rows, free + 2 * in_rows, nullptr, nullptr, nullptr, nullptr};
   block.weights = block.sums + in_rows, block.slopes = block.weights + scores;
   block.lse = block.slopes + scores, block.delta = block.lse + kBackwardRows;
-  // 3. For each block of rows and each block of keys, compute P and dS. Then add dQ += dS K,
-  // dV += P^T dO and dK += dS^T Q.
+  // 3. For each block of rows and each block of keys, compute P and dS. Then add dS K to dQ, P^T dO
+  // to dV, and dS^T Q to dK.
   for (; block.begin < span.rows(); block.begin += kBackwardRows) {
     block.rows = std::min(kBackwardRows, span.rows() - block.begin);
     read_block(p, span, from, block);
@@ -230,7 +230,7 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
                          {k.row(key), k.stride}, seen, depth, {block.sums + i * depth, depth});
       });
       by_rows(key, end, [&](int64_t at, auto keys) {
-        // Rows before `first` do not see these keys.
+        // Skip the rows before `first`, which do not attend to these keys.
         const int64_t first = std::max<int64_t>(0, span.first_row(at) - block.begin);
         const int64_t count = block.rows - first, place = first * kBackwardKeys + at - key;
         if (count <= 0) return;
@@ -308,8 +308,8 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, 
   return {out, lse};
 }
 
-// Returns dq, dk and dv. The queries may have attended to keys of other calls, too. In this case,
-// out and lse must be the merged results of all calls.
+// Returns dq, dk and dv. If other calls computed attention to other keys, out and lse must be the
+// merged results of all calls.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {

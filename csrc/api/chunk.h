@@ -6,7 +6,7 @@
 
 namespace grpo_fast {
 
-// The logit transform as Python passes it.
+// The logit transform, in the form that Python passes.
 struct LogitTransform {
   double logit_scale;
   std::optional<double> softcap;
@@ -37,7 +37,7 @@ inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
 }
 
 // Checks rows of unequal length, which are stored one after another in a vector of `numbers`
-// elements. `places` holds the position of the target in each row.
+// elements. `places` contains the position of each row's target within the row.
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
                             const LogitTransform& transform) {
   const int64_t* found = checked_offsets(offsets, numbers);

@@ -7,8 +7,8 @@
 namespace grpo_fast {
 namespace {
 
-// Appends k and v as token `time` of the completions, and returns the attention outputs (B, H, D)
-// in fp32.
+// Stores k and v as token `time` of the completions. Returns the attention outputs (B, H, D) in
+// fp32.
 Tensor decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, Tensor completion_k,
                Tensor completion_v, Tensor lengths, Tensor counts, int64_t time, double scale,
                std::optional<int64_t> window) {

@@ -8,8 +8,8 @@
 // (gemm/pack.h), because packing would take a third of the time of a product with few rows.
 //
 // Rounding: all numbers are fp32. The bits of a row do not depend on the batch or on the threads.
-// Parallel: with enough rows per thread, each thread runs its rows through the whole layer without
-// synchronisation. With few rows, all threads share each product.
+// Parallel: if there are enough rows, each thread runs its rows through all steps of the layer
+// without synchronisation. With fewer rows, all threads work on each product together.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/decode.h"
@@ -19,7 +19,7 @@
 namespace grpo_fast {
 namespace {
 
-// Least number of rows per thread for which threads work separately. With fewer rows, a thread
+// Minimum number of rows per thread for which threads work separately. With fewer rows, a thread
 // would not fill the registers of its micro-kernel.
 constexpr int64_t kRowsAlone = 16;
 
@@ -45,7 +45,7 @@ Tensor pack(Tensor weight) {
   return packed;
 }
 
-// View of a packed weight (width, depth).
+// View of a packed weight, which has the unpacked shape (width, depth).
 struct Packed {
   const uint32_t* panels;
   int64_t width, depth;
@@ -81,14 +81,14 @@ Tensor linear(Tensor x, Tensor weight, int64_t width) {
   return out;
 }
 
-// The weights, inputs and buffers of a layer.
+// One call of decode_layer_: the layer's weights, its inputs and its buffers.
 struct Layer {
   Packed qkv, out, gate_up, down;
   const float *norm, *bias, *q_norm, *k_norm, *post_norm;
   float eps;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Buffers with one row for each completion. Threads that work separately use different rows.
+  // Buffers with one row per completion. Threads that work separately use different rows.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 
@@ -103,7 +103,7 @@ struct Layer {
   }
 
   // Adds the qkv bias to row i, applies the optional per-head norms, and rotates queries and keys.
-  void add_bias_and_turn(int64_t i) const {
+  void add_bias_and_rotate(int64_t i) const {
     const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
     if (bias) add_scaled(bias, 1.0f, qkv.width, row);
@@ -115,21 +115,21 @@ struct Layer {
     }
   }
 
-  // Runs the shares [from, to) through the layer. A share is a group of completions of one prompt
-  // (attention/decode.h).
+  // Runs the layer for the shares [from, to). A share is a group of completions of one prompt,
+  // which one thread handles together (attention/decode.h).
   void run(int64_t from, int64_t to) const {
     const std::vector<Share>& shares = attention.shares;
     const int64_t first = shares[from].first;
     const int64_t rows = shares[to - 1].first + shares[to - 1].rows - first;
     const int64_t hidden = qkv.depth, wide = qkv.width, depth = out.depth, inner = down.depth;
-    // 1. Attention block.
+    // 1. Compute the attention block.
     normalise(norm, first, rows);
     qkv.multiply(normed + first * hidden, rows, projected + first * wide, false);
-    for_each_row(rows, wide, [&](int64_t i) { add_bias_and_turn(first + i); });
+    for_each_row(rows, wide, [&](int64_t i) { add_bias_and_rotate(first + i); });
     attend(attention, from, to);
     out.multiply(found + first * depth, rows, x + first * hidden, true);
 
-    // 2. MLP block.
+    // 2. Compute the MLP block.
     normalise(post_norm, first, rows);
     gate_up.multiply(normed + first * hidden, rows, both + first * 2 * inner, false);
     for_each_row(rows, inner, [&](int64_t i) {
@@ -140,7 +140,7 @@ struct Layer {
   }
 
   // Runs the layer. If there are enough rows for each thread, the threads process different shares.
-  // Otherwise all threads work on each product together.
+  // Otherwise, all threads work on each product together.
   void run() const {
     const int64_t shares = static_cast<int64_t>(attention.shares.size());
     const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());

@@ -47,12 +47,12 @@ const double* doubles(const std::optional<Tensor>& x, int64_t count, const char*
   return data<double>(*x);
 }
 
-// Returns one row of the student or the teacher.
+// Returns a view of one row of the student's or the teacher's logits.
 DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row) {
   return {chunk.start(logits, row), chunk.width(row), chunk.transform(row), chunk.softcap > 0};
 }
 
-// Calls run(kind) with the kind as a compile-time constant.
+// Calls run(kind) with the kind of divergence as a compile-time constant.
 template <class F>
 void with_kind(int64_t kind, const F& run) {
   STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number below ",
@@ -90,14 +90,14 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
     for_each_row(chunk, [&](int64_t row) {
       DivergenceRow<decltype(number)::value> own(side(chunk, x, row), side(other, y, row),
                                                  static_cast<float>(beta));
-      // For a vocabulary shard, use the lse of the full rows, which the caller passes. The returned
-      // values then cover the columns of the shard only.
+      // For a vocabulary shard, use the lse of the full row, which the caller passes. The returned
+      // value is then the sum over the columns of the shard.
       const double lse = given ? given[2 * rows + row] : own.lse();
       const double teacher_lse = given ? given[3 * rows + row] : own.teacher_lse();
       float* to_row = out ? chunk.start(d, row) : nullptr;
       DivergenceSums sums = own.sums(lse, teacher_lse, to_row);
       if (out && given) sums.center = given[rows + row];
-      // Write zeros instead of products with 0, because the row may contain NaN.
+      // Write zeros if the weight is 0. The row may contain NaN, which a product with 0 would keep.
       if (out && w[row] == 0) write_zeros(to_row, chunk.width(row));
       if (out && w[row] != 0) own.write(to_row, sums.center, w[row]);
       const double each[] = {sums.value, sums.center, lse, teacher_lse};

@@ -13,8 +13,8 @@
 namespace grpo_fast {
 namespace {
 
-// Arguments of a product: out = or += diag(out_scales) * a * diag(scales) * b + added, rounded
-// once.
+// Arguments of the product out = diag(out_scales) * a * diag(scales) * b + added. The product is
+// stored in out or added to it, and rounded once.
 struct Product {
   Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
   bool a_transposed, b_transposed, add;
@@ -25,7 +25,7 @@ struct Product {
   int64_t m() const { return a.size(a_transposed ? 1 : 0); }
   int64_t k() const { return a.size(a_transposed ? 0 : 1); }
   int64_t n() const { return b.size(b_transposed ? 0 : 1); }
-  // Returns whether a contains Positive16 numbers, which torch stores as int16.
+  // Returns whether `a` contains Positive16 numbers, which torch stores as int16.
   bool is_positive() const { return a.scalar_type() == ScalarType::Short; }
 };
 
@@ -110,8 +110,8 @@ void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, b
   p.is_positive() ? with_kernel(Positive16{}) : with_kernel(Bfloat16{});
 }
 
-// Returns three flags. They say whether fp32 products use FMA, whether bf16 products use
-// AVX512_BF16, and whether torch has an AMX product.
+// Returns three flags: whether fp32 products use FMA, whether bf16 products use AVX512_BF16, and
+// whether torch has an AMX product.
 std::tuple<bool, bool, bool> features() {
 #if defined(__FMA__)
   constexpr bool has_fma = kLanes >= 8;

@@ -16,8 +16,8 @@
 namespace grpo_fast {
 namespace {
 
-// Maximum number of partial sums of dw. It is constant, so that the bits of dw do not depend on the
-// number of threads.
+// Maximum number of partial sums of dw. It does not depend on the number of threads, so that the
+// bits of dw do not depend on it either.
 constexpr int64_t kBlocks = 64;
 
 // Checks that x is an fp32 matrix, and returns its rows.
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
       norm_row_backward(up.row(i), from.row(i), w, scales[i], columns,
                         data<float>(dx) + i * columns, parts.data() + block * columns);
   });
-  // Add the partial sums in order, in fp64.
+  // Add the partial sums of the blocks in order, in fp64.
   for (int64_t j = 0; j < columns; ++j) {
     double sum = 0;
     for (int64_t block = 0; block < blocks; ++block) sum += parts[block * columns + j];

@@ -5,8 +5,8 @@
 // exponentials.
 // Layout: hidden (T, H) and weight (V, H) are fp32 or bf16, with contiguous rows.
 //
-// Memory traffic: 0 bytes per logit without an output matrix, 4 bytes for fp32 output, and 2 bytes
-// for Positive16 exponentials.
+// Memory traffic: an fp32 output matrix costs 4 bytes per logit, and Positive16 exponentials cost 2
+// bytes. Without an output matrix, no logits are written.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -79,8 +79,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // Select the variant at compile time. With a soft cap, always compute the entropy, because it
-  // costs little compared with tanh. This saves the compilation of one more variant.
+  // Select the variant at compile time. With a soft cap, always compute the entropy. It costs
+  // little compared with tanh, and one variant less must be compiled.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

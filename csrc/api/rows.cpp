@@ -23,7 +23,7 @@
 namespace grpo_fast {
 namespace {
 
-// Compile-time parameters of the row functions.
+// Compile-time parameters of the row functions: element type, soft cap and entropy.
 template <class E, bool kCapped, bool kMean>
 struct Variant {
   using Element = E;
@@ -32,7 +32,7 @@ struct Variant {
 
 // Calls run(Variant{}) with the variant for a dtype and the options. Each variant costs compile
 // time, so only fp32 rows without a soft cap have a variant without entropy. The other variants
-// always compute it, because slower operations hide its cost.
+// always compute the entropy, which costs little compared with their other operations.
 template <class F>
 void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
@@ -136,7 +136,7 @@ void check_function(const LossFunction& function) {
   check("kl", function.kl, k_kl_estimator_count);
 }
 
-// The results are lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,)
+// Type of the results: lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,)
 // unless requested.
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -153,7 +153,8 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
       write_statistics<V>(chunk, x, row, to);
-      // Exclude a row without a target: its loss and gradient are 0, even if its terms contain NaN.
+      // Set the loss and the gradient of a row without a target to 0, even if its terms contain
+      // NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
       if (counts) loss = row_loss(function, terms, row, to.logps[row]);
@@ -166,13 +167,13 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   return {found.lse, found.logps, found.entropy, losses, grad_logps};
 }
 
-// Checks the arguments and runs loss_pass.
+// Operator row_loss_: checks the arguments and runs loss_pass.
 RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advantages,
                     Tensor policy_weights, std::optional<Tensor> kl_weights,
                     std::optional<Tensor> old_logps, std::optional<Tensor> ref_logps,
                     std::optional<Tensor> grad_entropy, int64_t objective, int64_t kl,
                     bool kl_times_ratio, double p0, double p1, double p2, double p3,
-                    double kl_most, double kl_reach,
+                    double kl_max, double kl_d_max,
                     double logit_scale, std::optional<double> softcap, double temperature,
                     std::optional<Tensor> temperatures, bool return_entropy) {
   const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
@@ -184,7 +185,7 @@ RowLosses row_loss_(Tensor logits, Tensor out, Tensor target_ids, Tensor advanta
                        checked_vector(old_logps, chunk.rows, "old_logps"),
                        checked_vector(ref_logps, chunk.rows, "ref_logps"),
                        checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  const LossFunction function{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_most, kl_reach}};
+  const LossFunction function{objective, kl, kl_times_ratio, {p0, p1, p2, p3}, {kl_max, kl_d_max}};
   check_function(function);
   return loss_pass(logits, out, chunk, terms, function, return_entropy);
 }
@@ -205,7 +206,7 @@ STABLE_TORCH_LIBRARY(GRPO_FAST_LIBRARY, library) {
       "row_loss_(Tensor logits, Tensor(a!) out, Tensor target_ids, Tensor advantages,"
       " Tensor policy_weights, Tensor? kl_weights, Tensor? old_logps, Tensor? ref_logps,"
       " Tensor? grad_entropy, int objective, int kl, bool kl_times_ratio, float p0, float p1,"
-      " float p2, float p3, float kl_most, float kl_reach, float logit_scale, float? softcap,"
+      " float p2, float p3, float kl_max, float kl_d_max, float logit_scale, float? softcap,"
       " float temperature, Tensor? temperatures, bool return_entropy)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

@@ -54,11 +54,11 @@ struct SupportSets {
         offsets(checked_offsets(offsets_, numbers)) {}
 
   int64_t width() const { return numbers / std::max<int64_t>(1, rows); }
-  // Returns the id after position i. The caller prefetches its weight row.
+  // Returns the id after position i, so that the caller can prefetch its weight row.
   int64_t next(int64_t i) const { return ids[std::min(i + 1, numbers - 1)]; }
 };
 
-// The row of `hidden` that belongs to each token set.
+// Maps each token set to its row of `hidden`.
 struct Sources {
   const int64_t* index;  // null: set r uses row r of `hidden`
 
@@ -88,8 +88,8 @@ std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor tar
   const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
   const Tensor places = empty(ids, sets.rows, ScalarType::Long);
   const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
-  // last[id] is the most recent row that contained id. If it is the current row, the id occurs
-  // twice.
+  // last[id] is the last row that contained `id`. If it is the current row, the id occurs twice in
+  // the row's set.
   std::vector<int64_t> last(vocabulary, -1);
   int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
   *repeated = -1;
@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor tar
   return {places, twice};
 }
 
-// The LM head, evaluated at the ids of one row.
+// The LM head, restricted to the ids of one row's set.
 template <class T>
 struct Head {
   Gathered<T> weight;
@@ -142,9 +142,9 @@ void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t r
                                 : row_statistics<false, false>(columns, transform));
 }
 
-// The results are raw logits (nnz,), lse, logps, entropy and slopes, all in fp32. entropy is (0,)
-// unless requested. Row r of slopes (R, H) is the derivative of logps[r] with respect to its row of
-// hidden. slopes is (0, H) unless requested.
+// Type of the results: raw logits (nnz,), lse, logps, entropy and slopes, all in fp32. entropy is
+// (0,) unless requested. Row r of slopes (R, H) is the derivative of logps[r] with respect to its
+// row of hidden. slopes is (0, H) unless requested.
 using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
@@ -209,7 +209,8 @@ struct ById {
 
   ById(const SupportSets& sets, const Sources& sources, const float* d, int64_t vocabulary)
       : starts(vocabulary + 2), terms(sets.numbers) {
-    // Counting sort by id. The sort is stable, so the terms of an id stay in row order.
+    // Sort the terms by id with a counting sort. It is stable, so the terms of an id stay in row
+    // order.
     for (int64_t i = 0; i < sets.numbers; ++i) ++starts[sets.ids[i] + 2];
     for (int64_t id = 2; id < vocabulary + 2; ++id) starts[id] += starts[id - 1];
     for (int64_t row = 0; row < sets.rows; ++row)
@@ -238,7 +239,8 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // If an id has no terms, write zeros to its row, or leave the row unchanged with `add`.
+          // If an id has no terms, write zeros to its row of dW. With `add`, leave the row
+          // unchanged.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

@@ -4,9 +4,10 @@
 // Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
 // tokens. Values are stored in (kTile, D) rows. grpo_fast/rollout/own/cache.py has the torch
 // implementation.
-// Rounding: sums are fp32. Their order depends on the row only.
-// Parallel: a task is one head of one share. A share is a group of at most kRowsTogether
-// completions of one prompt. A task processes them together, so it reads the prompt's keys once.
+// Rounding: sums are fp32. Their order depends only on the row.
+// Parallel: a share is a group of at most kRowsTogether completions of one prompt. A task computes
+// one head of one share. It processes the completions of the share together, so it reads the
+// prompt's keys once.
 #pragma once
 
 #include <vector>
@@ -25,8 +26,8 @@ struct Tokens {
   int64_t first, end;
 };
 
-// One part of the work: `rows` completions of one prompt, which begin at row `first`. A thread
-// processes one head of one share at a time.
+// A group of `rows` completions of one prompt, starting with completion `first`. A thread processes
+// one head of a share at a time.
 struct Share {
   int64_t prompt, first, rows;
 };
@@ -51,7 +52,8 @@ struct Attention : KvCache {
   float* out;  // (B, H, D)
 };
 
-// Writes the key and the value of a new token into the tiles. The key becomes one lane of its tile.
+// Writes the key and the value of a new token into the tiles. In the tile of keys, each token is a
+// lane.
 inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
   float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
@@ -86,8 +88,9 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   // Otherwise the softmax would include old scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
-  // Calls body(visible tokens, first query, number of queries, scores). The first calls pair all
-  // queries with the prompt. The later calls pair the queries of each row with its completion.
+  // Calls body(visible tokens, first query, number of queries, scores). The first calls have the
+  // tokens of the prompt, and all queries in groups. The later calls have the tokens of one
+  // completion and the queries of this completion.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,
@@ -108,18 +111,17 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  // 2. Compute the scores of the prompt and the completion. They are stored next to each other in
-  // one row for each query.
+  // 2. Compute the scores of prompt and completion. For each query, both are stored in one row.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
     for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
-  // 3. Apply one softmax over prompt and completion.
+  // 3. Apply a softmax to each row of scores, which covers prompt and completion.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
-  // 4. Add up the values of the tokens, weighted with the exponentials of their scores.
+  // 4. Sum the values of the tokens, weighted by the exponentials of their scores.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
@@ -133,8 +135,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   }
 }
 
-// Appends the new keys and values of the shares [from, to) as token `time`, and writes their
-// outputs. Each pair of a share and a head is one task.
+// Processes the shares [from, to): stores their new keys and values as token `time`, and writes
+// their outputs. Each pair of a share and a head is one task.
 inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
   for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {

@@ -41,8 +41,8 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// Writes the dot product of row i of x and each token to element `token` of row i of `to`. The
-// tokens are the kParts * kLanes tokens that begin at `first`.
+// Writes the dot products of kRows rows of x with kParts * kLanes tokens, which begin at `first`.
+// The product of row i and a token is element `token` of row i of `to`.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
@@ -76,15 +76,15 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// Writes the dot product of row i of x and each token to element `token` of row i of `to`. It
-// processes all tokens of the vectors that contain the tokens [first, end).
+// Writes the dot products of kRows rows of x with the tokens [first, end). The product of row i and
+// a token is element `token` of row i of `to`. The tokens are rounded outwards to full vectors.
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  // With few rows, process more vectors at a time, because only independent sums hide the latency
-  // of an FMA.
+  // With few rows, process more vectors at a time. Only independent sums hide the latency of an
+  // FMA.
   if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
@@ -152,8 +152,8 @@ struct SoftmaxSums {
   float largest, sum;
 };
 
-// Replaces each score by e^(score - largest) and returns the sums. `count` must be a multiple of
-// the vector width. NaN stays NaN.
+// Replaces each score by e^(score - largest), and returns the largest score and the sum. `count`
+// must be a multiple of the vector width. NaN stays NaN.
 inline SoftmaxSums exponentials(float* scores, int64_t count) {
   Floats most = splat(kUnseen), sums = {};
   for (int64_t at = 0; at < count; at += kLanes) most = max(load(scores + at), most);

@@ -26,7 +26,7 @@ struct Gathered {
 };
 
 // Calls body(column) for each group of four full vectors of a row, and prefetches the same columns
-// of the row `next`. Returns the first column that no group covers.
+// of the row `next`. Returns the first column after the last group.
 template <class T, class Body>
 GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, const Body& body) {
   int64_t column = 0;
@@ -37,8 +37,8 @@ GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, c
   return column;
 }
 
-// Returns the dot product of `a` and `b`, and prefetches the row `next`. Computes four independent
-// sums, because a single sum would wait for the latency of each FMA.
+// Returns the dot product of `a` and `b`, and prefetches the row `next`. It computes four
+// independent sums, because with a single sum each FMA would wait for the previous one.
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   Floats sums[4] = {};

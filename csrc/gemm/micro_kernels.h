@@ -21,7 +21,7 @@ namespace grpo_fast {
 
 constexpr int64_t kRows = 6;  // rows of a in one step
 // Number of vectors of `b` in one step. The kRows * kVectors sums then fill 12 of the 16 ymm
-// registers, or 24 of the 32 zmm registers, and leave enough registers for the operands.
+// registers or 24 of the 32 zmm registers, which leaves enough registers for the operands.
 constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 
@@ -143,8 +143,8 @@ inline const TorchKernel& torch_kernel() {
   return kernel;
 }
 
-// Micro-kernel that uses AMX tiles through torch. All calls have the same shape, so that the bits
-// of a row do not depend on the block that contains it.
+// Micro-kernel that uses AMX tiles through torch's function. All calls have the same shape, so that
+// the bits of a row do not depend on the block that contains it.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
   static constexpr bool kTakesDown = false;

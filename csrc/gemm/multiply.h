@@ -20,14 +20,15 @@
 
 namespace grpo_fast {
 
-// Number of words of k whose products are summed before they are added to the block. A panel of
-// this depth fills half of the L1 cache.
+// Number of words along k whose products are summed before the sum is added to the block. A panel
+// with this many words per column fills half of the L1 cache.
 constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking threads costs more than it saves
-// If a has at most this many rows, blocks may be shorter, and each block packs its panels of b.
+// Maximum number of rows of `a` for which blocks may be shorter. Each block then packs its panels
+// of `b` itself.
 constexpr int64_t kFewRows = 96;
-// If b has at most this many words, it is packed once for all blocks.
+// Maximum number of words of `b` for which it is packed once for all blocks.
 constexpr int64_t kSharedWords = 4 << 20;
 
 // Position and size of a block of the result.
@@ -58,7 +59,7 @@ struct Problem {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
   }
-  // Returns the rows of a block in a slice of k.
+  // Returns the part of `a` with the rows of a block and the words of a slice of k.
   Slice<S> rows(int64_t slice, const Block& block) const {
     return slice_of(a, slice, block.row, block.rows);
   }
@@ -80,9 +81,9 @@ inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   return up((size + parts - 1) / parts, multiple);
 }
 
-// The block size and the number of blocks. The block size has three aims. The sums of a block must
-// stay in L2. Blocks with many rows reuse a packed panel of b more often, and blocks with many
-// columns reuse the packed rows of `a`. Every thread should get at least two blocks.
+// The size and the number of the blocks. The size is chosen for three reasons. The sums of a block
+// must stay in L2. Blocks with many rows reuse a packed panel of `b` more often, and blocks with
+// many columns reuse the packed rows of `a`. Every thread should get at least two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
@@ -90,7 +91,7 @@ struct Blocks {
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
     const bool packs_cheaply = is_packed || p.b.k_down;  // otherwise blocks get few columns
-    // Allow more packed rows if b has few columns, because the sums then take little space in L2.
+    // If b has few columns, the sums take little space in L2, so allow more packed rows.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
@@ -119,7 +120,7 @@ void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// One thread of the product with its scratch memory. It computes one block after another.
+// The part of the product that one thread computes, block by block, with its scratch memory.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
@@ -165,8 +166,9 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // Prefetch the rows that will be read next. If heavy elements are recorded, find_limits first
-    // reads all slices of the next block, so each step prefetches one slice of that block.
+    // Prefetch the rows that will be read next. Usually these are the rows of the next slice. If
+    // heavy elements are recorded, find_limits will first read all slices of the next block, so
+    // prefetch one slice of that block in each step.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -177,7 +179,8 @@ struct Worker {
       product.c = sums + i * kPanel;
       product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {
-        // Overwrite the uninitialised sums in the first part of the first slice. Add to them later.
+        // Overwrite the sums in the first part of the first slice, because they are uninitialised.
+        // Add to them in all later parts.
         product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
           if (part) return;
@@ -188,16 +191,16 @@ struct Worker {
     }
   }
 
-  // Returns one slice of `a`. The slice is read in place if its layout allows this, and packed
-  // otherwise.
+  // Returns one slice of `a`. If its layout allows, the slice is read in place, and otherwise
+  // packed.
   const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);
     uint32_t* to = packed_rows + (part + 1) * part_words;
     product->stride = kSliceWords * kPerWord<T>, product->step = kPerWord<T>;
     if (!x.k_down) {
       if constexpr (std::is_same_v<S, T>)
-        // Read in place only if all row groups and all words are complete, because a read past the
-        // end of a row could load NaN.
+        // Read in place only if the rows fill all groups and k fills all words. Otherwise, a read
+        // past the end of a row could load NaN.
         if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
           product->stride = x.stride;
           return x.data;
@@ -212,7 +215,7 @@ struct Worker {
       pack_down<T>(x, width, entry, to);
       product->stride = kPerWord<T>, product->step = width * kPerWord<T>;
     } else {
-      // Pack the words, then transpose them, because AMX needs rows that run along k.
+      // Pack the words and then transpose them, because AMX needs rows in which k is contiguous.
       pack_down<T>(x, width, entry, packed_rows);
       const auto* words = reinterpret_cast<const float*>(packed_rows);
       const Slice<float> down{words, width, x.words, block.rows, block.rows};

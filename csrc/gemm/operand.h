@@ -10,11 +10,11 @@
 
 namespace grpo_fast {
 
-// Number of elements in a 32-bit word. A word is an fp32, or a pair of bf16 with neighbouring k.
+// Number of elements in a 32-bit word, which is one fp32 or a pair of bf16 with neighbouring k.
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
-// Rounds `size` up to a multiple of `multiple`.
+// Returns `size`, rounded up to a multiple of `multiple`.
 inline int64_t up(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
@@ -42,13 +42,13 @@ struct Slice {
     const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
     for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row)
       for (int64_t byte = 0; byte < bytes; byte += 64)
-        ask_for(reinterpret_cast<const char*>(data + row * stride) + byte);
+        prefetch_line(reinterpret_cast<const char*>(data + row * stride) + byte);
   }
 
  private:
-  // GCC treats a function that only calls __builtin_prefetch as free of side effects, and removes
-  // its calls. Inline assembly prevents this.
-  static void ask_for(const char* x) {
+  // Prefetch with inline assembly. GCC treats a function that only calls __builtin_prefetch as free
+  // of side effects, and removes its calls.
+  static void prefetch_line(const char* x) {
 #if defined(__x86_64__)
     asm volatile("prefetcht1 %0" : : "m"(*x));
 #else
@@ -57,8 +57,8 @@ struct Slice {
   }
 };
 
-// Uses of scratch memory. Each thread has one allocation per purpose and reuses it across calls,
-// because page faults on fresh memory would take longer than the packing.
+// Purposes of scratch memory. Each thread has one allocation per purpose and reuses it across
+// calls, because page faults on fresh memory would take longer than the packing.
 enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
 
 // Returns thread-local memory for `size` elements, aligned to 64 bytes. The next call with the same

@@ -15,7 +15,7 @@
 
 namespace grpo_fast {
 
-// An element whose rounding error matters, with its position and its rounding error.
+// A heavy element, with its position and the error of rounding it to bf16.
 struct Heavy {
   int64_t row, k;
   float rest;
@@ -40,7 +40,7 @@ struct Entry {
 
 // ---- single words and vectors of words ----
 
-// Returns the word at x.
+// Returns the word that contains the fp32 at x.
 inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }
@@ -50,8 +50,8 @@ inline uint32_t word(const Bfloat16* x, int64_t left) {
   return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
 }
 
-// Rounds x to bf16 and returns the bits in the upper half of a word. Adding 0x7fff plus the lowest
-// remaining bit rounds to nearest, with ties to even.
+// Rounds x to bf16, and returns the result in the upper half of each word. Adding 0x7fff plus the
+// lowest bit that is kept rounds to nearest, with ties to even.
 GRPO_FAST_INLINE Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   const Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
@@ -88,8 +88,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
-// Transposes blocks of kStep lanes between the rows a and b, which are kStep rows apart, and
-// returns the new a. If kOdd is set, it returns the new b.
+// Exchanges blocks of kStep lanes between row a and row b = a + kStep, as one step of a transpose.
+// Returns the new row a, or the new row b if kOdd is set.
 template <int kStep, bool kOdd, int... kLane>
 GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
   constexpr int kFirst = kOdd ? kStep : 0;
@@ -160,7 +160,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
-    // Test all lanes at once and return early, because almost no vector contains a heavy element.
+    // Return early if no lane exceeds its limit, because almost no vector contains a heavy element.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {

@@ -28,7 +28,8 @@ struct Chunk {
     return target_ids[row] >= 0 && target_ids[row] < width(row);
   }
 
-  // Folds the scale, the soft cap and the temperature of a row into two factors.
+  // Returns the logit transform of a row, in which scale, soft cap and temperature are folded into
+  // two factors.
   RowTransform transform(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
     if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
@@ -41,8 +42,7 @@ struct Chunk {
     return offsets ? numbers.data + offsets[row] : numbers.row(row);
   }
 
-  // Returns a view of a row with the position of its target. The position is -1 if the row has no
-  // target.
+  // Returns a view of a row and the position of its target, which is -1 if the row has no target.
   template <class T>
   Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
     return {start(logits, row), width(row), has_target(row) ? target_ids[row] : -1};
@@ -72,8 +72,8 @@ void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
-  // Let threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so with a
-  // fixed division of the rows some threads would be idle.
+  // Let threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so a fixed
+  // division of the rows would leave some threads idle.
   const auto work = [&](int64_t, int64_t) {
     for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);

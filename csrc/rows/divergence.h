@@ -34,7 +34,8 @@ struct DivergenceSide {
   int64_t top = 0;  // column of the largest logit
   float shift = 0, rest = 0;  // lse = shift + rest: two fp32 keep digits that one would round away
 
-  // Returns z - shift.
+  // Returns z - shift, where z is the final logit. The shift is the largest z while lse() runs, and
+  // the fp32 part of the lse afterwards.
   GRPO_FAST_INLINE Floats below(Floats raw) const {
     return is_capped ? exponent<true>(raw, transform, shift).t
                      : exponent<false>(raw, transform, shift).t;
@@ -98,7 +99,7 @@ struct DivergenceSums {
   double value, center, lse, teacher_lse;
 };
 
-// The divergence of one row. kKind selects the divergence.
+// Computes the divergence of one row and its gradient. kKind selects the divergence.
 template <int kKind>
 class DivergenceRow {
  public:

@@ -2,11 +2,11 @@
 //
 //   E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
 //
-// The shift s is an estimate of lse and may be too small. The sum of the row can then overflow, but
-// every E is finite, because its exponent is clamped. An element of a Positive16 matrix is dominant
-// if it exceeds 1/16 of the sum of its row. Dominant elements are also recorded in fp32, because
-// their rounding errors matter. The errors of smaller elements are small compared with the gradient
-// of the row, or cancel.
+// The number s is an estimate of the row's lse and may be too small. The sum of the row can then
+// overflow, but every E is finite, because its exponent is clamped. An element of a Positive16
+// matrix is dominant if it exceeds 1/16 of the sum of its row. Dominant elements are also recorded
+// in fp32, because their rounding errors may be large compared with the gradient of the row. The
+// rounding errors of smaller elements are small, or cancel.
 #pragma once
 
 #include <atomic>
@@ -18,15 +18,15 @@
 
 namespace grpo_fast {
 
-// Emitter of add_run that stores nothing. It clamps the exponent on both sides. A NaN becomes the
-// largest exponent, so -logp of the row exceeds kMaxNll and the row is computed again.
+// Emitter for add_run that stores nothing. It clamps the exponent on both sides. A NaN becomes the
+// largest exponent, so that -logp of the row exceeds kMaxNll and the row is computed again.
 struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
   }
 };
 
-// Emitter of add_run that stores the exponentials.
+// Emitter for add_run that stores the exponentials in the output matrix.
 template <bool kSoftcap, class Out>
 struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
@@ -50,7 +50,7 @@ struct Dominant {
   float weight;  // e times the slope of the soft cap
 };
 
-// Emitter of add_run that records the elements that exceed a threshold.
+// Emitter for add_run that records the elements that exceed a threshold.
 template <bool kSoftcap>
 struct NoteAbove : SumExponentials {
   float threshold;
@@ -65,8 +65,8 @@ struct NoteAbove : SumExponentials {
   }
 };
 
-// Collection of the dominant elements. It is filled while the row sums are still incomplete and
-// thus too small, so it records too many elements at first. finished() removes those below the
+// Collection of the dominant elements. They are recorded while the row sums are incomplete and thus
+// too small, so too many elements are recorded at first. finished() removes the elements below the
 // final threshold.
 class DominantExponentials {
  public:
@@ -95,8 +95,8 @@ class DominantExponentials {
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {
-    // Use a threshold that is 1% lower, because the final sums are rounded differently. finished()
-    // compares with the exact threshold.
+    // Use a threshold that is 1% lower than the exact one, because the final sums are rounded
+    // differently. finished() compares with the exact threshold.
     const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;

@@ -33,21 +33,22 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const Columns<T> columns = chunk.row_of(logits, row);
   const double g = at.grad_logps[row], g_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
   T* out = chunk.start(to, row);
-  // Write zeros instead of products with 0, because a row with coefficient 0 may contain NaN.
+  // Write zeros if both coefficients are 0. The row may contain NaN, which a product with 0 would
+  // keep.
   if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
   const RowTransform transform = chunk.transform(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   const bool has_target = columns.target >= 0;
   // Read the target logit now, because the loop may overwrite it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
-  // Compute lse as z_y - logp if |logp| is smaller than |lse|. The stored values were rounded to
-  // fp32, and the rounding error of the smaller number is smaller.
+  // Compute lse as z_y - logp if |logp| is smaller than |lse|. Both were rounded to fp32, and the
+  // smaller number has the smaller rounding error.
   double lse = at.lse[row];
   if (has_target && std::fabs(logp) < std::fabs(lse))
     lse = final_logit<kSoftcap>(raw_target, transform) - logp;
   const float shift = static_cast<float>(lse);
-  // All factors of the row are folded into `constant` and `linear`, because
-  // e^(z - lse) = e^(z - shift) e^(shift - lse).
+  // Fold all factors of the row into `constant` and `linear`, with e^(z - lse) = e^(z - shift)
+  // e^(shift - lse).
   const double scale = -std::exp(shift - lse) * transform.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * g_entropy);

@@ -60,7 +60,7 @@ struct Sigmoid {
 };
 
 GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
-  // Compute both results from e^-|x|, which cannot overflow. e^-x could.
+  // Compute both results from e^-|x|, which cannot overflow, unlike e^-x.
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(-size)), large = 1.0f / (1.0f + a), small = a * large;
   const Ints is_negative = x < splat(0);
@@ -87,8 +87,8 @@ inline void swiglu_row_backward(const float* grad, const float* gate, const floa
   });
 }
 
-// Rotates the pairs that consist of a column of the first half and its partner in the second half.
-// kInverse computes the gradient instead.
+// Rotates pairs of columns: each column of the first half and its partner in the second half. With
+// kInverse, it computes the gradient instead.
 template <bool kInverse>
 inline void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
                    float* y) {

@@ -20,8 +20,9 @@ struct RowTerms {
   const float *advantages, *policy_weights, *kl_weights, *old_logps, *ref_logps, *grad_entropy;
 };
 
-// Returns policy_weight * loss + kl_weight * KL at one logp, with its derivative. A NaN logp is
-// returned first, because comparisons in the loss function or a weight of 0 would hide it.
+// Returns policy_weight * loss + kl_weight * KL of a row, and its derivative with respect to the
+// logp. If the logp is NaN, NaN is returned, because comparisons in the loss function or a weight
+// of 0 would hide it.
 inline ValueAndSlope row_loss(const LossFunction& function, const RowTerms& terms, int64_t row,
                               double logp) {
   if (std::isnan(logp)) return {logp, logp};

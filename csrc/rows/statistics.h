@@ -12,7 +12,7 @@
 
 namespace grpo_fast {
 
-// Statistics of one row.
+// The lse, the log-probability of the target and the entropy of one row.
 struct RowStatistics {
   double lse, logp, entropy;
 };
@@ -24,8 +24,8 @@ struct PartialSums {
   double rest, moment;
 };
 
-// Returns the final logit z of one element in fp64. It is used for the target, because an error of
-// the target's z is an error of logp.
+// Computes the final logit z of one element in fp64. It is used for the target, because an error in
+// the target's z is an error in logp.
 template <bool kSoftcap>
 inline double final_logit(float raw, const RowTransform& transform) {
   const double scaled = static_cast<double>(raw) * transform.inner;
@@ -53,8 +53,8 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   return row;
 }
 
-// Returns the shift, which is z of the largest raw * inner. The shift is finite even if all columns
-// are -inf, so that -inf - shift is -inf and not NaN.
+// Returns the shift, which is z of the column with the largest raw * inner. The shift is finite
+// even if all columns are -inf, so that -inf - shift is -inf instead of NaN.
 template <bool kSoftcap>
 inline float shift_of(float largest, const RowTransform& transform) {
   if (largest == -kInfinity)
@@ -72,8 +72,8 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
-    // Rescale the sums to the new maximum. The moment, sum e (z - shift), depends on the shift in
-    // its second factor, too. Correct this factor by adding sum e (old shift - new shift).
+    // Rescale the sums to the new maximum. The second factor of the moment, sum e (z - shift), also
+    // depends on the shift. Correct it by adding sum e (old shift - new shift).
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);

@@ -37,8 +37,8 @@ struct Columns {
   }
 };
 
-// Sums of each lane. `largest` is the largest e^t. It is computed only if the emitter (the callback
-// of add_run) sets kFindsLargest.
+// Sums of each lane. `largest` is the largest e^t. It is computed only if kFindsLargest is set in
+// the emitter, the callback of add_run.
 struct Totals {
   Doubles sum = {}, moment = {};
   Floats largest = {};
@@ -84,7 +84,7 @@ struct Ignore {
   GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
 };
 
-// The sums of one of the four independent chains of additions in add_run.
+// One of the four independent sums of add_run, which hide the latency of the additions.
 template <bool kEntropy, class Emit>
 struct Sums {
   Floats sum = {}, moment = {}, largest = {};
@@ -96,8 +96,8 @@ struct Sums {
   }
 };
 
-// Adds up to four vectors that contain the end of the row or the target. Masked lanes are excluded
-// from the sums.
+// Adds up to four vectors that contain the end of the row or the target. The lanes outside the row
+// and the lane of the target are excluded from the sums.
 template <bool kSoftcap, class T, class Sum, class Emit>
 inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransform& transform,
                        float shift, Sum (&sums)[4], const Emit& emit) {

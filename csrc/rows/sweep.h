@@ -43,7 +43,7 @@ struct SweepOutputs {
   bool has_exponentials() const { return exponentials.data || exponentials16.data; }
 };
 
-// One pass over all rows. Without kEntropy, the entropies are undefined.
+// A pass over all rows of the LM head. Without kEntropy, the entropies are undefined.
 template <bool kSoftcap, bool kEntropy>
 class Sweep {
  public:
@@ -60,7 +60,7 @@ class Sweep {
   // Runs all steps. is_known means that lse and logps are given. Returns the dominant elements of
   // 16-bit exponentials.
   std::vector<Dominant> run(bool is_known) {
-    // 1. Compute sums and outputs of all rows, relative to the target's z (the initial shift).
+    // 1. Compute sums and outputs of all rows, with s = z[target].
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)
@@ -73,7 +73,7 @@ class Sweep {
         return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
       });
     // 3. Write the exponentials of these rows with s = lse. If the statistics were given, step 1
-    // was skipped, so write those of all rows.
+    // was skipped, so write the exponentials of all rows.
     if (!to_.has_exponentials()) return {};
     for (const int64_t row : high_nll) shifts_[row] = to_.rows.lse[row];
     if (to_.exponentials16.data) dominant_.settle(exponential_sums(), high_nll);

@@ -76,7 +76,7 @@ GRPO_FAST_INLINE Floats load(const Float16* x) {
   return GRPO_FAST_X86(cvtph_ps)(read<HalfRegister>(x));
 #else
   const Words halves = load_halves(x), rest = (halves & 0x7fffu) << 13;
-  // After the shift, the exponent is too small by 112. Multiplying by 2^112 corrects normal and
+  // Multiply by 2^112, because the exponent is too small by 112 after the shift. This also corrects
   // subnormal numbers.
   const Words finite = bit_cast<Words>(bit_cast<Floats>(rest) * 0x1p112f);
   const Words size = rest >= (0x7c00u << 13) ? rest | 0x7f800000u : finite;
@@ -90,7 +90,7 @@ GRPO_FAST_INLINE void store(float* out, Floats x) {
 
 GRPO_FAST_INLINE void store(Bfloat16* out, Floats x) {
   const Words word = bit_cast<Words>(x);
-  // Adding 0x7fff plus the lowest remaining bit rounds to nearest, with ties to even.
+  // Round to nearest, with ties to even, by adding 0x7fff plus the lowest bit that is kept.
   const Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   store_halves(out, x != x ? Words{} + 0x7fc0u : rounded);
 }

@@ -68,7 +68,7 @@ GRPO_FAST_INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// Returns a where a > b, else b, for each lane. A NaN in b is kept. A NaN in a is dropped.
+// Returns a where a > b, otherwise b, for each lane. The result is b if either number is NaN.
 GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #if defined(GRPO_FAST_X86)
   return GRPO_FAST_X86(max_ps)(a, b);  // g++ 12 compiles the line below to two instructions
@@ -77,7 +77,7 @@ GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #endif
 }
 
-// Returns a where a < b, else b, for each lane. A NaN in b is kept. A NaN in a is dropped.
+// Returns a where a < b, otherwise b, for each lane. The result is b if either number is NaN.
 GRPO_FAST_INLINE Floats min(Floats a, Floats b) {
   return a < b ? a : b;
 }

@@ -1,4 +1,4 @@
-"""Packed rows for transformers models, in which every prompt or shared prefix is computed once."""
+"""Attention of packed rows for transformers models. A shared prefix or prompt is computed once."""
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of

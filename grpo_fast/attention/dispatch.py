@@ -1,8 +1,8 @@
 """Select the kernel that computes the attention of packed rows.
 
-For each kind of input, the kernels of PROVIDERS are compared in order with the dense reference on
-tiny packed rows. The first kernel whose output and gradients agree is used. The choice is cached
-and logged. A kernel that fails is skipped with a warning.
+For each kind of input, the kernels of PROVIDERS are tested in order. A test compares a kernel with
+the dense reference on a tiny packed row. The first kernel whose output and gradients agree is used.
+The choice is cached and logged. A kernel that fails its test is skipped with a warning.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from grpo_fast.kernels.self_test import in_fresh_thread
 
 log = logging.getLogger(__name__)
 
-# The signature is (q (T, H, D), k (T, H_kv, D), v (T, H_kv, D), layout, params) → (T, H, D). The
-# function is differentiable.
+# Type of a differentiable attention function (q, k, v, layout, params) → output. The shapes are q
+# (T, H, D), k (T, H_kv, D), v (T, H_kv, D) and output (T, H, D).
 Attention = Callable[..., Tensor]
 
-# A kernel passes its self-test if the relative L2 errors of output and gradients are at most this
-# large.
+# Maximum relative L2 error of output and gradients with which a kernel passes its self-test, for
+# each dtype.
 SELF_TEST_TOLERANCE = {
     torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2
 }  # fmt: skip
 
 
 class Kind(NamedTuple):
-    """Properties of an input that determine its kernel."""
+    """Properties of an input that determine which kernel is used."""
 
     device: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """A kernel together with a test for the inputs that it supports."""
+    """A kernel, and a function that says which inputs it supports."""
 
     name: str  # for the log
     takes: Callable[[Kind], bool]  # returns whether the kernel supports a kind of input
@@ -82,15 +82,16 @@ def packed_rows_attention(
         k: (T, H_kv, D), where H_kv divides H. Keys.
         v: (T, H_kv, D). Values.
         layout: the segments of the row.
-        scale: factor of the scores.
-        window: maximum number of keys that a query sees, including the key at its own position.
+        scale: number by which the scores are multiplied.
+        window: maximum number of keys that a query attends to, including the key at its position.
             None: all keys.
         softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
 
     Returns:
         The attention output, (T, H, D).
     """
-    # Drop a window that is longer than every context, because kernels without a window are faster.
+    # Ignore a window that is longer than every context, because kernels without a window are
+    # faster.
     window = window if window and window < layout.longest_context else None
     kind = Kind(
         q.device.type, q.dtype, q.shape[-1], has_window=window is not None,
@@ -117,9 +118,9 @@ def choose(kind: Kind) -> Provider:
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """Run `self_test` in a thread without autograd state.
+    """Run `self_test` in a new thread, which has no autograd state.
 
-    The thread selects the GPU of the caller's tensors, because a new thread would use GPU 0.
+    The thread selects the GPU of the caller's tensors, because it would otherwise use GPU 0.
     """
     if kind.device != "cuda":
         return in_fresh_thread(lambda: self_test(attention, kind))
@@ -140,9 +141,9 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 def self_test(attention: Attention, kind: Kind) -> float:
     """Return the largest relative L2 error of output and gradients against dense fp64 attention.
 
-    The input has 43 tokens: two trees of three levels, with segments down to a single token, and a
-    segment outside of a tree. Two query heads share a key head. The result is NaN if any error is
-    NaN.
+    The input has 43 tokens. It consists of two trees of three levels and one segment outside of a
+    tree. The shortest segment has one token. Two query heads share a key head. The result is NaN if
+    any error is NaN.
     """
     # 1. Draw inputs for a small tree.
     lengths = (9, 4, 5, 1, 3, 2, 7, 2, 10)
@@ -165,7 +166,7 @@ def self_test(attention: Attention, kind: Kind) -> float:
         gradients = torch.autograd.grad(out, leaves, grad.to(device, dtype))
         results.append([out.detach(), *gradients])
     pairs = zip(*results, strict=True)
-    # 3. Compare the results with torch's max, because Python's max may ignore a NaN.
+    # 3. Compute the maximum with torch, because Python's max may ignore a NaN.
     return float(torch.stack([(x.cpu().double() - y).norm() / y.norm() for x, y in pairs]).max())
 
 
@@ -188,7 +189,7 @@ def _compute_capability(index: int | None) -> int:
 
 @cache
 def _has_distribution(name: str) -> bool:
-    """Return whether a distribution is installed.
+    """Return whether a Python distribution is installed.
 
     FA2 and FA4 both install a module `flash_attn`, so the module name does not identify the
     version.
@@ -202,8 +203,9 @@ def _has_distribution(name: str) -> bool:
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
     """Return whether an input is on the CPU, has one of these dtypes, and no window or softcap.
 
-    Such an input suits kernels that align queries and keys at the top instead of at the bottom.
-    Without a window both alignments are equal, because a causal span has as many keys as queries.
+    Kernels that align queries and keys at the top instead of at the bottom can compute such an
+    input. Without a window, both alignments are equal, because a causal span has as many keys as
+    queries.
     """
     has_extras = kind.has_window or kind.has_softcap
     return kind.device == "cpu" and kind.dtype in dtypes and not has_extras

@@ -1,4 +1,4 @@
-"""LM head of a transformers causal LM, as arguments for the loss functions."""
+"""LM head of a transformers causal LM, in the form that the loss functions accept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# The logps computed with a `Head` may differ from the model's own logps by this many nats,
-# depending on the dtype of the computation.
+# Maximum difference in nats between logps that a `Head` and the model itself compute, for each
+# dtype of the computation.
 CHECK_TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
 }  # fmt: skip
@@ -20,8 +20,8 @@ class Head(NamedTuple):
     Attributes:
         weight: (V, H). The weight.
         bias: (V,). The bias, or None.
-        softcap: bound of the logits. None: no bound.
-        logit_scale: factor of the logits.
+        softcap: bound of the logits. None: no bound. logit_scale: factor by which the logits are
+            multiplied.
     """
 
     weight: Tensor  # (V, H)
@@ -31,7 +31,7 @@ class Head(NamedTuple):
 
     @property
     def logit_kwargs(self) -> dict[str, Any]:
-        """softcap and logit_scale, as keyword arguments of `linear_logps` and `LossConfig`."""
+        """Return softcap and logit_scale as keyword arguments for the loss functions."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
 
 

@@ -1,4 +1,4 @@
-"""Layout of a packed row, which says where each sequence is.
+"""Layout of a packed row, which describes the sequences in the row.
 
 It is computed once per micro-batch on the host, and used by every layer.
 
@@ -10,9 +10,9 @@ order, so that the parents ascend. Roots without children (plain segments) are l
     parents:   −1  −1     0   0   1     2    2    4      −1  −1
 
 In this order, the segments that have an ancestor at distance j are adjacent rows. Their ancestors
-are adjacent rows, too, in the same order. Attention over the ancestors at one distance therefore
+are also adjacent rows, in the same order. Attention over the ancestors at one distance therefore
 copies neither queries nor keys. A shared prompt with its completions is a tree of two levels.
-Without parents the row is a plain packed row.
+Without parents, the row is a plain packed row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Keys of one attention call, given by row numbers that may repeat."""
+    """Keys of one attention call, given as row numbers, which may repeat."""
 
     rows: Tensor  # (Tk,) int64: the row that each copy comes from
     order: Tensor  # (Tk,) int64: sorts the copies by their row
@@ -46,7 +46,7 @@ class Copies(NamedTuple):
         return cls(rows, rows.argsort(stable=True), rows.bincount(minlength=total))
 
     def sum_copies(self, grad: Tensor) -> Tensor:
-        """Sum the gradients of copies (Tk, …) over each row, (T, …).
+        """Sum the gradients of all copies of a row, (Tk, …) → (T, …).
 
         The sum is computed in fp32 or fp64 and in a fixed order.
         """
@@ -56,7 +56,7 @@ class Copies(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One varlen attention call over parts of a row."""
+    """One varlen attention call on parts of a packed row."""
 
     spans: Spans
     queries: slice  # rows of the queries
@@ -123,7 +123,7 @@ class TreeLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First row of each segment, followed by T."""
+        """Return the first row of each segment, followed by T."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -136,7 +136,7 @@ class TreeLayout:
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Number of ancestor tokens of each segment, which is the position of its first token."""
+        """Return the number of ancestor tokens of each segment: the position of its first token."""
         before: list[int] = []
         for parent in self.parents:
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
@@ -144,12 +144,12 @@ class TreeLayout:
 
     @cached_property
     def longest_context(self) -> int:
-        """Largest number of keys that a query sees. A longer sliding window has no effect."""
+        """Return the maximum number of keys that a query sees. A longer window has no effect."""
         return max(n + before for n, before in zip(self.lengths, self.prefixes, strict=True))
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Positions of the tokens, (1, T) int64.
+        """Return the positions of the tokens, (1, T) int64.
 
         They start at 0 in every root, and continue after the parent in every other segment.
         """
@@ -160,13 +160,13 @@ class TreeLayout:
 
     @cached_property
     def segments(self) -> Tensor:
-        """Index of the segment of each token, (T,) int64."""
+        """Return the index of the segment that contains each token, (T,) int64."""
         counts = torch.tensor(self.lengths)
         return torch.arange(len(counts)).repeat_interleave(counts).to(self.cu_seqlens.device)
 
     @cached_property
     def related(self) -> Tensor:
-        """A bool tensor (S, S), where entry (i, j) is True if segment i attends to segment j."""
+        """Return a bool tensor (S, S). Entry (i, j) says whether segment i attends to segment j."""
         seen = torch.eye(len(self.parents), dtype=torch.bool)
         for segment, parent in enumerate(self.parents):
             if parent >= 0:
@@ -175,9 +175,9 @@ class TreeLayout:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """Attention calls of the row.
+        """Return the attention calls of the row.
 
-        In call 0 every segment attends causally to itself. In call j every segment that has an
+        In call 0, every segment attends causally to itself. In call j, every segment that has an
         ancestor at distance j attends to this ancestor. An ancestor without descendants at distance
         j has no queries.
         """
@@ -186,8 +186,8 @@ class TreeLayout:
         calls = [
             Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
         ]
-        # Collect (segment, ancestor) pairs at distance 1. Each iteration of the loop replaces the
-        # ancestors with their parents.
+        # Collect pairs (segment, ancestor). They are at distance 1 first, and each iteration of the
+        # loop replaces the ancestors with their parents.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
@@ -223,7 +223,7 @@ class TreeLayout:
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return the result of `build`, which is called once and shared by all layers."""
+        """Return the result of `build`, which is called only once and shared by all layers."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

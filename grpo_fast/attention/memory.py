@@ -1,7 +1,7 @@
 """Options that save activation memory: offloaded checkpoints and tiled MLPs.
 
-They do not change results. The trainer applies them by configuration, and `FastGRPOTrainer` by its
-arguments.
+They do not change results. They are options of the trainer's configuration, and arguments of
+`FastGRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         kind = type(model).__name__
         raise ValueError(f"tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in mlps:
-        # Bind the method to the module, because the reference model is a deep copy. Copying a bound
-        # method binds the copy to the copied module, but a closure would still use the original.
+        # Bind the method to the module with MethodType. The reference model is a deep copy, in
+        # which a bound method is bound to the copied module. A closure would still use the original
+        # module.
         tiled: Any = types.MethodType(functools.partial(_tiled, rows), module)
         module.forward = tiled
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Return whether all weights of an MLP belong to its linear layers."""
+    """Return whether an MLP has no other weights than those of its linear layers."""
     others = [child for child in module.children() if not isinstance(child, nn.Linear)]
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     return linear >= 2 and not any(list(child.parameters()) for child in others)
@@ -72,6 +73,6 @@ def _tiled(rows: int, module: nn.Module, x: Tensor) -> Tensor:  # (â€¦, T, h) â†
     if x.shape[-2] <= rows:
         return plain(x)
     tiles = x.split(rows, dim=-2)
-    # Keep the default preserve_rng_state=True: an MLP of a model in TRL may have dropout, which the
-    # second computation of a tile must repeat.
+    # Keep the default preserve_rng_state=True. An MLP may have dropout in TRL, and the second
+    # computation of a tile must repeat it.
     return torch.cat([checkpoint(plain, tile, use_reentrant=False) for tile in tiles], dim=-2)

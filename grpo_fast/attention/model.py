@@ -21,13 +21,13 @@ from grpo_fast.attention.windows import window_as_mask, window_of
 
 log = logging.getLogger(__name__)
 
-# The name must not contain "flash", "sdpa", "flex_attention" or "|", because transformers gives
-# them a special meaning.
+# Name under which the function is registered. It must not contain "flash", "sdpa", "flex_attention"
+# or "|", because transformers gives these a special meaning.
 NAME = "grpo_packed"
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# These attributes set the noise on the inputs of MoE routers (Mixtral, PhiMoE).
+# Attributes that set the noise on the inputs of MoE routers (Mixtral, PhiMoE).
 JITTER = {"jitter_noise", "input_jitter_noise"}
 
 
@@ -77,7 +77,7 @@ def packed_attention(
         attention_mask: the result of `window_as_mask`, which is None or the size of a sliding
             window.
         dropout: must be 0.
-        scaling: factor of the scores. None: D^-0.5.
+        scaling: number by which the scores are multiplied. None: D^-0.5.
         sliding_window: the window of the layer, used if the mask has no window.
         softcap: bound of the scores. None: no bound.
         packed_layout: the segments of the row.
@@ -95,7 +95,8 @@ def packed_attention(
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
-    # Reject batches of several rows, and a cache, which would give more keys than queries.
+    # Reject batches of several rows. Also reject a cache, with which there are more keys than
+    # queries.
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
             f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "
@@ -112,8 +113,8 @@ def packed_attention(
     # Convert to the dtype of the values. Under autocast, RoPE returns fp32 queries and keys, but
     # the values have 16 bits.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    # In latent attention (DeepSeek) the values have a smaller last dimension than the keys. Pad
-    # them with zeros, and remove the padding below.
+    # Pad the values with zeros if their last dimension is smaller than that of the keys, as in
+    # latent attention (DeepSeek). The padding is removed below.
     if value.shape[-1] < key.shape[-1]:
         v = F.pad(v, (0, key.shape[-1] - value.shape[-1]))
     out = packed_rows_attention(q, k, v, packed_layout, scale=scale, window=window, softcap=softcap)
@@ -121,10 +122,10 @@ def packed_attention(
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise a ValueError for models that packed attention would compute incorrectly.
+    """Raise a ValueError if packed attention would give wrong results for a model.
 
-    These are models with state-space or linear-attention layers, models whose RoPE depends on the
-    sequence length, and models with M-RoPE.
+    This is the case for models with state-space or linear-attention layers, models whose RoPE
+    depends on the sequence length, and models with M-RoPE.
     """
     config: Any = model.config
     if getattr(model, "_is_stateful", False):
@@ -143,7 +144,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 def shared_prompt_supported(model: nn.Module) -> str | None:
-    """Return the reason why packed attention does not support a model, or None if it does."""
+    """Return why packed attention does not support a model, or None if it does."""
     try:
         check_supported(model)
     except ValueError as error:
@@ -154,7 +155,7 @@ def shared_prompt_supported(model: nn.Module) -> str | None:
 def disable_dropout(model: nn.Module) -> None:
     """Set dropout and router jitter to 0.
 
-    Otherwise two computations of logps with the same weights would differ.
+    With dropout or jitter, two computations of logps with the same weights would differ.
     """
     rates: set[float] = set()
     for module in model.modules():

@@ -1,6 +1,6 @@
 """Pack samples into rows in which a shared prefix is stored once.
 
-Every loss term has the index of the hidden state that predicts its token.
+A packed row also contains, for each trained token, the index of the hidden state that predicts it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from grpo_fast.errors import names_nearest, require
 
 # Token ids, as a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
-# A prompt and its completions.
+# Type of a prompt with its completions.
 Group = tuple[Ids, Sequence[Ids]]
-# The ids of a sample, and for each id whether it is trained (as a bool, 0 or 1).
+# The ids of a sample, and a flag for each id that says whether the token is trained.
 Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 
 
@@ -53,7 +53,7 @@ class PackedTree:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments of `model(...)`.
+        """Return the keyword arguments for `model(...)`.
 
         They are input_ids, position_ids, use_cache=False and packed_layout.
         """
@@ -80,21 +80,21 @@ class PackedTree:
 
     @cached_property
     def distinct(self) -> Distinct:
-        """Distinct predictions of the row. Samples that share trained tokens share predictions."""
+        """Return the distinct predictions. Samples that share trained tokens share predictions."""
         pairs = torch.stack([self.predicting, self.target_ids])
         unique, terms = pairs.unique(dim=1, return_inverse=True)
         return Distinct(unique[0], unique[1], terms)
 
 
 class Distinct(NamedTuple):
-    """U distinct predictions of R loss terms.
+    """The U distinct predictions to which R trained tokens belong.
 
     `spread(linear_logps(...))` computes each distinct prediction once.
 
     Attributes:
         predicting: (U,), int64. For each prediction, the index in T of the row that makes it.
         target_ids: (U,), int64. The predicted tokens.
-        terms: (R,), int64. For each loss term, the index of its prediction.
+        terms: (R,), int64. For each trained token, the index of its prediction.
     """
 
     predicting: Tensor  # (U,) int64
@@ -102,12 +102,12 @@ class Distinct(NamedTuple):
     terms: Tensor  # (R,) int64
 
     def spread(self, logps: Tensor) -> Tensor:
-        """Expand logps (U,) to the loss terms (R,). The function is differentiable."""
+        """Expand the logps of the predictions (U,) to the trained tokens (R,). Differentiable."""
         return _Spread.apply(logps, self.terms)
 
 
 class _Spread(torch.autograd.Function):
-    """Compute logps[terms] with a reproducible backward, which adds gradients in a fixed order."""
+    """Compute logps[terms] with a backward that adds gradients in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, terms: Tensor) -> Tensor:
@@ -249,8 +249,8 @@ def _pack(
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)
     offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
-    # Map each trained token to the row of the token before it, along the path of segments of the
-    # sample.
+    # Find the row that predicts each trained token. It is the row of the token before it, on the
+    # path of segments of the sample.
     rows = []
     for segment, (_, trained) in zip(last, samples, strict=True):
         path = []
@@ -263,7 +263,7 @@ def _pack(
         # Use right=True, because the first position of a segment belongs to that segment and not to
         # its parent.
         rows.append(positions + offset[torch.bucketize(positions, bounds, right=True)])
-    # Copy the tokens of each segment from any sample that contains the segment.
+    # Copy the tokens of each segment from one of the samples that contain the segment.
     pieces = [samples[n][0][a:b] for n, a, b in zip(first, starts, ends, strict=True)]
     sizes = [len(trained) for _, trained in samples]
     return {
@@ -277,7 +277,7 @@ def _pack(
 
 
 def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
-    """Return the ids of a sample (n,) and the positions of its trained tokens, both int64.
+    """Check a sample, and return its ids (n,) and the positions of its trained tokens, both int64.
 
     An invalid sample raises a ValueError that calls the sample `name`.
     """
@@ -299,9 +299,9 @@ def check_sample(name: str, ids: Any, trained: Any) -> tuple[Tensor, Tensor]:
 def trie_of(
     samples: Sequence[Sample], apart: Sequence[int | Tensor] | None
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
-    """Check samples, and return them with the trie of their ids before the last trained token."""
+    """Check samples. Return them, and the trie of their ids before the last trained token."""
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
-    # Leave out the last trained token and the tokens after it, because they predict nothing.
+    # Omit the last trained token and the tokens after it, because they predict no trained token.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]
     if apart is not None:
         expected = f"a number for each of {len(words)} samples"
@@ -313,7 +313,7 @@ def trie_of(
 
 
 def check_lengths(lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Raise a ValueError for an empty prompt or completion, or a group without completions."""
+    """Raise a ValueError if a prompt or completion is empty, or a group has no completions."""
     for group, (prompt, completions) in enumerate(lengths):
         name = f"groups[{group}]"
         came = f"lengths {list(completions)[:8]}"

@@ -14,7 +14,7 @@ from grpo_fast.errors import names_nearest
 
 
 class Share(NamedTuple):
-    """Some completions of one group, which are part of a packed row.
+    """Completions of one group that are placed in the same packed row.
 
     Attributes:
         group: index of the group.
@@ -25,15 +25,15 @@ class Share(NamedTuple):
     completions: tuple[int, ...]
 
     def of(self, groups: Sequence[Group]) -> Group:
-        """Select the prompt and the completions of this share from the list of all groups."""
+        """Select the prompt and the completions of this share from all groups."""
         prompt, completions = groups[self.group]
         return prompt, [completions[i] for i in self.completions]
 
 
 def trunk_tokens(prompt: int, completions: Sequence[int], *, shared: bool = True) -> int:
-    """Return the number of tokens of a group in a packed row.
+    """Return the number of tokens that a group needs in a packed row.
 
-    With prompt length P and completion lengths C it is P + Σ(C − 1) if the prompt is shared, and
+    With prompt length P and completion lengths C, it is P + Σ(C − 1) if the prompt is shared, and
     Σ(P + C − 1) otherwise.
     """
     return prompt * (1 if shared else len(completions)) + sum(completions) - len(completions)
@@ -100,5 +100,8 @@ def plan_trees(
 
 
 def tree_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of distinct tokens of samples in one row, as `plan_trees` counts them."""
+    """Return the number of distinct tokens that samples need in one row.
+
+    `plan_trees` compares this number with its budget.
+    """
     return trie_of(samples, None)[1].below[0]

@@ -1,4 +1,4 @@
-"""Spans of a varlen attention call, in which query span i attends to key span i."""
+"""Spans of a varlen attention call. The queries of span i attend to the keys of span i."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class AttentionParams(NamedTuple):
     """Parameters of softmax(mask(softcap(scale·q·kᵀ))).
 
     Attributes:
-        scale: factor of the scores.
-        window: maximum number of keys that a query sees. None: all keys.
+        scale: number by which the scores are multiplied. window: maximum number of keys that a
+            query attends to. None: all keys.
         softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
     """
 
@@ -36,8 +36,8 @@ class Spans:
         queries: lengths of the query spans, on the host.
         keys: lengths of the key spans, on the host.
         causal: if True, spans are aligned at the bottom right, as in FlashAttention. The last query
-            sees all keys of its span, and the query before it sees all keys but one. If False,
-            every query sees all keys of its span.
+            attends to all keys of its span, and the query before it to all keys but one. If False,
+            every query attends to all keys of its span.
     """
 
     cu_q: Tensor  # (N+1,) int32, contiguous, on the device
@@ -62,7 +62,7 @@ class Spans:
 
     @cached_property
     def with_queries(self) -> tuple[Spans, Tensor]:
-        """Spans that have queries, and the rows of their keys."""
+        """Return the spans that have queries, and the rows of their keys."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -71,7 +71,7 @@ class Spans:
 
     @cached_property
     def rows(self) -> list[tuple[slice, slice]]:
-        """Rows of queries and rows of keys of each span that has queries, as pairs of slices."""
+        """Return pairs of slices, the query rows and key rows of each span that has queries."""
         ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
         sides = ([slice(*pair) for pair in pairwise(x)] for x in ends)
         return [span for span, n in zip(zip(*sides, strict=True), self.queries, strict=True) if n]

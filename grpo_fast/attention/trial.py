@@ -1,4 +1,4 @@
-"""Inputs and weights of trials, which compare a faster computation with the model's own.
+"""Inputs and weights for trials, which compare a faster computation with the model's forward.
 
 The result of a trial must not depend on the caller's data. Trials therefore draw random token ids,
 replace fp32 weights by random weights, and shrink windows. They place sequences before, at and
@@ -18,26 +18,26 @@ from torch import Tensor, nn
 
 from grpo_fast.attention.layout import TreeLayout
 
-# Configuration fields whose names match this pattern may change how a model treats a position.
+# Names of configuration fields that may change how a model treats a position.
 LIMITS = re.compile(
     r"max_(pos|len|seq|distance)|original|positions$|n_ctx|context_len|window|chunk|floor|extent|local"
 )
-# Fields with the size of a position table, which a position must not exceed.
+# Names of configuration fields with the size of a position table, which a position must not exceed.
 TABLES = re.compile(r"max_(pos|len|seq|target)|positions$|n_ctx")
 FARTHEST = 1 << 40  # no sequence is this long; larger values mean "no limit"
-# Trials also test these positions, because a limit may be in the code of a model instead of its
+# Positions that trials also test, because a limit may be in the code of a model instead of its
 # configuration.
 SPREAD = tuple(1 << exponent for exponent in (9, 13, 17))
 PROMPT, LENGTH = 4, 9  # tokens of a trial's prompt, and of a prompt with its completion
-# Large weights repeat a pool of this many random numbers. The size is prime, so that rows begin at
-# different places of the pool and no two rows are equal.
+# Size of the pool of random numbers. Large weights are filled by repeating the pool. The size is
+# prime, so that each row starts at a different place of the pool and no two rows are equal.
 POOL = 65_521
 WIDE = torch.float32, torch.float64
 RANDOM_FACTOR = 10  # random weights amplify rounding by up to this factor
 
 
 def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
-    """Return the limits of positions, lengths and windows in a configuration, sorted."""
+    """Return the sorted limits of positions, lengths and windows in a model configuration."""
     found: set[int] = set()
     fields = list(vars(config).items())
     while fields:
@@ -52,7 +52,7 @@ def limits_of(config: Any, names: re.Pattern[str] = LIMITS) -> list[int]:
 
 
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
-    """Return the first positions of a trial's sequences.
+    """Return the positions at which the sequences of a trial begin.
 
     For each limit in the configuration, one prompt and one completion cross the limit.
 
@@ -87,7 +87,7 @@ def room_of(lm: nn.Module, bound: float) -> float:
 
 
 def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list[int]]]]:
-    """Return random prompts with two completions each. The draw is the same in every process."""
+    """Return random prompts with two completions each. They are the same in every process."""
     generator = torch.Generator().manual_seed(number)
 
     def ids(length: int) -> list[int]:
@@ -100,8 +100,8 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
     """Return position_ids (1, T) for groups of two completions whose prompts begin at `starts`.
 
     Args:
-        layout: the layout of these groups. With shared prompts it has one root per group, otherwise
-            two.
+        layout: the layout of these groups. It has one root per group if prompts are shared, and
+            otherwise two.
         starts: the first position of each group.
     """
     per_group = layout.parents.count(-1) // len(starts)
@@ -112,7 +112,7 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
 
 
 def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Run a trial with the model's weights at position 0, and with random weights at all positions.
+    """Run a trial with the model's weights from position 0, and with random weights everywhere.
 
     Args:
         policy: an object with `lm`, `positions` and `autocast`.
@@ -131,7 +131,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
         with random_weights(policy.lm) as are_random:
             if are_random:
                 elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
-    # Use the result with the model's weights if random weights were impossible or overflowed.
+    # If random weights were impossible or overflowed, use only the result with the model's weights.
     if math.isnan(elsewhere):
         elsewhere = gap(starts)
     return at_start, max(at_start, elsewhere)
@@ -170,7 +170,7 @@ def random_weights(model: nn.Module) -> Iterator[bool]:
 
 
 def _random_weight(name: str, like: Tensor, seed: int) -> Tensor:
-    """Return a random weight with a scale at which every part of a layer affects the output."""
+    """Return a random weight, scaled so that every part of a layer affects the output."""
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(min(POOL, like.numel()), generator=generator, dtype=like.dtype)
     values = pool.repeat(-(-like.numel() // len(pool)))[: like.numel()].view(like.shape)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A node becomes a segment if storing its tokens once saves at least this fraction of the rows below
-# the node. Otherwise its tokens are copied into its children. The reason is that every level costs
-# one more merge of the rows below it, which takes about 1% of the time of a row.
+# Minimum saving for which a node becomes a segment, as a fraction of the rows below the node. With
+# a smaller saving, the tokens of the node are copied into its children. Every level of segments
+# costs one more merge of the rows below it, which takes about 1% of the time of a row.
 MERGE_COST = 1 / 128
 
 
@@ -39,8 +39,8 @@ class Segments(NamedTuple):
 class Trie:
     """Prefix tree of N sequences.
 
-    A node contains consecutive tokens that the same sequences share. Its end is the length of the
-    prefix up to its last token. Node 0 is the empty prefix.
+    A node contains consecutive tokens that the same sequences share. The end of a node is the
+    length of the prefix up to its last token. Node 0 is the empty prefix.
 
     Args:
         lengths: lengths of the N sequences.
@@ -53,13 +53,13 @@ class Trie:
     def __init__(self, lengths: Sequence[int], order: Sequence[int], common: Sequence[int]) -> None:
         self.ends, self.parents, self.sequences = [0], [-1], [list[int]()]
         path = [0]  # nodes from the root to the previous sequence
-        # 1. Insert the sequences. A sequence shares the first `depth` tokens with the previous
-        # sequence, and leaves the path of the previous sequence after these tokens.
+        # 1. Insert the sequences. A sequence shares its first `depth` tokens with the previous
+        # sequence, and its path branches off after these tokens.
         for number, depth in zip(order, common, strict=True):
             below = -1
             while self.ends[path[-1]] > depth:
                 below = path.pop()
-            # If the sequence branches off inside the node `below`, split this node.
+            # Split the node `below` if the sequence branches off in the middle of it.
             if self.ends[path[-1]] < depth:
                 path.append(self._add(depth, path[-1]))
                 self.parents[below] = path[-1]
@@ -150,7 +150,7 @@ class Trie:
         return Segments(parents, starts, [self.ends[node] for node in nodes], firsts, last)
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
-        """Return the nearest descendants of a node that become segments."""
+        """Return the nearest descendants of a node that are worth a separate segment."""
         nodes = list[int]()
         stack = self.children[above][::-1]
         while stack:
@@ -178,7 +178,8 @@ class Trie:
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, got {budget}")
-        # For each node, the parts that stay in one row, as pairs (distinct tokens, sequences).
+        # Map each node to the parts below it that stay in one row, as pairs (distinct tokens,
+        # sequences).
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]

@@ -1,4 +1,4 @@
-"""Sliding window of a layer, and small windows for trials.
+"""Sliding window of a layer, and context in which windows are small for trials.
 
 The window is read from the mask that a model requests.
 """
@@ -47,7 +47,7 @@ def window_as_mask(
 
 
 def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
-    """Return the window of a layer from its mask or, without a mask, from its keyword argument.
+    """Return the sliding window of a layer, from its mask or otherwise from its keyword argument.
 
     Args:
         attention_mask: the result of `window_as_mask`.
@@ -72,7 +72,7 @@ def window_of(attention_mask: Any, sliding_window: int | None) -> int | None:
 
 @contextmanager
 def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
-    """Return a context in which windows and chunks are so short that a short trial exceeds them.
+    """Return a context in which windows and chunks are so small that a short trial exceeds them.
 
     The smallest size becomes SMALLEST tokens, the second smallest SMALLEST + 1, and so on, so that
     different sizes remain different. The change affects sizes that a forward pass reads from the
@@ -82,7 +82,7 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
         model: the model.
         positions: also shrink limits of positions, for a trial that begins at position 0.
     """
-    # 1. Collect the configurations of all modules, and dictionaries inside them.
+    # 1. Collect the configurations of all modules, and the dictionaries that they contain.
     modules = list(model.modules())
     configs = {id(c): vars(c) for m in modules if (c := getattr(m, "config", None)) is not None}
     owners = list(configs.values())
@@ -96,7 +96,7 @@ def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]
     small = {size: min(size, SMALLEST + rank) for rank, size in known}
     sized = [
         (owner, name, size)
-        # Also change attributes of modules, because modules often copy a size from their
+        # Change the attributes of modules as well, because modules often copy a size from the
         # configuration.
         for owner in (*owners, *map(vars, modules))
         for name, size in owner.items()

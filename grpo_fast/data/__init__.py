@@ -41,7 +41,7 @@ def load_examples(
 ) -> Sequence[Example]:
     """Return the examples of one split.
 
-    The attributes that `data` needs depend on its `task`. Other attributes may be missing.
+    The attributes that `data` must have depend on its `task`. Other attributes may be missing.
 
     - sort, arithmetic: `digits`, `symbols`, `n_train`, `n_test`.
     - gsm8k, jsonl: `path` (a file or folder) or `name` (a hub id), and optionally `columns`,
@@ -50,12 +50,13 @@ def load_examples(
     - traces: `path`, a file of recorded rollouts of agents. There is one example per task.
 
     Args:
-        data: the section `data` of a configuration, or any object with these attributes.
-        split: "train" or "test". If a prompt is in both splits, it is removed from the training
-            split, unless that split would then be empty.
+        data: the section `data` of a configuration, or any object with these attributes. split:
+            "train" or "test". If a prompt is in both splits, it is removed from the training split,
+            unless that split would then be empty.
         seed: seed of the training split's order. The test split does not depend on the seed, so
             that runs can be compared.
-        count_tokens: returns the number of tokens of a text. Required by `shots_tokens`.
+        count_tokens: function that returns the number of tokens of a text. Required by
+            `shots_tokens`.
 
     Raises:
         DatasetError: a ValueError. The task or split is unknown, a file or package is missing, or a

@@ -31,7 +31,8 @@ _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
     rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
 )
-# A minus directly after a word or number is not a sign: the last number of "10-18" is 18, not -18.
+# A minus sign directly after a word or number is not the sign of a number: the last number of
+# "10-18" is 18 and not -18.
 _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![0-9A-Za-z).])-[$€£¥]?)?"
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
@@ -48,7 +49,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def parse_number(text: str) -> Number | None:
-    """Return the number that a text contains, or None if the text contains anything else.
+    """Return the number that a text consists of, or None if the text contains anything else.
 
     Decorations such as currency signs and LaTeX are ignored, as the module's docstring describes.
     """
@@ -58,7 +59,7 @@ def parse_number(text: str) -> Number | None:
         bare = bare.replace(latex, plain)
     bare = bare.strip(_ENDS).removesuffix(".").rstrip(_ENDS)
     bare = unwrapped(bare).strip(_ENDS)
-    # 2. Write \frac{1}{2} as 1/2, and "- 5" as "-5".
+    # 2. Rewrite \frac{1}{2} as 1/2, and "- 5" as "-5".
     if fraction := _FRACTION.fullmatch(bare):
         bare = "{}{}/{}".format(*(part for part in fraction.groups() if part is not None))
     if bare[:1] in ("-", "+"):
@@ -73,7 +74,7 @@ def unwrapped(text: str) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the part of a text after `</think>` and before a later, unclosed `<think>`."""
+    """Return the part of a text after `</think>`, up to a later `<think>` that is never closed."""
     end = text.rfind("</think>")
     if (start := text.rfind("<think>")) > end:
         text = text[:start]
@@ -81,7 +82,7 @@ def final_part(text: str) -> str:
 
 
 def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
-    """Return the answer at the last answer mark in a text, or None if the text has no mark.
+    """Return the answer at the last answer mark of a text, or None if the text has no answer mark.
 
     An answer mark is `####`, `<answer>` or a LaTeX box.
 
@@ -104,7 +105,7 @@ def marked_content(text: str, marks: Collection[str] = MARKS) -> str | None:
 
 
 def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | None:
-    """Return the number that is marked in the required format, or None.
+    """Return the number that a text marks as its answer in the required format, or None.
 
     Args:
         text: a completion.
@@ -116,7 +117,7 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
 
 def extract_lenient(text: str) -> Number | None:
-    """Return the number at the last answer mark (`####` etc.), or the last number without marks."""
+    """Return the number at the last answer mark, or the last number of a text without marks."""
     final = final_part(text)
     content = marked_content(final)
     if content is not None:

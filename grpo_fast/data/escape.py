@@ -18,9 +18,9 @@ def escape_control(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's message in one line of bounded length, without torch's C++ frames.
+    """Return an exception's message in one line of limited length, without torch's C++ frames.
 
-    The type's name is included, except for ValueError and OSError, which are clear without it.
+    The message begins with the type's name, unless it is a ValueError or OSError.
     """
     text = " ".join(str(error).partition("Exception raised from")[0].split())
     if not text or not isinstance(error, (ValueError, OSError)):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from grpo_fast.errors import require
 
-# A prompt is plain text, or a list of chat messages for the tokenizer's chat template.
+# Type of a prompt: plain text, or a list of chat messages for the tokenizer's chat template.
 Prompt = str | list[dict[str, str]]
 
 
@@ -21,7 +21,8 @@ class Example(NamedTuple):
         answer: gold answer for the reward functions, or None.
         solution: gold text for supervised training (warm start), or None.
         fields: all columns of the example's row, for reward functions.
-        label: the row's answer before conversion, of any type. None means that it equals `answer`.
+        label: the row's answer before its conversion to text, of any type. None means that it
+            equals `answer`.
     """
 
     prompt: Prompt
@@ -40,7 +41,10 @@ def words_of(example: Example) -> set[str]:
 
 
 class DatasetError(ValueError):
-    """A data source is missing or invalid. The message names the file and line, or the argument."""
+    """Error of a data source that is missing or invalid.
+
+    The message names the file and line, or the argument.
+    """
 
 
 def need(fits: Any, where: str, expected: str, came: Any) -> None:
@@ -55,13 +59,13 @@ Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence of `length` items. Each item is computed when it is read."""
+    """A sequence of `length` items, each of which is computed only when it is read."""
 
     length: int
 
     @abstractmethod
     def make(self, index: int) -> Item:
-        """Return the item at an index from 0 to length - 1."""
+        """Compute the item at an index from 0 to length - 1."""
 
     def __len__(self) -> int:
         return self.length

@@ -64,7 +64,8 @@ def load_file_examples(
         why = "the examples are counted in tokens; pass a function"
         raise conflict("count_tokens=None", f"data.shots_tokens={settings.shots_tokens}", why)
     pool = [e for e in train if isinstance(e.prompt, str)]
-    # Test prompts must have the same worked examples in every run, so do not use the run's seed.
+    # Do not use the run's seed for test prompts, which must have the same worked examples in all
+    # runs.
     draws = seed if split == "train" else "test"
     return ShotPrompts(
         chosen, pool, form, budget=settings.shots_tokens, count_tokens=count_tokens, seed=draws
@@ -72,7 +73,7 @@ def load_file_examples(
 
 
 def read_examples(path: str | Path, *, data: DataSource | None = None) -> list[Example]:
-    """Return an example for each row of one file, with the prompt template applied.
+    """Read a file, and return an example with a formatted prompt for each row.
 
     Args:
         path: a file in a format of `readers.FORMATS`.
@@ -86,10 +87,10 @@ def read_examples(path: str | Path, *, data: DataSource | None = None) -> list[E
 
 
 def survey(data: DataSource, needs_train: bool = True) -> Survey:
-    """Read both splits of a data source. The prompt template is not applied.
+    """Read both splits of a data source, without applying the prompt template.
 
-    If the source has no test split, some rows are moved from the training split into a test split.
-    The choice of rows does not depend on the run's seed.
+    If the source has no test split, some rows of the training split become the test split. The
+    choice of rows does not depend on the run's seed.
 
     Args:
         data: a config with `task`, `path` or `name`, `columns` and `n_test`.
@@ -142,7 +143,10 @@ def _form(settings: Any) -> Form:
 
 
 def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
-    """Return a list with one warning if only some of the gold answers are numbers, or else []."""
+    """Return a warning, as a list of one text, if only some of the gold answers are numbers.
+
+    Otherwise, return an empty list.
+    """
     with_answer = [(e, p) for e, p in zip(examples, places, strict=True) if e.answer is not None]
     unusual = [(e, p) for e, p in with_answer if parse_number(str(e.answer)) is None]
     if not unusual or len(unusual) == len(with_answer):
@@ -156,7 +160,7 @@ def _unusual_answers(examples: list[Example], places: list[str]) -> list[str]:
 def _hold_out(
     examples: list[Example], n_test: int | None, source: Any
 ) -> tuple[list[Example], list[Example]]:
-    """Split the examples at random, and return the training and the test examples.
+    """Choose random examples as test examples. Return the training and the test examples.
 
     There are `n_test` test examples, by default a tenth of all examples.
     """

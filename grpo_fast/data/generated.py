@@ -1,7 +1,7 @@
 """Tasks whose data needs no download: sorting symbols, adding two numbers, and open prompts.
 
-In the sorting and adding tasks, training example i depends only on (seed, i). The test prompts do
-not depend on the run's seed.
+In the sorting and adding tasks, training example i depends only on the run's seed and on i. The
+test prompts do not depend on the seed.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class GeneratedTask(LazySequence[Example]):
 
     @abstractmethod
     def render(self, content: tuple[int, ...]) -> Example:
-        """Return the example whose prompt contains these numbers."""
+        """Build the example whose prompt contains these numbers."""
 
     def make(self, index: int) -> Example:
         if self.split == "test":
             return self.render(self.test_prompts[index])
-        # Seed with a string, which Random hashes with SHA-512, so all processes get equal numbers.
+        # Seed with a string. Python hashes it with SHA-512, so all processes draw the same numbers.
         rng = random.Random(f"{self.seed}/{index}")
         content = self.draw(rng)
         while content in self._not_trained:
@@ -92,7 +92,7 @@ class SortTask(GeneratedTask):
 
     @property
     def vocabulary(self) -> list[str]:
-        """All words of prompts and answers."""
+        """Return all words of prompts and answers."""
         return [*map(str, range(self.symbols)), "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class ArithmeticTask(GeneratedTask):
 
     @property
     def vocabulary(self) -> list[str]:
-        """All words of prompts and answers."""
+        """Return all words of prompts and answers."""
         return [*map(str, range(10)), "+", "="]
 
     def draw(self, rng: random.Random) -> tuple[int, ...]:

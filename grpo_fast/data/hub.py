@@ -15,7 +15,7 @@ from grpo_fast.errors import require
 
 SECONDS = 3.0  # timeout of the connection to the hub
 LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
-# Fields of config.json that may contain the number of layers.
+# Names of the config.json field that contains the number of layers.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 MOST_LAYERS = 10_000
 
@@ -38,11 +38,12 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        # Libraries that are imported later read the environment variable. Libraries that are
-        # already imported have read it before, so set their constants.
+        # Set the environment variable for libraries that are imported later. Libraries that are
+        # already imported have read it before, so also set their constants.
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-        # If `datasets` is not imported yet, it will read the environment variable on import.
+        # Skip this if `datasets` is not imported yet, because it reads the variable when it is
+        # imported.
         if settings := sys.modules.get("datasets.config"):
             vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         return True

@@ -44,7 +44,7 @@ class Form(NamedTuple):
         return cls(text, system, chat)
 
     def fill(self, question: str) -> str:
-        """Insert a question into the template. Other braces in the template are kept."""
+        """Insert a question into the template. Other braces in the template are left unchanged."""
         return self.template.replace("{question}", question)
 
     def shot(self, example: Example) -> str:
@@ -55,9 +55,9 @@ class Form(NamedTuple):
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def apply(self, example: Example, prefix: str = "") -> Example:
-        """Return the example with its prompt built from the template and chat settings.
+        """Return the example with a prompt that is built from the template and the chat settings.
 
-        If the prompt already is a list of chat messages, only a missing system message is added.
+        If the prompt is already a list of chat messages, only a missing system message is added.
 
         Args:
             example: an example whose prompt is a question or chat messages.
@@ -101,9 +101,8 @@ class ShotPrompts(LazySequence[Example]):
         examples: the examples to extend.
         pool: the worked examples to choose from, all from the training split.
         form: the template and the chat settings of prompts and shots.
-        budget: largest total number of tokens of the shots in a prompt. Shots are drawn until one
-            does not fit.
-        count_tokens: returns the number of tokens of a text.
+        budget: maximum total number of tokens of the shots in a prompt. Shots are drawn until one
+            does not fit. count_tokens: function that returns the number of tokens of a text.
         seed: seed of the random choice of shots.
 
     Raises:
@@ -138,7 +137,7 @@ class ShotPrompts(LazySequence[Example]):
         return self.form.apply(self.examples[index], prefix)
 
     def shots(self, index: int) -> list[int]:
-        """Return the pool indices of an example's shots, in the order in which they appear."""
+        """Return the indices in `pool` of an example's shots, in the order in which they appear."""
         chosen: list[int] = []
         seen = {question_key(self.examples[index].prompt)}
         room = self.budget

@@ -138,8 +138,8 @@ def _read_json(path: Path) -> Rows:
 
 
 def _read_table(path: Path) -> Rows:
-    # Use the csv module, because `datasets` reads tables with pandas, which turns 007 into 7 and
-    # "None" into a missing value.
+    # Use the csv module instead of `datasets`, which reads tables with pandas. pandas turns 007
+    # into 7 and "None" into a missing value.
     csv.field_size_limit(1 << 30)  # the default of 128 KiB is too small for long prompts
     delimiter = TABLES[Path(path.name.removesuffix(".gz")).suffix]
     with _open(path) as file:
@@ -201,7 +201,8 @@ def _datasets(source: str, function: str, *arguments: Any, **options: Any) -> Sp
 
     def rows(split: str) -> Rows:
         for index, fields in enumerate(every[split], start=1):
-            # Convert dates and bytes to text, because worker processes receive the fields as JSON.
+            # Convert dates and bytes to text, because the fields are sent to worker processes as
+            # JSON.
             yield f"{source}[{split}]:{index}", json.loads(json.dumps(fields, default=str))
 
     return {split: functools.partial(rows, split) for split in every}

@@ -24,12 +24,12 @@ from grpo_fast.errors import require
 
 PROMPTS = ("prompt", "question", "problem", "query", "messages")
 VERLS_ANSWER = "reward_model.ground_truth"
-# Columns that may contain the gold answer. If a row has none of them, the answer that its solution
-# marks is used.
+# Columns that may contain the gold answer. If a row has none of them, the answer is extracted from
+# the solution.
 ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)
 ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-# Half of a UTF-16 surrogate pair. JSON can contain one, but tokenizers refuse it.
+# Matches half of a UTF-16 surrogate pair. JSON can contain one, but tokenizers reject it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -63,9 +63,9 @@ def parse_record(
     solution = _value(fields, given.get("solution", "solution"))
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
-    # 2. If the messages end with the assistant's turn, as in rows for supervised training, use
-    #    this turn as the answer. In a column `prompt`, the turn may instead be the beginning of
-    #    the completion, so keep it.
+    # 2. If the messages end with a turn of the assistant, as in rows for supervised training, use
+    # this turn as the answer. In a column `prompt`, the turn may instead be the beginning of the
+    # completion, so leave it in the prompt.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         if name == "messages" or (answer is None and name != "prompt"):
             reply = prompt.pop()["content"]
@@ -87,7 +87,7 @@ def parse_record(
     need(fits, where, "a text in field 'solution'", type(solution).__name__)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
     need(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
-    # 4. Extract the gold answer from a solution in words.
+    # 4. Extract the gold answer if the column contains a full solution.
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if answer is None:
         return Example(prompt, None, solution, others, label)
@@ -138,17 +138,17 @@ def strip_calculator(solution: str) -> str:
 
 
 def _plain(number: Number) -> str:
-    """Return a number as text without an exponent."""
+    """Format a number as text without an exponent."""
     return f"{number:f}" if hasattr(number, "as_tuple") else str(number)
 
 
 def _find(fields: Mapping[str, Any], names: Any) -> str | None:
-    """Return the first column name that has a value in the row, or None."""
+    """Return the first of these column names that has a value in the row, or None."""
     return next((name for name in names if _value(fields, name) is not None), None)
 
 
 def _value(fields: Any, name: str) -> Any:
-    """Return the value of a column or of a key inside it (`a.b`), or None if it is missing."""
+    """Return the value of a column, or of a key in a column (`a.b`). None if it is missing."""
     if isinstance(fields, Mapping) and name in fields:
         return fields[name]
     column, _, key = name.partition(".")
@@ -178,7 +178,7 @@ def _prompt_of(value: Any, where: str) -> Prompt:
             parts[-1] = "".join(texts) if are_all else None
         are_texts = all(isinstance(part, str) for part in parts)
         need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
-        # Tables fill missing keys, such as tool_calls, with None. Remove these keys.
+        # Remove keys with the value None, with which tables fill missing keys such as tool_calls.
         present = {key: item for key, item in message.items() if item is not None}
         messages.append({**present, "content": parts[-1]})
     return messages

@@ -1,4 +1,4 @@
-"""Training and test examples of a run. They are loaded only once."""
+"""Training and test examples of a run, which are loaded only once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Splits:
 
     @property
     def listed(self) -> Sequence[Example]:
-        """The training examples to check before a run.
+        """Return the training examples to check before a run.
 
         These are all examples of a file, or one example of a generated task. The list is empty for
         recorded rollouts, whose examples contain task names instead of prompts.
@@ -73,10 +73,10 @@ class Splits:
 
 
 def asks_in_chat(data: Any, tokenizer: Any) -> bool:
-    """Return whether questions become chat messages.
+    """Return whether questions are turned into chat messages.
 
-    The setting `data.chat` determines this. If it is None, questions from a file become chat
-    messages if the tokenizer has a chat template.
+    The setting `data.chat` says so. If it is None, questions from a file become chat messages if
+    the tokenizer has a chat template.
     """
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)

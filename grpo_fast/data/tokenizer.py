@@ -15,8 +15,8 @@ PAD_TOKEN = "<|pad|>"
 EOS_TOKEN = "<|eos|>"
 BYTE_ALPHABET = 256
 
-# Chat template without roles that writes each message on a line. With this template, recipes for
-# chat models also run with the tokenizers of this module.
+# Chat template without roles, which writes each message on a separate line. It allows recipes for
+# chat models to run with the tokenizers of this module.
 PLAIN_CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
@@ -42,7 +42,8 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    # Sort the alphabet. Otherwise the order, and with it the ids, would differ between processes.
+    # Sort the alphabet, whose order determines the ids. Unsorted, it would differ between
+    # processes.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD_TOKEN, EOS_TOKEN],

@@ -1,4 +1,4 @@
-"""Validate messages in recorded traces: tokens, log-probabilities, supports and experts."""
+"""Checks of the messages in recorded traces: tokens, log-probabilities, supports and experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Node(NamedTuple):
-    """One checked message. `logps` and `advantages` have one entry for each sampled token."""
+    """A checked message, with one entry in `logps` and `advantages` for each sampled token."""
 
     parent: int | None
     ids: list[int]
@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 def read_node(name: str, node: Mapping[str, Any]) -> Node:
-    """Check all fields of a trace's message and return them as a `Node`.
+    """Check all fields of a message in a trace, and return them as a `Node`.
 
     Args:
         name: location of the message, for error messages.
@@ -58,7 +58,8 @@ def read_node(name: str, node: Mapping[str, Any]) -> Node:
     expected = f"log-probabilities of sampled tokens, above {LEAST_LOGP:g} and at most 0"
     _each(f"{name}.logprobs", logps, expected, lambda x: is_number(x) and LEAST_LOGP < x <= 0)
     _each(f"{name}.advantages", advantages or (), "numbers that fp32 holds", is_number)
-    # 3. Read the support of the sampled tokens, and hash the chosen experts of all tokens.
+    # 3. Read the supports of the sampled tokens, and hash the experts that were chosen for all
+    # tokens.
     support = node.get("sampling_mask")
     if support is not None:
         sampled_ids = torch.tensor(sampled, dtype=torch.int64)
@@ -66,7 +67,7 @@ def read_node(name: str, node: Mapping[str, Any]) -> Node:
     routes = node.get("routed_experts")
     if routes is not None:
         data = routes["data"] if isinstance(routes, Mapping) else routes.tobytes()
-        # Use only 7 bytes, because a hash of 8 bytes may be too large for a signed int64.
+        # Use a hash of 7 bytes, because 8 bytes might not fit into a signed int64.
         routes = int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
     return Node(node.get("parent"), list(ids), list(mask), list(logps),
                  advantages, support, routes or 0)  # fmt: skip
@@ -85,7 +86,7 @@ def _each(name: str, values: Sequence[Any], expected: str, holds: Callable[[Any]
 
 
 def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Check the recorded support of a message's sampled tokens.
+    """Check the recorded supports of a message's sampled tokens.
 
     Returns:
         The ids of all supports, (nnz,) int32, and the number of ids for each token, int64. The
@@ -113,7 +114,7 @@ def _support(name: str, value: Mapping[str, Any], sampled: Tensor) -> tuple[Tens
 
 
 def _array(value: Any) -> Tensor:
-    """Return a tensor with the values of an array, or of its encoded form (dtype, data)."""
+    """Return the values of an array as a tensor. The array may be encoded as (dtype, data)."""
     if isinstance(value, Mapping):
         return torch.frombuffer(bytearray(value["data"]), dtype=DTYPES[value["dtype"]])
     return torch.as_tensor(value)

@@ -1,8 +1,8 @@
 """Recorded rollouts of agents, as traces in the format of verifiers 0.4 (schema version 1).
 
 A trace is a tree of messages with their tokens. Each path from the root to a leaf is a branch, and
-each branch becomes a sample. If several branches contain a sampled message, only the first of these
-branches trains the message's tokens.
+each branch becomes a sample. If several branches contain a sampled message, its tokens are trained
+only in the first of these branches.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def load_traces(path: str | Path) -> list[RecordedTrace]:
 def trace_examples(path: str | Path) -> list[Example]:
     """Return one example for each task in a file of traces, in the order of first occurrence.
 
-    The prompt is the task's name. The field `digest` is a hash of the task's traces. It lets a
-    resumed run detect changed data.
+    The prompt is the task's name. The field `digest` is a hash of the task's traces, with which a
+    resumed run detects that the data has changed.
     """
     traces = load_traces(path)
     digests = {task: blake2b() for task in dict.fromkeys(trace.task for trace in traces)}
@@ -167,7 +167,8 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[Node]) -> RecordedT
     need(are_numbers, f"{name}.rewards", "finite numbers", scores)
     reward = math.fsum(score * weight for score, weight in scores) if scores else None
     need(reward is None or is_number(reward), f"{name}.rewards", "a finite sum", reward)
-    # 2. Build a branch for each leaf. The first branch that contains a node trains it.
+    # 2. Build a branch for each leaf. The tokens of a node are trained in the first branch that
+    # contains it.
     is_trained = (record.get("agent") or {}).get("trainable", True)
     fits = isinstance(is_trained, bool)
     need(fits, f"{name}.agent.trainable", "true or false", repr(is_trained))
@@ -184,7 +185,7 @@ def _trace(name: str, record: Mapping[str, Any], nodes: list[Node]) -> RecordedT
 
 
 def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the path from the root to each leaf. Skip abandoned attempts at a compaction."""
+    """Return the path from the root to each leaf, except for abandoned attempts at a compaction."""
     # 1. Check that every parent exists and that following the parents always ends at a root. Each
     #    node is visited only once, which keeps the time linear in the number of nodes.
     for i, node in enumerate(nodes):
@@ -201,8 +202,8 @@ def _paths(name: str, nodes: list[Node], raw: Sequence[Mapping[str, Any]]) -> li
             way[at] = None
             at = nodes[at].parent
         rooted.update(way)
-    # 2. Find the leaves, which have no children. If the agent tried to compact its context and no
-    #    later message continues the attempt, exclude the attempt.
+    # 2. Find the leaves, which have no children. Exclude an attempt of the agent to compact its
+    # context if no later message continues it.
     links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
     followed = {link["node"] for _, link in links if link["type"] == "compaction"}
     attempts = {i for i, link in links if link["type"] == "compaction_attempt"}

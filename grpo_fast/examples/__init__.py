@@ -1,1 +1,1 @@
-"""Example scripts that use only public names of grpo_fast."""
+"""Example scripts, which use only public names of grpo_fast."""

@@ -31,9 +31,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# The table omits countries whose answers cannot be compared as text without ambiguity: countries
-# with several capitals, and capitals that are disputed, about to move, spelled with an accent, or
-# named like the country.
+# Countries and capitals. The table omits countries whose answer cannot be compared as text: those
+# with several capitals, and those whose capital is disputed, about to move, spelled with an accent,
+# or named like the country.
 TABLE = """\
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
 Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
@@ -74,7 +74,7 @@ PHRASINGS = (  # the question, and whether the answer is the country or the capi
 
 
 def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 for a completion that equals its answer, else 0.
+    """Return 1 for each completion that equals its answer, and 0 for the others.
 
     The comparison ignores upper case and a final full stop.
     """
@@ -83,7 +83,10 @@ def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
 
 
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 / (1 + n) for a completion that names the answer and has n other words, else 0."""
+    """Return 1 / (1 + n) for each completion that names the answer, and 0 for the others.
+
+    n is the number of other words in the completion.
+    """
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
         others = max(0, len(text.split()) - len(answer.split()))

@@ -40,7 +40,7 @@ class PolicyTrainer(Trainer):
         require(not self.args.remove_unused_columns, "remove_unused_columns", "False", came)
         check_head(self.model)
         self.loss_config = loss_config
-        # Make Trainer pass num_items_in_batch to `compute_loss`. With this flag, Trainer also does
+        # This flag makes Trainer pass num_items_in_batch to `compute_loss`. Trainer then also does
         # not divide the loss by the number of accumulation steps.
         self.model_accepts_loss_kwargs = True
         self.seen: dict[str, list[Tensor]] = defaultdict(list)
@@ -62,8 +62,8 @@ class PolicyTrainer(Trainer):
             self.seen[name].append(value)
         loss = output.loss
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            # num_items_in_batch counts the tokens of all ranks, and DDP averages the gradients over
-            # ranks. Multiply by the number of ranks to get the sum instead of the mean.
+            # Multiply by the number of ranks, because DDP averages the gradients over ranks.
+            # num_items_in_batch counts the tokens of all ranks, so the gradients must be summed.
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "logps": output.logps}) if return_outputs else loss
 

@@ -3,8 +3,8 @@
     python -m grpo_fast.examples.lecture [--loss reinforce] [--advantages normalized] [--naive]
 
 The model has 650 parameters and starts from random weights. A step samples ten responses to each of
-three prompts and makes ten Adam updates. The KL to a reference model is exact; the reference is
-replaced by a copy of the model every ten steps.
+three prompts and makes ten Adam updates. The KL to a reference model is exact. Every ten steps, a
+copy of the model becomes the new reference.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
 
 
 def evaluate(model: LectureModel, scaled: bool) -> dict[str, float]:
-    """Return accuracy and mean reward of 32 responses to each prompt.
+    """Return the accuracy and the mean reward of 32 responses to each prompt.
 
     The seed is fixed, so that results of different steps can be compared.
     """

@@ -31,14 +31,14 @@ class GRPOModule(LightningModule):
     Args:
         model: A transformers causal LM.
         config: Settings of the loss. If beta is not 0, pass `reference`.
-        group_size: Number of completions of each prompt. They must be neighbours in a batch.
+        group_size: Number of completions of each prompt, which must be adjacent in a batch.
         inner_iterations: Number of updates on one batch of completions.
         rollout: Function that turns a batch of the data loader into a dictionary with input_ids,
             attention_mask and labels of shape (B, L), and rewards of shape (B,). Labels are -100
             outside completions. None: the data loader already returns such dictionaries.
         reference: Reference model of the KL term. Its parameters are frozen.
         learning_rate: Learning rate of AdamW.
-        max_grad_norm: Largest norm of the gradient. A larger gradient is scaled down.
+        max_grad_norm: Maximum norm of the gradient. A larger gradient is scaled down.
 
     Raises:
         ValueError: The LM head is not linear. Or `reference` is missing although beta is not 0, or
@@ -100,8 +100,8 @@ class GRPOModule(LightningModule):
         ref_logps = None
         if self.reference is not None:
             ref_logps = policy_logps(self.reference, batch, self.config.temperature)
-        # 2. Count the tokens and completions by which the loss is divided. Take the mean over
-        # ranks, not the sum, because DDP averages the gradients of the ranks.
+        # 2. Compute the numbers of tokens and completions by which the loss is divided. Use the
+        # mean over ranks instead of the sum, because DDP averages the gradients of the ranks.
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
@@ -109,8 +109,8 @@ class GRPOModule(LightningModule):
             "num_items_in_batch": tokens.clamp(min=1),
             "num_completions_in_batch": completions,
         }
-        # 3. Update the model. The first update stores its log-probabilities, and the following
-        # updates use them as old log-probabilities.
+        # 3. Update the model. The first update stores its log-probabilities, and the later updates
+        # use them as old log-probabilities.
         optimizer = self.optimizers()
         old_logps = None
         seen = []

@@ -4,8 +4,8 @@ It accepts the same arguments and returns the same results.
 
     trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
 
-The results differ in three cases. NaN at masked tokens does not reach the loss. The loss of a batch
-without active tokens is 0, not NaN. With gspo, the ratio of a completion is at most e^20.
+The results differ in three cases: NaN at masked tokens does not reach the loss. The loss of a batch
+without active tokens is 0 instead of NaN. With gspo, the ratio of a completion is at most e^20.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_fast.errors import require
 
 LOG_RATIO_BOUND = 20.0  # OpenRLHF clamps the log ratio of a token to [-20, 20]
 LEVELS = {"ppo": "token", "gspo": "sequence"}  # policy_loss_type -> level of the importance ratio
-# The returned tuple: (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio).
+# Type of the result: (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio).
 Returned = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
@@ -107,8 +107,8 @@ class PolicyLoss(nn.Module):
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
-        # 2. Compute the loss. Without sequence-level ratios, OpenRLHF clamps the log ratio of each
-        # token, so a clamped token gets no gradient.
+        # 2. Compute the loss. With a ratio for each token, OpenRLHF clamps the log ratio, so a
+        # clamped token gets no gradient.
         if not self.by_sequence:
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
             log_probs = torch.where(is_clamped, log_probs.detach(), log_probs)
@@ -130,7 +130,7 @@ class PolicyLoss(nn.Module):
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
-        """Return True at the tokens whose loss is clipped, shape (B, L), bool."""
+        """Return a bool mask of the tokens whose loss is clipped, (B, L)."""
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

@@ -3,7 +3,7 @@
     python -m grpo_fast.examples.plain_loop
 
 The script starts from a tiny model with random weights and trains it to sample even token ids. It
-prints loss and reward of each update. It takes ten seconds of CPU time.
+prints the loss and the reward of each update, and takes ten seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def train(
         after_end = is_end.cumsum(1) - is_end.int() > 0
         completions = input_ids[:, length:].masked_fill(after_end, -100)
         labels = torch.cat([torch.full_like(repeated, -100), completions], 1)
-        # 2. Compute rewards, and compare each reward with the rewards of its group.
+        # 2. Compute the rewards. The advantages compare each reward with the rewards of its group.
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
         # 3. Update the model. The first update on a batch stores its log-probabilities, and the
-        # following updates use them as old log-probabilities.
+        # later updates use them as old log-probabilities.
         model.train()
         old_logps = None
         for _ in range(inner_iterations):

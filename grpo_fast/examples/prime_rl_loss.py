@@ -52,7 +52,7 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
         ref_logps=row(teacher), num_items_in_batch=1.0,
     )  # fmt: skip
-    # Get the class LossOutputs from the module that defines the class of the inputs. An import
-    # statement would fail in checks of this package, because prime-rl is not on a package index.
+    # Get the class LossOutputs from the module that defines the class of the inputs. An import of
+    # prime-rl would fail in the checks of this package, because prime-rl is not on a package index.
     home: Any = sys.modules[type(inputs).__module__]
     return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

@@ -29,8 +29,8 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Tr
 from transformers import TrainingArguments as Arguments
 
 DIGITS, SYMBOLS = 4, 10
-# Weight of the loss term mean((chosen + rejected)²), which pulls the mean of the scores to 0 (arXiv
-# 2312.09244).
+# Weight of the loss term mean((chosen + rejected)²), which keeps the mean of the scores near 0
+# (arXiv 2312.09244).
 CENTER = 0.01
 
 
@@ -44,16 +44,16 @@ def sort_pairs(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         digits = [str(rng.randrange(SYMBOLS)) for _ in range(DIGITS)]
         worse = rng.randint(1, DIGITS)
-        texts = [spoiled(sorted(digits), n, rng) for n in (rng.randrange(worse), worse)]
+        texts = [with_mistakes(sorted(digits), n, rng) for n in (rng.randrange(worse), worse)]
         prompt = " ".join([*digits, "="])
         pairs.append({"prompt": prompt, "chosen": texts[0], "rejected": texts[1]})
     return pairs
 
 
-def spoiled(answer: list[str], wrong: int, rng: random.Random) -> str:
-    """Return the answer with `wrong` symbols replaced.
+def with_mistakes(answer: list[str], wrong: int, rng: random.Random) -> str:
+    """Return the answer with the given number of wrong symbols.
 
-    In a quarter of the cases, the last `wrong` symbols are cut off instead.
+    In a quarter of the cases, the last `wrong` symbols are cut off instead of replaced.
     """
     if rng.random() < 0.25:
         return " ".join(answer[: len(answer) - wrong])
@@ -84,7 +84,7 @@ class PairTrainer(Trainer):
     """
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the loss of Bradley-Terry, −log σ(chosen − rejected − margin), plus centering."""
+        """Return the Bradley-Terry loss −log σ(chosen − rejected − margin) plus centering term."""
         margin = inputs.pop("margin")
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
         loss = -logsigmoid(chosen - rejected - margin).mean()
@@ -92,7 +92,7 @@ class PairTrainer(Trainer):
 
 
 def collate(pairs: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:
-    """Tokenize pairs in the format of the reward `reward_model`: prompt, answer, EOS."""
+    """Tokenize pairs as the reward `reward_model` expects: the prompt, the answer and EOS."""
     rows = []
     for name in ("chosen", "rejected"):
         for pair in pairs:
@@ -143,8 +143,8 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # The model computes its score at the last token that is not padding, so its config needs
-        # the id of the pad token.
+        # Set the id of the pad token, with which the model finds the last token before the padding.
+        # It computes its score at this token.
         model.config.pad_token_id = tokenizer.pad_token_id
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,
@@ -154,7 +154,8 @@ def train(out: Path, pairs_file: str | None, model_path: str | None, steps: int,
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    # The loss is already a mean over pairs. With True, Trainer would divide it by a token count.
+    # Keep Trainer from dividing the loss by a token count, because the loss is already a mean over
+    # pairs.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")

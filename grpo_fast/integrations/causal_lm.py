@@ -3,10 +3,10 @@
 A batch has input_ids, attention_mask and labels of the same shape (B, L). Labels are not shifted,
 and a label of -100 excludes its token from the loss.
 
-The functions call the model's own forward, so the hooks of DDP and FSDP fire. To save memory, this
-forward computes the logits of the last position only, and the loss is computed from the last hidden
+The functions call the model's own forward, so the hooks of DDP and FSDP fire. To save memory, the
+forward computes the logits of the last position only. The loss is computed from the last hidden
 states of all positions. An LM head in a separate FSDP2 group raises an error, because its FSDP2
-hooks would see only the last position.
+hooks would run for the last position only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _check_rule(
     hidden: Tensor,  # (B, L, H)
     theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
-    """Raise an error unless the head, applied to `hidden`, gives the model's logits `theirs`."""
+    """Raise an error unless the head computes the model's logits `theirs` from `hidden`."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
@@ -101,8 +101,9 @@ def _last_rows(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Any, Hea
     head = head_of(lm)
     layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
-    # Hooks on the head or a replaced forward may change the logits, but the fused loss reads only
-    # the head's weight. If there are any, compare our logits of the last position with the model's.
+    # Hooks on the head or a replaced forward may change the logits, but the fused loss uses only
+    # the head's weight. If there are any, compare our logits of the last position with the model's
+    # logits.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
     hidden = out.hidden_states[-1][:, :-1]

@@ -1,4 +1,4 @@
-"""Helpers that the fused LM heads for TRL and for verl both use."""
+"""Helpers for replacing an LM head, which the modules for TRL and verl share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class FastHead(ExitStack):
-    """Handle that `use_fast_head` returns.
+    """Handle that `use_fast_head` returns, with which the original LM head can be restored.
 
-    Calling `undo()` or leaving the `with` block restores the original LM head.
+    Call `undo()` or leave the `with` block to restore the head.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def _warn_partitioned(by: str) -> None:
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of the LM head: autocast's dtype if it is on, else that of `hidden`."""
+    """Return the dtype of the LM head: that of autocast if it is on, otherwise that of `hidden`."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -70,8 +70,8 @@ def run_inside(module: nn.Module) -> None:
     def forward(self: Any, *args: Any, run: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
         if run is not None:
             return run(self, *args)
-        # A deep copy of the module copies this function too. Look up the original forward on
-        # `self`, so that the copy does not run the forward of the module from which it was copied.
+        # Look up the original forward on `self`. A deep copy of the module also copies this
+        # function, and must not run the forward of the module from which it was copied.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 

@@ -18,7 +18,8 @@ from grpo_fast.kernels.reference import final_logits, rows_by_length
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
 from grpo_fast.kernels.types import LogitTransform
 
-# Number of logits processed at a time. On a CPU, the temporaries of one block fit into the cache.
+# Maximum number of logits that are processed at a time. On a CPU, the temporary tensors of one
+# block then fit into the cache.
 BLOCK = 1 << 17
 BLOCK_GPU = 1 << 24
 
@@ -48,7 +49,7 @@ def row_divergence_(
         transform: the student's logit transform.
         teacher_transform: the teacher's logit transform.
         out: (C, V) destination of the gradient, which may be `teacher`; None: no gradient.
-        known: sums over full rows, which a rank with a vocabulary shard must pass: `lse` and
+        known: sums over full rows, or None. A rank with a vocabulary shard must pass `lse` and
             `teacher_lse`, and also `centers` if `out` is given. They are returned unchanged.
         offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
 
@@ -92,7 +93,7 @@ def row_topk_divergence_(
     *,
     out: Tensor | None,  # (C, V), which may be `logits`
 ) -> Tensor:  # (C,) fp64
-    """Compute divergences from a teacher's top-k log-probabilities, in fp64 and for all backends.
+    """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
 
     The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other
     ids. The student's tail mass is summed directly, because computing it as 1 - Σ p would cancel.
@@ -116,15 +117,16 @@ def row_topk_divergence_(
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
-        # A teacher log-probability of -inf marks an unused entry. Its id still counts as a tail id.
+        # Mask unused entries, which have a teacher log-probability of -inf. The student's
+        # probability of their ids is part of the tail.
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
         rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
         # 2. Append the log-probability of the tail as one more category, for student and teacher.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
-        # If K = V, the student's tail is empty and must not become a category. Keep a NaN tail even
-        # without `has_tail`, so that a NaN among the student's logits shows up in the result.
+        # If K = V, the student's tail is empty and must not become a category. But keep a NaN tail
+        # even without `has_tail`, so that a NaN among the student's logits reaches the result.
         has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
@@ -161,17 +163,18 @@ def row_lse(z: Tensor) -> Tensor:
     The largest term is excluded from the sum and added with log1p. The result is therefore accurate
     even if one logit has nearly all of the probability.
     """
-    # If all logits of a row are -inf, subtract 0 instead of the maximum: -inf - (-inf) is NaN.
+    # If all logits of a row are -inf, subtract 0 instead of the maximum, because -inf - (-inf) is
+    # NaN.
     high, top = z.max(-1, keepdim=True)
     rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Split the rows of x into blocks, and yield the slice of each block twice.
+    """Split the rows of a matrix x into blocks, and yield the row slice of each block twice.
 
-    `_ragged_blocks` yields pairs (row numbers, element positions). For a matrix, both are the
-    slice.
+    The pair has the form (row numbers, element positions) that `_ragged_blocks` also yields. For a
+    matrix, the row slice serves as both.
     """
     # Process at least one row at a time, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
@@ -181,9 +184,10 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split ragged rows into blocks of equal length, and yield (row numbers, element positions).
+    """Split ragged rows into blocks of rows of equal length, so that each block is a matrix.
 
-    The shapes are (n,) and (n, k) for n rows of length k.
+    Yields:
+        (row numbers, element positions), (n,) and (n, k) for n rows of length k.
     """
     for here, at in rows_by_length(offsets):
         yield from ((here[rows], at[rows]) for rows, _ in _blocks(at))
@@ -194,7 +198,7 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
 
     The fp64 lse is subtracted in two steps, so that a log-probability near 0 keeps its digits.
     """
-    # Split the fp64 lse into its value in the dtype of z and the remainder.
+    # Split the fp64 lse into a part that the dtype of z can represent and a remainder.
     near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
     rest = (lse[:, None] - near.double()).to(z.dtype)
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
@@ -210,7 +214,7 @@ def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tens
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
     """Return the gradient of the divergence with respect to the logits, slope - center·p.
 
-    At the most likely logit, a formula without cancellation is used.
+    At the student's most likely logit, a formula that does not cancel is used.
     """
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
     # (1 - p)·slope - p·(center - slope) equals slope - center·p, but does not cancel as p → 1.

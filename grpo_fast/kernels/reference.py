@@ -1,4 +1,7 @@
-"""Reference implementation of the row kernels, in plain torch on chunks (C, V) of raw logits."""
+"""Reference implementation of the row kernels, in plain torch.
+
+Each function processes a chunk of raw logits, (C, V).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from grpo_fast.objective.config import LossConfig
 
 
 def final_logits(logits: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """Compute the final logits from raw logits with the logit transform, and their derivative.
+    """Apply the logit transform to raw logits.
 
     Returns:
         The final logits z, (C, V) fp32 (fp64 for fp64 inputs), and the derivative of z with respect
@@ -52,8 +55,8 @@ def row_logps(
 
     Args:
         logits: (C, V) raw logits.
-        target_ids: (C,) int64. With `offsets`, positions within the rows.
-        transform: the logit transform.
+        target_ids: (C,) int64. With `offsets`, the position of each target within its row.
+            transform: the logit transform.
         return_entropy: also compute the entropy.
         offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
 
@@ -80,7 +83,7 @@ def row_statistics(
     *,
     return_entropy: bool,
 ) -> RowStats:
-    """Compute the statistics of `row_logps` from transformed logits, in the dtype of z.
+    """Compute the statistics of `row_logps` from final logits, in the dtype of z.
 
     If a target is out of range, the lse and entropy of its row are still correct.
     """
@@ -90,14 +93,14 @@ def row_statistics(
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
     # Compute logp = -softplus(x) from elementwise functions, because the bits of torch's softplus
-    # depend on the position of an element in the vector. If x is greater than `limit`, log(1 + e^x)
+    # depend on the position of an element in the tensor. If x is greater than `limit`, log(1 + e^x)
     # rounds to x.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     # If the target's logit is -inf, z_target - logp would be NaN. Use the logsumexp of the other
-    # columns, to which the target adds nothing.
+    # columns in this case, because the target has probability 0.
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
-    # A row with a logit of +inf defines no distribution. Return NaN instead of a misleading number.
+    # If a logit is +inf, the row has no softmax. Return NaN instead of a misleading number.
     is_sound = lse < torch.inf
     lse = torch.where(is_sound, lse, torch.nan)
     logps = torch.where(is_sound, logps, torch.nan)
@@ -110,16 +113,17 @@ def row_statistics(
 
 
 def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
-    """Return the column index of each target, (C,), clamped into [0, V)."""
+    """Return the column of each target, (C,). Ids outside [0, V) are clamped."""
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
 def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Group ragged rows by length, and yield (row numbers, element positions) of each group.
+    """Group ragged rows by length, so that each group forms a matrix.
 
-    The shapes are (n,) and (n, k) if n rows have the length k.
+    Yields:
+        (row numbers, element positions), (n,) and (n, k) for n rows of length k.
     """
-    # Rows of one length form a matrix, so the caller needs no loop over single rows.
+    # Process all rows of one length together, so that the caller needs no loop over single rows.
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -141,8 +145,8 @@ def row_grad_(
 
     It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
     are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is
-    computed as -expm1(logp), which keeps its digits when the model is certain. A target outside [0,
-    V) has no column.
+    computed as -expm1(logp), which keeps its digits when the model is certain. A target id outside
+    [0, V) has no column.
 
     Args:
         logits: (C, V) raw logits.
@@ -152,10 +156,11 @@ def row_grad_(
         grad_entropy: (C,) coefficients of the entropies, or None.
         transform: the logit transform.
         out: (C, V) destination; None: in place.
-        offsets: as in `row_logps`; the gradient is then written in place.
+        offsets: (C+1,) bounds of rows of unequal length, as in `row_logps`. The gradient then
+            overwrites `logits`.
 
     Returns:
-        The tensor that holds the gradient.
+        The tensor that contains the gradient.
     """
     # 1. Process rows of unequal length in groups of equal length.
     if offsets is not None:
@@ -177,17 +182,18 @@ def row_grad_(
     columns = target_columns(target_ids, logits)[:, None]
     # Compute 1 - p as -expm1(logp), which keeps its digits as p → 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
-    # A target outside [0, V) was clamped to a column of another id. Keep the value -g·p there.
+    # A target id outside [0, V) was clamped to the column of a different id. Keep -g·p in that
+    # column.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
     active = grad_logps != 0
     if grad_entropy is not None and entropy is not None:
-        # Set the term to its limit 0 where p is 0, because 0·log 0 is NaN.
+        # Set p·(log p + H) to its limit 0 where p is 0, because 0·log 0 is NaN.
         surplus = torch.where(p == 0, 0.0, logp_all + entropy.to(z.dtype)[:, None])
         dz = dz - grad_entropy.to(z.dtype)[:, None] * p * surplus
         active = active | (grad_entropy != 0)
-    # 4. Set the gradient of rows whose coefficients are 0 to exact zeros. Their logits may be NaN.
+    # 4. Write exact zeros in rows whose coefficients are 0, because their logits may be NaN.
     out.copy_(torch.where(active[:, None], dz * slope, 0.0))
     return out
 
@@ -222,7 +228,7 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Set excluded rows to 0 with a select, because they may contain NaN and 0·NaN is NaN.
+    # Replace the results of excluded rows by 0 with a select. They may be NaN, and 0·NaN is NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

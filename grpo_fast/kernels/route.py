@@ -3,9 +3,9 @@
 All decisions about backends and kernels are made in this module.
 
 Environment:
-    GRPO_FAST_LOG=1: log to stderr which kernels run, once for each choice
-    GRPO_FAST_GEMM=auto|own|vendor: implementation of matrix products on the CPU, which is csrc
-        (own) or torch (vendor). `uses_csrc_gemm` describes auto.
+    GRPO_FAST_LOG=1: log to stderr which kernels are selected, once per combination
+    GRPO_FAST_GEMM=auto|own|vendor: implementation of matrix products on the CPU, csrc (own) or
+        torch (vendor). `uses_csrc_gemm` describes the choice of auto.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ logger = logging.getLogger("grpo_fast")
 
 BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
-# For each device type, the backend that "auto" selects if it is available.
+# The backend that "auto" selects for each device type, if it is available.
 PREFERRED = {"cpu": "cpu", "cuda": "triton"}
-# Smallest vocabulary for which the C++ kernels that start from hidden states are used. Below it,
-# the row kernels are as fast and need fewer Python calls, because they also compute the loss.
+# Minimum vocabulary size for the C++ kernels that start from hidden states. With a smaller
+# vocabulary, the row kernels are as fast and need fewer Python calls, because they also compute the
+# loss.
 FROM_HIDDEN = 2048
 
-# Add a handler, so that GRPO_FAST_LOG=1 works in a script without logging. If the application has
-# configured logging, basicConfig does nothing.
+# Add a log handler, so that GRPO_FAST_LOG=1 has an effect in a script that does not configure
+# logging. If the application has configured logging, basicConfig does nothing.
 if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
     logging.basicConfig(format="%(message)s")
     logger.setLevel(logging.INFO)
 
 
 class Kernels(NamedTuple):
-    """The kernel functions of one backend.
+    """The kernel functions of one backend, documented in their reference implementations.
 
-    The modules reference.py, cpu/linear.py and gpu/gradients.py document these functions.
+    The references are reference.py, cpu/linear.py and gpu/gradients.py.
     """
 
     row_logps: Callable[..., RowStats]
@@ -55,8 +56,8 @@ class Kernels(NamedTuple):
     row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
     head_logps: Callable[..., RowStats] | None = None  # computes logps from hidden states
     head_exponentials: Callable[..., Exponentials] | None = None  # the same for exponentials
-    # The module gpu/gradients.py with the kernels around the gradient GEMMs. None: torch computes
-    # these steps.
+    # The module gpu/gradients.py, whose kernels run before and after the gradient GEMMs. None:
+    # torch computes these steps.
     gradients: ModuleType | None = None
 
 
@@ -98,8 +99,8 @@ def rows_route(backend: str, logits: Tensor) -> Route:
 def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route:
     """Return the route for an LM head with this weight.
 
-    A vocabulary shard uses row kernels. The kernels that start from hidden states estimate a row's
-    sum from the logit of its target, which most shards do not contain.
+    A vocabulary shard uses the row kernels. The kernels that start from hidden states scale the
+    exponentials of a row by the logit of its target, which most shards do not contain.
 
     Raises:
         ValueError: the backend is unknown or cannot run here; the message gives the reason.
@@ -110,8 +111,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
-    # On a GPU, store exponentials in bf16, which are as precise as bf16 d-logits. With any other
-    # dtype of the weight, store logits instead.
+    # On a GPU, store exponentials in bf16 if the weight is bf16. They are then as precise as bf16
+    # d-logits. With any other dtype of the weight, store logits instead.
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
@@ -122,14 +123,14 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 
 @functools.cache
 def kernel_module(rows: str, backend: str) -> ModuleType:
-    """Return the module with the "support" or "divergence" kernels of a backend.
+    """Return the module with a backend's kernels for `rows`, which is "support" or "divergence".
 
-    The modules support_reference.py and divergence_reference.py document the kernel functions. They
-    implement the torch backend, and replace a C++ library that is unavailable.
+    support_reference.py and divergence_reference.py document the kernel functions and are the torch
+    implementation. They also replace a C++ library that is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
-    # Each C++ library is built separately, so the library of these kernels may be missing even if
-    # the library of the row kernels exists.
+    # Use the torch implementation if this C++ library is missing. It is built separately from the
+    # library of the row kernels.
     if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
     logger.info("grpo_fast: %s kernels are in kernels.%s", rows, name)
@@ -146,13 +147,13 @@ def uses_csrc_gemm(x: Tensor) -> bool:
     - The dtype is fp32, and the CPU is an x86 CPU that was not made by Intel. There, MKL does not
       use AVX-512. It reaches half of the speed of csrc on a Zen 5, and up to nine tenths on a Zen
       4. On a Zen 3, which has no AVX-512, both are equally fast.
-    - The dtype is fp32, and the user allows torch to round operands, as with
+    - The dtype is fp32, and the user allows torch to round operands, for example by
       `torch.set_float32_matmul_precision("medium")` on a CPU with AMX. csrc does not round them.
     """
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    # On Intel CPUs, MKL uses AVX-512, so "auto" selects torch's fp32 product.
+    # With "auto", use torch's fp32 product on Intel CPUs, where MKL uses AVX-512.
     is_vendors = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
     return not is_vendors or gemm.vendor_rounds()
 
@@ -167,13 +168,15 @@ def gemm_choice() -> str:
 
 
 def _resolved(backend: str, x: Tensor) -> str:
-    """Return the name of the backend for a tensor.
+    """Return the name of the backend to use for a tensor.
 
-    "auto" selects csrc on the CPU if it can be built, and Triton on a GPU. It selects torch in all
-    other cases, and always for fp64. A backend that the user names is never replaced: if it cannot
-    run, an error is raised.
+    On the CPU, "auto" selects csrc if it can be built. On a GPU, it selects Triton. In all other
+    cases, and always for fp64, it selects torch. A backend that the user names is never replaced:
+    if
+    it cannot run, an error is raised.
     """
-    # Only the torch backend supports fp64, which is used for reference results.
+    # Use the torch backend for fp64, which the other backends do not support. fp64 is used to
+    # compute reference results.
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
             raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
@@ -190,7 +193,8 @@ def _resolved(backend: str, x: Tensor) -> str:
 def fallback_reason(device_type: str) -> str | None:
     """Return why "auto" falls back to torch on a device type, as a single line.
 
-    The result is None if the preferred backend is available, or if the device type has none.
+    The result is None if the preferred backend is available, or if the device type has no preferred
+    backend.
     """
     preferred = PREFERRED.get(device_type)
     reason = unavailable(preferred, device_type) if preferred else None
@@ -201,7 +205,7 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # On the CPU, do not warn: the loader has already logged why the C++ kernels are missing.
+        # Do not log a warning on the CPU, because the loader has already done so.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")
@@ -216,7 +220,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"
         return loader.unavailable()
-    # Do not import Triton here, because the package may not be installed.
+    # Look for the package without importing Triton, because it may not be installed.
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
@@ -230,7 +234,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
 def _route(
     backend: str, product: str, from_hidden: str = "", stored: torch.dtype | None = None
 ) -> Route:
-    """Build the route and cache it.
+    """Build a route, and cache it.
 
     `from_hidden` is the folder of the kernels that start from hidden states, "cpu" or "gpu". If it
     is empty, the route uses row kernels only.

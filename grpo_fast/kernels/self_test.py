@@ -1,4 +1,4 @@
-"""Helper that runs kernel self-tests independently of the caller's torch settings."""
+"""Helper that runs a self-test of a kernel independently of the caller's torch settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ R = TypeVar("R")
 
 
 def in_fresh_thread(test: Callable[[], R]) -> R:
-    """Run a function in a new thread and return its result.
+    """Run a test function in a new thread and return its result.
 
     Autocast, inference mode, the default device, dispatch modes and the hooks of activation
-    checkpointing are thread-local. A new thread therefore starts with torch's defaults.
+    checkpointing are thread-local. In a new thread, they have torch's default values.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(test).result()

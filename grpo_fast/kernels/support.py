@@ -1,6 +1,6 @@
 """Types for the token sets that a truncating sampler (top-p, top-k) kept.
 
-`Support` is the public type. `SupportRows` and `HeadRows` are used inside the passes.
+`Support` is the public type. `SupportRows` and `HeadRows` are internal.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Support(NamedTuple):
 
 
 class SupportRows(NamedTuple):
-    """The R active rows that have a token set, with the sets as ids and offsets."""
+    """The R active rows that have a token set, and their sets as a ragged list of ids."""
 
     row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
     dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
@@ -85,7 +85,7 @@ class SupportRows(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The row number of each logit, (nnz,) int64."""
+        """Return the row number of each id in the sets, (nnz,) int64."""
         return rows_of(self.offsets, len(self.ids))
 
     def select(self, x: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class SupportRows(NamedTuple):
         if self.row_index is None:
             return own
         assert self.dense_index is not None and others is not None
-        # The uninitialised tensor is filled completely, because each of the T rows is in exactly
-        # one of the two index tensors.
+        # Do not initialise the tensor. Each of the T rows is in exactly one of the two index
+        # tensors, so all elements are written.
         merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 
@@ -120,7 +120,10 @@ def rows_of(offsets: Tensor, count: int) -> Tensor:
 
 
 class HeadRows(NamedTuple):
-    """Logits, statistics and slopes of the R rows with a token set, computed by an LM head."""
+    """Results of an LM head for the R rows with a token set: logits, statistics and slopes.
+
+    A slope is the derivative of a row's logp with respect to its hidden state.
+    """
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least
     stats: tuple[Tensor, Tensor, Tensor | None]  # RowStats of R rows

@@ -14,8 +14,8 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
 
-# Maximum number of elements of `weight` or `hidden` that are gathered at a time, to bound the
-# memory of the gathered rows.
+# Maximum number of elements of `weight` or `hidden` that are gathered at a time. It limits the
+# memory for the copies.
 BLOCK_ELEMENTS = 4 << 20
 
 
@@ -55,8 +55,8 @@ def head_rows(
 ) -> HeadRows:
     """Compute the logits of all ids in the sets, and the statistics of every row.
 
-    All results have at least fp32 precision. The slopes, the derivatives of the logps with respect
-    to the hidden states, are computed only with `return_slopes`.
+    All results have at least fp32 precision. With `return_slopes`, the slopes are also computed.
+    They are the derivatives of the logps with respect to the hidden states.
     """
     raw = _logits(hidden, index, weight, bias, rows)
     slopes = None
@@ -66,7 +66,7 @@ def head_rows(
         raw[None], places, transform, return_entropy=return_entropy, offsets=offsets
     )
     if return_slopes:
-        # row_grad_ overwrites its input, so pass a copy of `raw`, which is returned.
+        # Pass a copy of `raw`, because row_grad_ overwrites its input and `raw` is returned.
         own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, transform
         slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
     return HeadRows(raw, stats, slopes)
@@ -81,7 +81,7 @@ def _logits(
     for block in _blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
-        # Use a batched dot product, so that the bits of a row do not depend on its block.
+        # Use a batched dot product. Its result for a row has the same bits in every block.
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     return raw if bias is None else raw + bias[rows.ids].to(dtype)
 
@@ -108,7 +108,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Write Σ d·hidden over all occurrences of each id to out[id].
+    """Compute out[id] = Σ d·hidden over all occurrences of each id in the sets.
 
     The terms are added in row order. With `add`, the sums are added to `out` instead.
     """

@@ -1,4 +1,4 @@
-"""Types for the teacher of a distillation term, and for the divergence from the teacher."""
+"""Types for a distillation term: the teacher, and the student's divergence from the teacher."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TeacherHead(NamedTuple):
         hidden: (N, H') or (B, L, H'), float. The teacher's hidden states, one row for each row of
             the student. H' and the dtype may differ from the student's.
         weight: (V, H'), float. The weight of the teacher's LM head.
-        bias: (V,), float. The bias of the LM head. None: no bias.
-        temperature: temperature of the teacher, a number > 0.
+        bias: (V,), float. The bias of the LM head. None: no bias. temperature: temperature of the
+            teacher, a number > 0.
         softcap: bound of the logits, a number > 0. None: no bound.
         logit_scale: factor of the logits, not 0.
 
@@ -46,11 +46,11 @@ class TeacherHead(NamedTuple):
 
     @property
     def transform(self) -> LogitTransform:
-        """The transform from the teacher's raw logits to its distribution."""
+        """Return the transform from the teacher's raw logits to the logits of its distribution."""
         return LogitTransform(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
-        """Return the teacher with the given rows of hidden states only."""
+        """Return a teacher that has only the given rows of hidden states."""
         return self._replace(hidden=self.hidden[rows])
 
 
@@ -59,8 +59,8 @@ class TeacherTopK(NamedTuple):
     """A teacher, given by K ids and their log-probabilities for every row.
 
     Inference servers return this form. The log-probabilities must be computed at the temperature of
-    the student. Otherwise the divergence has an error. It is, for example, 0.1 to 0.2 nats if the
-    server uses temperature 1 and the student uses 0.7.
+    the student. Otherwise the divergence is wrong, for example by 0.1 to 0.2 nats if the server
+    uses temperature 1 and the student uses 0.7.
 
     A row in which all log-probabilities are -inf contributes 0, which is useful for masked tokens.
     In every other row, the largest log-probability must be at least -1000, and the probabilities
@@ -91,7 +91,7 @@ class TeacherTopK(NamedTuple):
     floor: float = 1e-7
 
     def rows(self, rows: Tensor | slice) -> TeacherTopK:
-        """Return the teacher with the given rows only."""
+        """Return a teacher that has only the given rows."""
         return self._replace(ids=self.ids[rows], logps=self.logps[rows])
 
 
@@ -143,7 +143,7 @@ class Divergence(NamedTuple):
 
     @property
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The elementwise function of this divergence, with `beta` bound."""
+        """Return the elementwise function of this divergence, with the parameter `beta` bound."""
         return partial(DIVERGENCES[self.kind], beta=self.beta)
 
 

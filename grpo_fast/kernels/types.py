@@ -16,8 +16,8 @@ from grpo_fast.kernels.support import SupportRows
 # Row statistics (lse, logps, entropy or None), each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# The number of rows of every GEMM is padded to a multiple of this number. With fewer than 8 rows,
-# MKL sums in a different order, so the bits of a row would depend on its batch.
+# The number of rows of every GEMM is padded to a multiple of this number. Below 8 rows, MKL sums in
+# a different order, so without padding the bits of a row would depend on its batch.
 ROW_MULTIPLE = 32
 # Dtype of tensors that store Positive16 numbers. Positive16 is a 16-bit type of csrc
 # (csrc/vec/storage.h) that torch does not have. Its numbers are between 0 and 2^30 and have ten
@@ -26,9 +26,10 @@ POSITIVE16 = torch.int16
 
 
 class LogitTransform(NamedTuple):
-    """The map from raw logits to the logits of the distribution.
+    """The transform from raw logits to the logits of the distribution.
 
-    z = softcap · tanh(logit_scale · raw / softcap) / temperature, without tanh if softcap is None.
+    z = softcap · tanh(logit_scale · raw / softcap) / temperature. If softcap is None, tanh is not
+    applied: z = logit_scale · raw / temperature.
     """
 
     logit_scale: float = 1.0
@@ -51,30 +52,31 @@ class ActiveRows(NamedTuple):
     transform: LogitTransform  # temperature: a float, or (T,)
     hidden_index: Tensor | None  # (T,) int64: row of `hidden` that predicts each target
     repeats: bool = False  # one row of `hidden` may predict several targets
-    support: SupportRows | None = None  # None: all rows use the whole vocabulary
+    support: SupportRows | None = None  # None: all rows use the full vocabulary
 
     def select(self, index: Tensor | None) -> ActiveRows:
-        """Return the active rows at `index`, in that order and without their token sets.
+        """Return the active rows at the positions `index`, in that order and without token sets.
 
         If `index` is None, all rows are returned.
         """
         if index is None:
             return self._replace(support=None)
-        whole = self.active_index, self.hidden_index
-        # An index tensor of None stands for all rows in order, so selecting from it gives `index`.
-        active, hidden = (index if x is None else x[index] for x in whole)
+        indices = self.active_index, self.hidden_index
+        # An index tensor of None means all rows in order, so selecting from it gives `index`
+        # itself.
+        active, hidden = (index if x is None else x[index] for x in indices)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
         return ActiveRows(self.num_rows, active, targets, transform, hidden, self.repeats)
 
     def active(self, x: Any) -> Any:
-        """Return the T active rows of x, which has N rows. None stays None."""
+        """Select the T active rows from x, which has N rows. Return None if x is None."""
         return x if self.active_index is None or x is None else x.index_select(0, self.active_index)
 
     def to_rows(self, x: Any, fill: int = 0) -> Any:
-        """Scatter the values of the active rows, (T,), into a tensor of all rows, (N,).
+        """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
 
-        The other rows are set to `fill`. None stays None.
+        The other rows get the value `fill`. If x is None, return None.
         """
         if self.active_index is None or x is None:
             return x
@@ -82,7 +84,7 @@ class ActiveRows(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of an LM head and its input."""
+    """The tensors of an LM head, and the hidden states that it receives."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
@@ -115,7 +117,7 @@ class RowLoss(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Flags that say which of the gradients dH, dW and db a pass must compute."""
+    """Flags that specify which of the gradients dH, dW and db a pass must compute."""
 
     hidden: bool
     weight: bool
@@ -162,28 +164,29 @@ class Dominant(NamedTuple):
     def rounding_errors(self, matrix: Tensor) -> Dominant:
         """Return these elements with their rounding errors as values.
 
-        The rounding error is the fp32 value minus the bf16 value that the matrix product uses for
-        the element of `matrix`.
+        The rounding error of an element is its fp32 value minus the bf16 value that the matrix
+        product uses.
         """
         # The matrix product rounds the stored elements to bf16, so apply the same rounding here.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Return those of the elements that are in the given rows of the matrix.
+        """Return the dominant elements that are in the given rows of the matrix.
 
-        Their row numbers become positions in `rows`. `count` is the number of rows of the matrix.
+        In the result, their row numbers are positions in `rows`. `count` is the number of rows of
+        the matrix.
         """
         # `places` is the new row number of each element, or -1 if its row was not selected.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
     def of_columns(self, columns: Tensor) -> Dominant:
-        """Return those of the dominant elements that are in the given columns."""
+        """Return the dominant elements that are in the given columns."""
         return self._where(torch.isin(self.columns, columns))
 
     def added_to(self, targets: AddedRows, scales: Tensor) -> AddedRows:
-        """Return the terms that are added to dH: `targets`, followed by one term for each element.
+        """Return the terms to add to dH: `targets`, followed by one term for each dominant element.
 
         Args:
             targets: coefficients and weight rows of the targets, one for each row of dH in order.
@@ -233,7 +236,7 @@ class Exponentials(NamedTuple):
 
 
 def pick(index: slice | Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return x[index] for each tensor x. None stays None."""
+    """Return x[index] for each tensor x, and None for each x that is None."""
     return tuple(None if x is None else x[index] for x in tensors)
 
 
@@ -264,7 +267,7 @@ def padded(count: int) -> int:
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """Append zero rows up to a multiple of ROW_MULTIPLE."""
+    """Append rows of zeros, so that the number of rows is a multiple of ROW_MULTIPLE."""
     missing = padded(x.shape[0]) - x.shape[0]
     return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
@@ -272,22 +275,22 @@ def pad_rows(x: Tensor) -> Tensor:
 def detached(x: Tensor) -> Tensor:
     """Return x without its autograd history.
 
-    A tensor that does not require grad is returned itself, which saves a microsecond.
+    A tensor that does not require grad is returned unchanged, which saves a microsecond.
     """
     return x.detach() if x.requires_grad else x
 
 
 def vector(x: Tensor | None) -> Tensor | None:
-    """Return per-row values as `dense_vector` does; None stays None."""
+    """Convert per-row values with `dense_vector`. Return None if x is None."""
     return None if x is None else dense_vector(x)
 
 
 def dense_vector(x: Tensor) -> Tensor:
-    """Return a vector of per-row values in the form that the kernels read.
+    """Convert a vector of per-row values to the form that the kernels read.
 
     The result is fp32 and contiguous, and has no autograd history.
     """
-    # Return early in the common case, which saves three torch calls per argument.
+    # Return early if nothing must be converted, which is common and saves three torch calls.
     if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
         return x
     return detached(x).float().contiguous()
@@ -296,14 +299,16 @@ def dense_vector(x: Tensor) -> Tensor:
 def transform_arguments(
     transform: LogitTransform,
 ) -> tuple[float, float | None, float, Tensor | None]:
-    """Return (logit_scale, softcap, temperature, temperatures), the arguments of a kernel call.
+    """Return the parameters of a logit transform as arguments of a kernel call.
 
-    The first three are floats, and softcap may be None. `temperatures` is None or (C,) fp32.
+    Returns:
+        (logit_scale, softcap, temperature, temperatures). The first three are floats, but softcap
+        may be None. `temperatures` is None or (C,) fp32.
     """
     scale = float(transform.logit_scale)
     softcap = None if transform.softcap is None else float(transform.softcap)
     if isinstance(transform.temperature, Tensor):
-        # Kernels ignore the scalar if a temperature tensor is given.
+        # Pass 1.0 as temperature. Kernels ignore it if a temperature tensor is given.
         return scale, softcap, 1.0, vector(transform.temperature)
     return scale, softcap, float(transform.temperature), None
 
@@ -317,8 +322,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Convert a 16-bit tensor, including POSITIVE16, to fp32. Return other tensors unchanged."""
     if x.dtype == POSITIVE16:
-        # Converting int16 to int32 extends the sign bit, but the numbers are unsigned. Clear the
-        # upper half.
+        # Clear the upper half of the bits. Converting int16 to int32 extends the sign bit, but the
+        # stored numbers are unsigned.
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
     return x if x.dtype.itemsize >= 4 else x.float()

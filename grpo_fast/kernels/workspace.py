@@ -1,4 +1,4 @@
-"""Memory helpers for the workspace, for copies to the host and for zeros.
+"""Helpers for memory: the workspace, copies to the host, and tensors of zeros.
 
 The workspace is the buffer for the logits of one chunk. On a CPU, it is reused between calls.
 """
@@ -19,17 +19,19 @@ from torch import Tensor
 # Minimum size in bytes of a tensor of zeros that uses fresh memory pages, which Linux has already
 # set to zero. For smaller tensors, torch.zeros is used.
 ZERO_PAGES_FROM = 8 << 20
-# Value of the Linux constant, which Python's mmap module does not define.
+# Value of the Linux constant MADV_POPULATE_WRITE, which Python's mmap module does not define.
 MADV_POPULATE_WRITE = 23
-# By default, logits may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), these are 2.4
-# GiB. 8192 rows of 151936 16-bit logits, a typical micro-batch, need 2.3 GiB and fit in one chunk.
+# By default, the workspace may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), this is
+# 2.4 GiB. A typical micro-batch with 8192 rows of 151936 16-bit logits needs 2.3 GiB, so it fits in
+# one chunk.
 GPU_SHARE = 32
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor of zeros.
 
-    Large tensors use fresh memory pages, which several threads fault in concurrently.
+    A large tensor uses fresh memory pages, which Linux sets to zero. Several threads request the
+    pages at the same time, which is faster than torch.zeros.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < ZERO_PAGES_FROM or sys.platform != "linux":
@@ -38,15 +40,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     x = torch.frombuffer(pages, dtype=dtype).view(*shape)
     libc = ctypes.CDLL(None)
 
-    def take(start: int) -> None:
+    def fault_in(start: int) -> None:
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
-        # Ignore a failure of madvise. Old Linux kernels do not support this advice. A page is then
-        # faulted in when it is first written.
+        # Ignore an error of madvise, because old Linux kernels do not support this advice. The
+        # pages are then allocated when they are first written.
         libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(take, range(0, size, ZERO_PAGES_FROM)))
+        list(pool.map(fault_in, range(0, size, ZERO_PAGES_FROM)))
     return x
 
 
@@ -59,8 +61,8 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     arrived = torch.cuda.Event()
-    # Record the event on the stream of x's device, where the copy runs. The current device may be a
-    # different one.
+    # Record the event on the stream where the copy runs, which is that of x's device. The current
+    # device may be a different one.
     arrived.record(torch.cuda.current_stream(x.device))
     return host, arrived
 
@@ -68,7 +70,7 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 def gpu_bytes(device: torch.device) -> int:
     """Return the memory of a GPU in bytes, or 0 if torch finds no GPU.
 
-    The result 0 makes it possible to plan a run on a machine without a GPU.
+    It is not an error if there is no GPU, so that a run can be planned on a different machine.
     """
     if not torch.cuda.is_available():
         return 0
@@ -92,7 +94,7 @@ def workspace_bytes(
         bytes_per_logit: size of a logit, which scales the default on the CPU.
         spared: bytes that are added to the result. A caller passes the memory that it saves
             elsewhere if all rows form a single chunk.
-        memory: GPU memory in bytes, if the GPU is in a different machine; None: query the device.
+        memory: GPU memory in bytes, for a GPU in a different machine; None: query the device.
 
     Raises:
         ValueError: GRPO_FAST_WORKSPACE_MIB is not a whole number.
@@ -106,8 +108,8 @@ def workspace_bytes(
     return (int(text) << 20) + spared
 
 
-# Maximum size of the CPU workspace that is kept between calls. Without a kept workspace, a small
-# loss spends 20% of its time on fresh memory pages.
+# Maximum size in bytes of a CPU workspace that is kept between calls. If no workspace were kept, a
+# small loss would spend 20% of its time on fresh memory pages.
 KEPT_BYTES = 128 << 20
 # This list holds at most one workspace. `pop` and slice assignment are atomic, so threads need no
 # lock.
@@ -120,7 +122,7 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
     On the CPU, the spare workspace is used if it is large enough.
     """
     spare = None
-    # On a GPU, torch's allocator caches memory, so no spare workspace is needed.
+    # Use the spare workspace on the CPU only. On a GPU, torch's allocator already caches memory.
     if _spare and like.is_cpu:
         try:
             spare = _spare.pop()
@@ -128,20 +130,23 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
             pass  # another thread took it first
     if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
-    # A smaller workspace is a view of the spare one.
+    # Return a view of the spare workspace with the requested size.
     return spare.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
-    """Keep a workspace for the next call. The caller must not use it afterwards."""
+    """Keep a workspace for the next call. The caller must not use it afterwards.
+
+    On a GPU, and for large workspaces, nothing is kept.
+    """
     # Do not keep a tensor that was created in inference mode, because the next call may run outside
     # of inference mode and could not modify the tensor.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.
-    whole = workspace if workspace._base is None else workspace._base
-    if whole.nbytes <= KEPT_BYTES:
-        _spare[:] = [whole]
+    allocation = workspace if workspace._base is None else workspace._base
+    if allocation.nbytes <= KEPT_BYTES:
+        _spare[:] = [allocation]
 
 
 def drop_workspace() -> None:

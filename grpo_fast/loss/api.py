@@ -1,4 +1,4 @@
-"""Public loss functions with their signatures and documentation."""
+"""Public loss and logps functions, with their signatures and documentation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def linear_logps(
             target_ids.
         softcap: bound of the logits, a number > 0 (`final_logit_softcapping` of Gemma). None: no
             bound.
-        logit_scale: factor of the logits, not 0.
+        logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
         entropy_over: with a `support`, "support" computes entropies over the ids of the support,
             and "vocabulary" over all ids, which costs the full matrix product.
@@ -146,8 +146,8 @@ def logits_logps(
             target, which gets logp 0 and no gradient.
         temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
             target_ids.
-        softcap: bound of the logits, a number > 0. None: no bound.
-        logit_scale: factor of the logits, not 0.
+        softcap: bound of the absolute logits, a number > 0. None: no bound.
+        logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
         entropy_over: with a `support`, "support" computes entropies over the ids of the support,
             and "vocabulary" over all ids.
@@ -384,7 +384,7 @@ def linear_grpo_loss(
         torch.Size([100, 16])
     """
     with Agreement(group) as ranks:
-        # 1. Raise errors of earlier GPU calls, and check this call's arguments.
+        # 1. Raise errors that earlier GPU calls have found, and check the arguments of this call.
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
@@ -507,7 +507,7 @@ def logits_grpo_loss(
 
 
 def _logit_rows(logits: Tensor) -> Tensor:
-    """Return logits as (N, V) with contiguous rows, as the kernels expect.
+    """Return logits as a matrix (N, V) with contiguous rows, as the kernels expect.
 
     The logits are copied only if their rows are not contiguous.
     """

@@ -1,4 +1,7 @@
-"""Containers for the arguments of a call, shared by checks, batches, passes and operators."""
+"""Containers for the arguments of a loss or logps call.
+
+They are shared by the modules for checks, batches, passes and operators.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from grpo_fast.objective.aggregation import Total
 
 
 class BatchInputs(NamedTuple):
-    """Per-token and per-completion tensors of a loss call, as the caller passed them."""
+    """Tensors of a loss call, one value per token or per completion, as the caller passed them."""
 
     like: Tensor  # (B, L) or (T,): target_ids, or logps in `grpo_loss`
     advantages: Tensor  # (B,), or the shape of like
@@ -35,8 +38,8 @@ def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | Non
 class Options(NamedTuple):
     """Options of a loss call that are not part of `LossConfig`.
 
-    A torch.compile graph can carry the fields listed in `schema.TYPES`. In a graph the other fields
-    must have their default values.
+    A torch.compile graph can carry the fields that are listed in `schema.TYPES`. In a graph, the
+    other fields must have their default values.
     """
 
     wanted: list[bool]  # for each differentiable tensor: does it need a gradient
@@ -72,13 +75,13 @@ class RowOptions(NamedTuple):
 
     @property
     def transform(self) -> LogitTransform:
-        """Transform from raw logits to the logits of the softmax."""
+        """The transform from raw logits to the logits of the softmax."""
         temperature = self.temperature if self.temperatures is None else self.temperatures
         return LogitTransform(self.logit_scale, self.softcap, temperature)
 
 
 class Targets(NamedTuple):
-    """Vocabulary size of a call, with the hidden row and the support of each target."""
+    """Vocabulary size of a call, and the hidden row and the support of each target."""
 
     vocab_size: int
     hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t

@@ -42,9 +42,9 @@ Context = Any  # an autograd context: torch and this module set attributes on it
 RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
-# The tuple contains the loss, the logps, the entropy, the metrics of grad_filter and the
-# divergence.
-FormedOutputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+# Type of the outputs of a loss: the loss, the logps, the entropy, the metrics of grad_filter and
+# the divergence.
+LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # ---- Losses: gradients are computed in the forward pass
 
@@ -62,15 +62,15 @@ class LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, run: Callable[..., LossResult], overwrites: bool, *inputs: Tensor | None
-    ) -> FormedOutputs:
+    ) -> LossValues:
         tensors = tuple(None if x is None else x.detach() for x in inputs)
         result = run(*tensors)
         if not overwrites:
             ctx.save_for_backward(*tensors)
         elif result.gradients[0].numel():
-            # Autograd does not see that the kernels overwrite the logits. Increment the version
-            # counter, so that a backward that needs the old logits raises an error instead of using
-            # the gradient as logits.
+            # Increment the version counter of the logits, because autograd does not see that the
+            # kernels overwrite them. A backward that needs the old logits then raises an error
+            # instead of using the gradient in their place.
             torch.autograd.graph.increment_version([x for x in inputs if x is not None])
         ctx.set_materialize_grads(False)
         ctx.run = run
@@ -86,20 +86,20 @@ class LossFunction(torch.autograd.Function):
     def backward(
         ctx: Context, grad_loss: Tensor | None, *unused: None
     ) -> tuple[Tensor | None, ...]:
-        def form_again() -> Gradients:
+        def recompute() -> Gradients:
             if ctx.overwrites:
                 raise RuntimeError(OVERWRITTEN)
             result = ctx.run(*ctx.saved_tensors)
             return with_units(ctx.saved_tensors, result.gradients, result.units)
 
-        return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], form_again)
+        return None, None, *scaled_gradients(ctx, grad_loss, ctx.needs_input_grad[2:], recompute)
 
 
-apply_loss: Callable[..., FormedOutputs] = LossFunction.apply
+apply_loss: Callable[..., LossValues] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
-    """Return a pair (gradient, unit) for each tensor.
+    """Combine gradients and units into one pair (gradient, unit) for each tensor.
 
     The unit is a power of two by which the backward pass must multiply the gradient. None means 1.
     The gradient is None if the pass returned an empty tensor, which means "not needed".
@@ -117,7 +117,7 @@ def scaled_gradients(
     ctx: Context,
     grad_loss: Tensor | None,
     needs_grad: tuple[bool, ...],
-    form_again: Callable[[], Gradients],
+    recompute: Callable[[], Gradients],
 ) -> list[Tensor | None]:
     """Return the gradients of a loss, multiplied by the upstream gradient.
 
@@ -126,17 +126,17 @@ def scaled_gradients(
             first call.
         grad_loss: 0-d, the upstream gradient, or None if the loss was not used.
         needs_grad: for each tensor, whether autograd needs its gradient.
-        form_again: computes the gradients again for a second backward.
+        recompute: computes the gradients again for a second backward.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     if grad_loss is None:
         return [None] * len(needs_grad)
-    # Use the stored gradients only once. Autograd stores these tensors as `.grad`, and a second
-    # backward would multiply them in place. Compute the gradients again instead.
+    # Use the stored gradients only once. Autograd stores these tensors as `.grad`, so multiplying
+    # them in place in a second backward would change `.grad`. Compute the gradients again instead.
     gradients = ctx.gradients
     ctx.gradients = None
-    gradients = form_again() if gradients is None else gradients
+    gradients = recompute() if gradients is None else gradients
     return [
         scale_(x, grad_loss if unit is None else grad_loss * unit)
         if need and x is not None
@@ -150,8 +150,8 @@ def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
 
     On the CPU, the multiplication is skipped if the upstream scalar is 1.
     """
-    # Call item() only on plain CPU tensors. On a GPU tensor it would sync, and subclasses such as
-    # traced tensors have no readable value.
+    # Call item() only on plain CPU tensors. On a GPU tensor, it would sync. A subclass such as a
+    # traced tensor has no readable value.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -193,8 +193,8 @@ class LogpsPass:
         self.places = places or active_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
-        # A single tensor contains logits. Three tensors are the hidden states, weight and bias of a
-        # head.
+        # One tensor means given logits. Three tensors are the hidden states, the weight and the
+        # bias of a head.
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
             self.sweep = LogitsSweep.of(
@@ -222,7 +222,7 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # Check the logps, because a target with logit -inf is not visible in the arguments.
+        # Check the logps as well, because the arguments do not show that a target has logit -inf.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -231,7 +231,7 @@ class LogpsPass:
     def gradients(
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute gradients of the tensors from upstream gradients of logps and entropies."""
+        """Compute the gradients of the tensors from the upstream gradients of the outputs."""
         g, g_entropy = (
             None if d is None else self._selected(self.rows.active(d).float())
             for d in (d_logps, d_entropy)
@@ -243,20 +243,21 @@ class LogpsPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """Return the statistics of the active rows from saved outputs, without a second forward."""
+        """Select the statistics of the active rows from the outputs of the forward pass."""
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
     def _selected(self, x: Tensor) -> Tensor:
-        """Set rows of x without a target to 0.
+        """Set the rows of x that have no target to 0.
 
-        Only calls in a CUDA graph still contain such rows. Other calls removed them before.
+        Only calls in a CUDA graph still contain rows without a target. Other calls have removed
+        them.
         """
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
 
 
 def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
-    """Check the values of targets and temperatures, and return the active rows of a call."""
+    """Check targets and temperatures, and return the active rows of a call."""
     vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
     targets = Targets.of(vocab, len(tensors[0]), options)
     return active_target_rows(options.target_ids, options.transform, targets)
@@ -293,8 +294,8 @@ class LogpsFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         if d_logps is None and d_entropy is None:
             return (None,) * (3 + len(needs))
-        # Read the saved tensors even if the cache makes them unnecessary. Reading them makes
-        # autograd raise an error if one of them was modified in the meantime.
+        # Read the saved tensors even if the cache makes them unnecessary. Autograd then raises an
+        # error if one of them was modified after the forward pass.
         saved = ctx.saved_tensors
         cached = ctx.cached
         ctx.cached = None
@@ -303,8 +304,8 @@ class LogpsFunction(torch.autograd.Function):
             and d_entropy is not None
             and not cached[0].sweep.has_entropy_gradient
         ):
-            # Drop cached exponentials if the entropy needs a gradient. Exponentials give only the
-            # gradient of the logps, so the logits must be computed again.
+            # Drop cached exponentials if there is a gradient for the entropies. It cannot be
+            # computed from exponentials, so the logits must be computed again.
             cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:

@@ -25,7 +25,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class TokenBatch(NamedTuple):
-    """T active tokens of a call, with their rows of logits, their loss inputs, and the config."""
+    """The T active tokens of a call: their rows of logits, their loss inputs, and the config."""
 
     rows: ActiveRows
     tokens: Tokens
@@ -58,8 +58,8 @@ class TokenBatch(NamedTuple):
         ids = values.checked_ids("target_ids", ids, targets.vocab_size, validate, expected=expected)
         return cls(places.rows(ids, transform, targets, validate), tokens, config)
 
-    def in_range(self) -> TokenBatch:
-        """Return the batch with scaled token weights, so that fp16 gradients do not underflow.
+    def with_scaled_weights(self) -> TokenBatch:
+        """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
 
         The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
         stored in `tokens.unit`, so that it can be undone.
@@ -89,9 +89,9 @@ def active_target_rows(
 ) -> tuple[ActiveRows, Tensor | None]:
     """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
 
-    Rows with target -100 are removed, and the mask is None. In a CUDA graph the number of rows must
-    not depend on values, so all rows remain and the mask marks the rows with target -100. The
-    caller must set their results to 0.
+    Rows with target -100 are removed, and the mask is None. In a CUDA graph, the number of rows
+    must not depend on values. There, all rows remain, and the mask marks the rows with target -100.
+    The caller must set the results of these rows to 0.
 
     Args:
         target_ids: (B, L) or (T,). -100 marks a row without a target.
@@ -101,8 +101,8 @@ def active_target_rows(
     flat = target_ids.reshape(-1)
     ignored = flat == values.IGNORED_TARGET
     records = is_capturing(flat)
-    # Keep all rows in a CUDA graph. The size of nonzero() depends on values, so a graph cannot
-    # record it.
+    # Keep all rows in a CUDA graph, which cannot record nonzero(), because the size of its result
+    # depends on values.
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
     places = _ActiveTokens(len(flat), index, flat, flat)
     if isinstance(transform.temperature, Tensor):
@@ -144,7 +144,7 @@ class _ActiveTokens(NamedTuple):
         targets: Targets | None = None,
         validate: str = "auto",
     ) -> ActiveRows:
-        """Return the active rows as the `ActiveRows` that the kernels expect."""
+        """Return the active rows in the form that the kernels expect."""
         rows = ActiveRows(
             self.num_rows, self.active_index, target_ids, transform, self.active_index
         )
@@ -202,15 +202,15 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
-    # Use side="right" and only the inner offsets. An empty completion then gets no row, and the
-    # index of a completion stays below B even if the offsets on a GPU are wrong.
+    # Use right=True and only the inner offsets. An empty completion then gets no row, and the index
+    # of a completion is less than B even if the offsets on a GPU are invalid.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
 def _tokens(
     places: _ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str
 ) -> Tokens:
-    # 1. Check the totals that divide the token weights.
+    # 1. Check the totals of the optimizer step, by which the token weights are divided.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
@@ -228,7 +228,8 @@ def _tokens(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )[places.segments]  # fmt: skip
-    # An entropy bonus is averaged over prompts if the loss is, and over tokens otherwise.
+    # Average the entropy bonus over prompts if the loss is averaged over prompts, and over tokens
+    # otherwise.
     entropy_weight: float | Tensor | None = None
     if by_prompt:
         entropy_weight = weights

@@ -1,4 +1,7 @@
-"""Steps of a public function after the check of its arguments, in eager mode and torch.compile."""
+"""Common steps of the public functions after their argument checks.
+
+The steps work in eager mode and in torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public function for typos in keywords and for torch.compile.
+    """Decorate a public function with handling of unknown keywords and of torch.compile.
 
-    The error for an unknown keyword suggests the nearest name.
+    An unknown keyword raises an error that suggests the nearest name.
 
     Args:
         outside: keywords that a graph of torch.compile cannot carry. A call that passes one of them
@@ -44,8 +47,9 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
         def wrapper(*args: P.args, **keywords: P.kwargs) -> R:
             word = next((x for x in outside if keywords.get(x)), None)
             if torch.compiler.is_compiling():
-                # An error breaks the graph. With fullgraph=True the user sees the error. Otherwise
-                # dynamo runs this wrapper again without tracing and reaches the code below.
+                # Raise an error to break the graph. With fullgraph=True, the user sees the error.
+                # Otherwise, dynamo runs this wrapper again without tracing and reaches the code
+                # below.
                 if word is not None:
                     expected = f"{parameters[word].default} in a graph of torch.compile"
                     raise argument_error(word, expected, type(keywords[word]).__name__)
@@ -56,8 +60,8 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
             if unknown is not None:
                 raise _unknown_keyword(name, unknown, parameters)
             is_outside = word is not None or not is_traceable
-            # Protect the function from tracing only if torch._dynamo has been imported. Otherwise
-            # nothing is compiled, and importing it here would take seconds.
+            # Disable tracing of the function only if torch._dynamo has been imported. If it has
+            # not, nothing is being compiled, and importing torch._dynamo here would take seconds.
             if is_outside and "torch._dynamo" in sys.modules:
                 untraced_function: Callable[P, R] = untraced(function)
                 return untraced_function(*args, **keywords)
@@ -80,7 +84,7 @@ def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
 
 @functools.cache
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function with torch.compile tracing disabled."""
+    """Return a function that torch.compile does not trace."""
     disabled: Callable[P, R] = torch.compiler.disable(function)
     return disabled
 
@@ -117,7 +121,7 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Metrics of the call under the names that TRL uses.
+        """Return the metrics of the call under the names that TRL uses.
 
         The values are 0-d fp32 tensors on the device of the loss. They are computed on first
         access.
@@ -131,7 +135,7 @@ class LossOutput:
 def head_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the shapes of an LM head, and return its tensors as this rank needs them.
+    """Check the shapes of an LM head, and return the parts of its tensors that this rank needs.
 
     Weights sharded by FSDP2 are gathered, which is a collective call.
 
@@ -139,7 +143,7 @@ def head_tensors(
         hidden (N, H), weight (V, H) and bias (V,) or None. With a tensor-parallel group, weight and
         bias have only the vocabulary rows of this rank.
     """
-    # Gather first, because the shape checks need the tensors that this process computes with.
+    # Gather before the shape checks, which need the tensors that this process computes with.
     weight = local_rows("lm_head_weight", weight, ranks.group)
     bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
@@ -154,7 +158,7 @@ def loss(
     inputs: BatchInputs,
     ranks: Agreement = NO_GROUP,
 ) -> LossOutput:
-    """Compute one of the losses in `operators.LOSSES`, in a graph or with autograd.
+    """Compute one of the losses in `operators.LOSSES`, either in a graph or with autograd.
 
     Args:
         name: the loss: "linear", "logits" or "given_logps".
@@ -167,7 +171,7 @@ def loss(
     """
     # 1. Check the arguments.
     checks.tokens(config, inputs, has_logits=name != "given_logps")
-    # 2. Compute the loss, as an operator of a graph or with autograd.
+    # 2. Compute the loss, with an operator in a graph and with an autograd function otherwise.
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
         count = 0  # `divergence=` is not available in a graph
@@ -175,7 +179,7 @@ def loss(
         known = operators.LOSSES[name]
         batch = operators.build_batch(known, tensors, options, config, inputs)
         # Ranks that share a head must make the same call. Compare their calls before the first
-        # collective, which would otherwise deadlock or mix different batches.
+        # collective operation of the head, which would otherwise deadlock or mix different batches.
         numbers = config.key if options.shard else ""
         if options.shard and (term := options.divergence):
             settings = (term.kind, term.coef, term.beta), getattr(term.teacher, "transform", None)
@@ -194,8 +198,8 @@ def loss(
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        # Compute the mean over the active tokens. Inactive tokens have a divergence of 0, so they
-        # do not change the sum.
+        # Divide the sum by the number of active tokens. Inactive tokens have a divergence of 0, so
+        # they do not change the sum.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)
     shaped = _shaped(detached(logps), like)

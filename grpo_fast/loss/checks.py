@@ -1,4 +1,4 @@
-"""Check shapes, dtypes, devices and options.
+"""Checks of shapes, dtypes, devices and options.
 
 A failed check raises a ValueError. `values.py` checks the values of tensors.
 """
@@ -32,8 +32,8 @@ KINDS = {  # the allowed dtypes for each description in a message
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-# Arguments of a loss that receive no gradient. If one of them requires grad, the caller probably
-# forgot .detach() and expects a gradient, so this is an error.
+# Arguments of a loss for which no gradient is computed. It is an error if one of them requires
+# grad, because the caller probably forgot .detach() and expects a gradient.
 CONSTANTS = (
     "advantages", "completion_mask", "old_logps", "ref_logps", "sampling_logps",
     "num_items_in_batch", "num_completions_in_batch",
@@ -144,7 +144,7 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
-    """Check that logits have the shape (B, L, V) or (T, V), and that target_ids match it."""
+    """Check that logits have the shape (B, L, V) or (T, V), which must match target_ids."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
@@ -203,7 +203,9 @@ def prompt_items(value: object, count: int, config: LossConfig) -> None:
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
-    """Check the per-token and per-completion tensors of a loss against the layout of `inputs.like`.
+    """Check the per-token and per-completion tensors of a loss.
+
+    Their shapes must fit the layout of `inputs.like`.
 
     Args:
         config: the objective.
@@ -234,7 +236,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     # 3. Check that arguments without a gradient do not require grad.
     for name in CONSTANTS:
         constant(name, getattr(inputs, name))
-    # 4. Check the arguments that the config requires or excludes.
+    # 4. Check the arguments that the config requires or forbids.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
         why = "these corrections read the sampler's logps; pass sampling_logps"
@@ -275,7 +277,7 @@ def options(
 def support(
     support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
 ) -> None:
-    """Check that a `Support` fits the targets, and that no other option excludes it."""
+    """Check that a `Support` fits the targets, and that the other options allow a support."""
     if support is None:
         return
     if not isinstance(support, Support):
@@ -296,7 +298,7 @@ def support(
 
 
 def inplace(x: Tensor, flat: Tensor) -> None:
-    """Check that logits can be overwritten.
+    """Check that the logits x can be overwritten with their gradient.
 
     This requires that `flat` is a view of x, and that the rows of `flat` do not overlap.
     """

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
-from grpo_fast.kernels.head.half_range import needs_range, weight_unit
+from grpo_fast.kernels.head.half_range import needs_scaling, weight_unit
 from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import BACKENDS, head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks, values
-from grpo_fast.loss.passes import LossResult, in_units, kernel_precision
+from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
 from grpo_fast.loss.ranks import Agreement, local_rows
 from grpo_fast.loss.values import check_values, raise_pending, support_rows
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Largest accepted sum of a teacher's K probabilities. Inference servers round log-probabilities to
-# 16 bits, so the sum may slightly exceed 1.
+# Maximum sum of a teacher's K probabilities that is accepted. It is slightly more than 1, because
+# inference servers round log-probabilities to 16 bits.
 MAX_PROBABILITY_SUM = 1 + 1e-3
 
 
@@ -61,8 +61,8 @@ def linear_divergence(
     """Compute the divergence of a student from a teacher for each row without storing all logits.
 
     The divergence is an exact sum over the full vocabulary, or over the ids that a server returned.
-    With the student's logits z, as in `linear_logps`, and the teacher's logits y, the result equals
-    in exact arithmetic::
+    Let z be the student's logits, as in `linear_logps`, and y the teacher's logits. In exact
+    arithmetic, the result equals::
 
         lp = z.log_softmax(-1)
         lq = y.log_softmax(-1)
@@ -98,7 +98,7 @@ def linear_divergence(
             None: no bias.
         temperature: temperature of the student, a number > 0.
         softcap: bound of the student's logits, a number > 0. None: no bound.
-        logit_scale: factor of the student's logits, not 0.
+        logit_scale: factor by which the student's logits are multiplied, not 0.
         hidden_rows: (N,) or (B, L), int64 or int32. The row of `hidden` (R, H) for each row of the
             teacher. None: row t of `hidden` belongs to row t of the teacher.
         support: the ids to which both distributions are restricted, one set for each row (see
@@ -135,7 +135,7 @@ def linear_divergence(
         weight = tensors[1]
         is_shard = group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
-        # Pass `like` instead of target_ids, because only its shape, dtype and device are checked.
+        # Pass `like` as target_ids. Only its shape, dtype and device are checked.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
         checks.logit_options(softcap, logit_scale, "support", backend)
@@ -146,10 +146,10 @@ def linear_divergence(
         wanted = Wanted(*autograd.needs_gradient(*tensors))
         shard = ranks.shard(weight)
         checks.support(support, like, is_shard=is_shard)
-        # 2. Prepare the pass over all rows, and check that the other ranks make the same call.
+        # 2. Prepare the rows of the pass, and check that the other ranks make the same call.
         rows = _rows(hidden_rows, like, len(tensors[0]), transform, support, len(weight))
         run = partial(
-            form_divergence, rows=rows, teacher=teacher, divergence=divergence,
+            compute_divergence, rows=rows, teacher=teacher, divergence=divergence,
             weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
             shard=shard,
         )  # fmt: skip
@@ -160,7 +160,7 @@ def linear_divergence(
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
 
 
-def form_divergence(
+def compute_divergence(
     hidden: Tensor,  # (R, H)
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
@@ -175,11 +175,11 @@ def form_divergence(
 ) -> LossResult:
     """Compute Σ weights·D from hidden states, and its gradients.
 
-    The field `gradients` of the result is (d-hidden, d-weight, d-bias). The field `logps` has the
-    divergence D of each row.
+    In the result, `gradients` is (d-hidden, d-weight, d-bias), and `logps` contains the divergence
+    D of each row.
     """
     # 1. Scale the weights for fp16, as `linear_loss` does.
-    is_half = any(wanted) and needs_range(hidden.dtype)
+    is_half = any(wanted) and needs_scaling(hidden.dtype)
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
     route = head_route(backend, weight, is_shard=True)
@@ -189,8 +189,8 @@ def form_divergence(
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            # 2. Compute over the full vocabulary, or over each row's set of ids if there is a
-            # support.
+            # 2. Compute the divergences over the full vocabulary, or over each row's set of ids if
+            # there is a support.
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
             term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
@@ -198,7 +198,7 @@ def form_divergence(
             gradients = sweep.sweep(wanted)
             each = sweep.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
-    return result if unit is None else in_units(result, unit, hidden.dtype)
+    return result if unit is None else rescaled(result, unit, hidden.dtype)
 
 
 def checked_term(
@@ -209,7 +209,11 @@ def checked_term(
     support: Support | None,
     grad_filter: float | None,
 ) -> DivergenceTerm | None:
-    """Check the divergence term of a loss, and return it with one teacher row per flat target."""
+    """Check the divergence term of a loss.
+
+    Returns:
+        The term, whose teacher has one row for each flat target, or None if there is no term.
+    """
     if term is None:
         return None
     if not isinstance(term, DivergenceTerm):
@@ -225,7 +229,7 @@ def checked_term(
 
 
 def checked_kind(kind: str, beta: float) -> Divergence:
-    """Check a kind of divergence and its beta, and return both as a Divergence."""
+    """Check a kind of divergence and its beta, and return them as a `Divergence`."""
     choice("kind", kind, tuple(DIVERGENCES))
     number("beta", beta, "a number in (0, 1)", lambda x: 0 < x < 1)
     return Divergence(kind, float(beta))
@@ -248,7 +252,8 @@ def checked_teacher(
     for name, x in zip(("hidden", "weight", "bias"), teacher, strict=False):
         checks.constant(f"teacher.{name}", x)
     teacher = teacher._replace(
-        # The teacher is sharded like the student.
+        # Use this rank's rows of the teacher's weight, which must be sharded like the student's
+        # weight.
         weight=local_rows("teacher.weight", teacher.weight, ranks.group),
         bias=local_rows("teacher.bias", teacher.bias, ranks.group),
     )
@@ -275,13 +280,14 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
-    # 2. Check the values: the ids, the sums, and log-probabilities that cannot come from a softmax.
+    # 2. Check the values. Ids must be valid, and log-probabilities must be possible results of a
+    # softmax.
     has_id = logps > -torch.inf
     is_whole = has_id.all(1) if K == vocab else has_id.new_zeros(len(logps))
     largest = logps.amax(1)
     sums = logps.double().exp().sum(1)
-    # Give unused places distinct negative ids, so that they do not count as duplicates. A
-    # log-probability of -inf marks an unused place.
+    # Give unused entries distinct negative ids, so that they do not count as duplicates. A
+    # log-probability of -inf marks an unused entry.
     places = torch.where(has_id, ids, -1 - torch.arange(K, device=ids.device)).sort(1).values
     outside = has_id & ((ids < 0) | (ids >= vocab))
     twice = (places.diff() == 0).any()
@@ -304,7 +310,8 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
         )
         flags.append((few.any(), message))
     check_values(flags, "auto")
-    # 3. Give unused places a valid id, because the kernels index memory by it.
+    # 3. Replace the ids of unused entries by a valid id, because the kernels use ids as memory
+    # indices.
     ids = torch.where(has_id, ids, 0).clamp(0, vocab - 1)
     return teacher._replace(ids=ids, logps=logps)
 
@@ -329,7 +336,7 @@ def _rows(
     """Return an `ActiveRows` that contains all rows.
 
     The kernels expect a target in every row, but a divergence has no targets. Each row therefore
-    gets the first id of its set as a dummy target, or 0 without a set.
+    gets a dummy target: the first id of its set, or 0 if it has no set.
     """
     count = like.numel()
     index = None
@@ -348,7 +355,7 @@ def _rows(
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each row (N,). The default weight is 1/N."""
+    """Return the weight of each row, (N,). If `weights` is None, every weight is 1/N."""
     count = like.numel()
     dtype = torch.promote_types(dtype, torch.float32)
     if weights is None:

@@ -1,4 +1,4 @@
-"""Passes over given logits. `LinearHead` computes the same over the logits of an LM head."""
+"""Passes over given logits, with the same methods as the passes over an LM head (`LinearHead`)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from grpo_fast.loss import values
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Use blocks of logits of this size on the CPU, so that the second kernel reads the block from the
+# Size in bytes of a block of logits on the CPU. The second kernel then reads the block from the
 # cache.
 CPU_BLOCK_BYTES = 4 << 20
 
 
 class LogitsSweep:
-    """Row kernels over given logits, one block of rows at a time.
+    """Pass over given logits with the row kernels, one block of rows at a time.
 
-    Token-level losses read every row once and write its gradient once. Other losses read every row
-    twice. Inactive rows get zero gradients.
+    A token-level loss reads every row once and writes its gradient once. Other losses read every
+    row twice. Inactive rows get zero gradients.
 
     Args:
         logits: (N, V), with contiguous rows.
@@ -49,13 +49,13 @@ class LogitsSweep:
         route: Route,
         full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """Return the sweep over these rows, which processes rows with a support separately."""
+        """Create the pass over these rows. Rows with a support are processed separately."""
         if rows.support is None:
             return cls(logits, out, rows, route)
         if full_entropy:
             full = cls(logits, out, rows._replace(support=None), route)
             return FullEntropySweep(cls.of(logits, None, rows, route), full)
-        # Compute the rows without a support by the dense kernels.
+        # Process the rows without a support with the dense kernels.
         others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
@@ -77,25 +77,25 @@ class LogitsSweep:
         rows = step = self.logits.shape[0]
         if self.logits.device.type == "cpu":
             row_bytes = max(self.logits.shape[1] * self.logits.element_size(), 1)
-            # Use at least 16 rows per block, however large the vocabulary is.
+            # Use at least 16 rows per block, even if the block then exceeds CPU_BLOCK_BYTES.
             step = max(CPU_BLOCK_BYTES // row_bytes, 16)
         for start in range(0, rows, max(step, 1)):
             yield slice(start, min(start + step, rows))
 
     def _active(self, parts: Sequence[tuple[Any, ...]], has_entropy: bool) -> tuple[Any, ...]:
-        """Concatenate the results of blocks, and select the active rows."""
+        """Concatenate the results of all blocks, and select the active rows."""
         fields = concat_chunks(parts, self.logits)
         if not has_entropy:
             fields = (*fields[:2], None, *fields[3:])
         return tuple(map(self.rows.active, fields))
 
-    def _written(self) -> Tensor:
+    def _gradient_buffer(self) -> Tensor:
         if self.out is None:
             self.out = torch.empty_like(self.logits, memory_format=torch.contiguous_format)
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Return (lse, logps, entropy) of the active rows."""
+        """Compute (lse, logps, entropy) of the active rows. `keep` has no effect."""
         parts = []
         for b in self._blocks():
             part = self.kernels.row_logps(
@@ -111,12 +111,12 @@ class LogitsSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Compute a loss whose gradient in a row depends only on that row.
+        """Compute a loss in which the gradient of a row depends only on that row.
 
         Returns:
             The losses of the active rows, and (d-logits,).
         """
-        out = self._written()
+        out = self._gradient_buffer()
         spread = terms.map(self.rows.to_rows)
         parts = []
         for b in self._blocks():
@@ -130,7 +130,7 @@ class LogitsSweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor]:
-        """Return (d-logits,), the gradient of Σ g·logp + g_entropy·entropy.
+        """Compute (d-logits,), the gradient of Σ g·logp + g_entropy·entropy.
 
         Args:
             g: (T,), upstream gradients of the logps.
@@ -140,7 +140,7 @@ class LogitsSweep:
         """
         if not any(wanted):
             return (self.logits.new_empty(0),)
-        out = self._written()
+        out = self._gradient_buffer()
         g, g_entropy, *stats = map(self.rows.to_rows, (g, g_entropy, *known))
         for b in self._blocks():
             of_rows = pick(b, *stats), *pick(b, g, g_entropy), self.transform.rows(b)
@@ -148,4 +148,4 @@ class LogitsSweep:
         return (out,)
 
     def release(self) -> None:
-        """Do nothing, because the caller owns the logits and no other memory is cached."""
+        """Do nothing. The caller owns the logits, and this pass caches no other memory."""

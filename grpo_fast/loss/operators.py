@@ -1,8 +1,8 @@
-"""Custom operators, which `torch.compile(fullgraph=True)` puts into its graph as nodes.
+"""Custom operators for the losses and logps.
 
-Operator schemas support only tensors, numbers, strings and lists, so this module packs a batch into
-a flat list of arguments. Eager calls do not use the operators, because torch's dispatcher costs 0.2
-ms per call.
+torch.compile(fullgraph=True) puts them into its graph as nodes. Operator schemas support only
+tensors, numbers, strings and lists, so this module packs a batch into a flat list of arguments.
+Eager calls do not use the operators, because torch's dispatcher costs 0.2 ms per call.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from grpo_fast.kernels import NAMESPACE
-from grpo_fast.kernels.head.half_range import needs_range
+from grpo_fast.kernels.head.half_range import needs_scaling
 from grpo_fast.kernels.types import Wanted
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
 from grpo_fast.loss.autograd import (
     NO_DOUBLE_BACKWARD,
     Context,
-    FormedOutputs,
     Gradients,
     LogpsPass,
+    LossValues,
     RowTensors,
     scaled_gradients,
     with_units,
@@ -44,7 +44,8 @@ from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# These are the outputs of every loss operator. The gradients of its tensors follow them.
+# Schema of the outputs of every loss operator. The gradients of its tensors follow as further
+# outputs.
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
@@ -52,13 +53,13 @@ D_HEAD = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
 
 
 class LossPass(NamedTuple):
-    """Description of one loss, from which its operator is registered.
+    """Description of a loss, from which its operator is registered.
 
     Attributes:
         tensors: schema of the differentiable tensors.
         gradients: schema of the gradients of these tensors.
         run: the function that computes the loss.
-        vocab: returns the vocabulary size of the tensors, or None without logits.
+        vocab: function that returns the vocabulary size, or None if the tensors are not logits.
     """
 
     tensors: str
@@ -87,7 +88,7 @@ operators = getattr(torch.ops, NAMESPACE)
 def build_batch(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    """Check the argument values of a call, and build its batch."""
+    """Check the values of a call's arguments, and build its batch."""
     vocab_size = loss.vocab(tensors)
     targets = None
     if vocab_size is not None:
@@ -97,8 +98,12 @@ def build_batch(
 
 def compiled_loss(
     name: str, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
-) -> tuple[FormedOutputs, Callable[..., dict[str, Tensor]]]:
-    """Call the operator of a loss. Return its outputs, and a function that returns the metrics."""
+) -> tuple[LossValues, Callable[..., dict[str, Tensor]]]:
+    """Call the operator of a loss.
+
+    Returns:
+        The outputs of the operator, and a function that computes the metrics.
+    """
     row = _pack_arguments(config, inputs)
     known = graph_fields(options)
     outputs = getattr(operators, f"{name}_loss")(*tensors, *known, *row)
@@ -112,7 +117,7 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Call the operator of logps, and return the logps and the entropy, both flat."""
+    """Call the operator of logps. Return the logps and the entropies, both flat."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     logps, entropy, _ = getattr(operators, name)(*tensors, *graph_fields(options))
     return logps, entropy
@@ -132,7 +137,7 @@ def _pack_arguments(config: LossConfig, inputs: BatchInputs) -> Row:
 
 
 def _unpack_arguments(row: Row) -> tuple[LossConfig, BatchInputs]:
-    """Return the config and inputs that `_pack_arguments` packed."""
+    """Return the config and the inputs of a list that `_pack_arguments` packed."""
     *inputs, temperature, key = row
     config = LossConfig.from_key(key)
     config = config if temperature is None else config.replace(temperature=temperature)
@@ -148,7 +153,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def _gradient(x: Tensor, is_wanted: bool) -> Tensor:
-    """Return an uninitialised gradient for x, or an empty tensor if it is not needed."""
+    """Return an uninitialised gradient for x, or an empty tensor if the gradient is not needed."""
     if not is_wanted:
         return x.new_empty(0)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -162,7 +167,7 @@ def _register(
     backward: Callable[[Context, Row, Sequence[Tensor | None]], Sequence[Tensor | None]]
     | None = None,
 ) -> None:
-    """Define a custom operator with its fake implementation and its backward.
+    """Register a custom operator with its fake implementation and its backward function.
 
     Args:
         name: name of the operator in the namespace of the package.
@@ -202,7 +207,7 @@ def _register(
 def _fake_loss(
     loss: LossPass, tensors: RowTensors, options: Options, row: Row
 ) -> tuple[Tensor, ...]:
-    """Return uninitialised outputs of a loss operator. Their shapes do not depend on values."""
+    """Return uninitialised outputs of a loss operator, whose shapes do not depend on values."""
     x = tensors[0]
     config, given = _unpack_arguments(row)
     rows = given.like.numel()
@@ -213,7 +218,7 @@ def _fake_loss(
         # `logps_loss` computes both gradients in fp32, whatever the dtypes of the inputs are.
         wanted = [True, has_entropy and config.entropy_coef != 0]
         tensors = tuple(x.float() for _ in wanted)
-    elif any(wanted) and needs_range(x.dtype):
+    elif any(wanted) and needs_scaling(x.dtype):
         units = len(tensors)
     metrics = metric_names(config, given.sampling_logps is not None, has_entropy)
     entropies = rows if has_entropy else 0
@@ -236,8 +241,8 @@ def _register_loss(name: str, loss: LossPass) -> None:
         batch = build_batch(loss, tensors, options, *_unpack_arguments(row))
         result = loss.run(*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
-        # Return an empty tensor for a missing output. An operator must return a tensor for every
-        # output, and no two outputs may share memory.
+        # Return an empty tensor in place of a missing output. An operator must return a tensor for
+        # every output, and no two outputs may share memory.
         nothing = result.loss.new_empty(0)
         optional = result.entropy, result.filtered, metrics, result.units
         extras = [nothing.clone() if x is None else x for x in optional]
@@ -250,15 +255,15 @@ def _register_loss(name: str, loss: LossPass) -> None:
         def gradients_of(output: Sequence[Tensor]) -> Gradients:
             return with_units(tuple(inputs[:count]), tuple(output[6:]), output[5])
 
-        def form_again() -> Gradients:
+        def recompute() -> Gradients:
             return gradients_of(getattr(operators, f"{name}_loss")(*inputs))
 
-        # The gradients are outputs of the forward operator. Use them only once, because
-        # `scaled_gradients` multiplies them in place. A second backward computes them again.
+        # Use the gradients that the forward operator returned only once, because `scaled_gradients`
+        # multiplies them in place. A second backward computes them again.
         output = ctx.output
         ctx.output = None
         ctx.gradients = None if output is None else gradients_of(output)
-        return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], form_again)
+        return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], recompute)
 
     schema = f"({loss.tensors}, {OPTIONS}, {BATCH}) -> ({LOSS}, {loss.gradients})"
     _register(f"{name}_loss", schema, run, fake, backward)
@@ -268,8 +273,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
-        # Pass keep=False, because an operator cannot store cached logits between forward and
-        # backward.
+        # Pass keep=False, because an operator cannot pass cached logits from forward to backward.
         return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
@@ -298,8 +302,8 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
-        # The backward is an operator, too, so that it is a single node in the graph of the
-        # backward.
+        # Call an operator in the backward as well, so that it is a single node in the backward
+        # graph.
         operator = getattr(operators, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
         gradients = (gradients,) if count == 1 else gradients

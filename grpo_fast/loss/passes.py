@@ -1,8 +1,8 @@
 """Compute losses and their gradients from hidden states, logits or logps.
 
-Gradients are computed in the forward pass for an upstream gradient of 1. The same algorithm runs
-over an LM head (`LinearHead`) and over given logits (`LogitsSweep`), because both classes have the
-same methods.
+Gradients are computed in the forward pass for an upstream gradient of 1. The same functions process
+an LM head (`LinearHead`) and given logits (`LogitsSweep`), because both classes have the same
+methods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.entropy import FullEntropySweep
-from grpo_fast.kernels.head.half_range import narrowed, needs_range
+from grpo_fast.kernels.head.half_range import narrowed, needs_scaling
 from grpo_fast.kernels.head.loop import LinearHead
 from grpo_fast.kernels.head.support import SupportSweep, linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route
@@ -40,13 +40,13 @@ class LossResult(NamedTuple):
     gradients: tuple[Tensor, ...]  # (0,) if not needed
     filtered: Tensor | None = None  # (2,) shares that grad_filter skipped and kept
     divergence: Tensor | None = None  # (N,) divergence from the teacher
-    # (K,) fp32: factor by which each of K gradients must be multiplied. None: 1. See
-    # kernels/head/half_range.py.
+    # (K,) fp32, the factor by which each of the K gradients must be multiplied. None: all factors
+    # are 1. See kernels/head/half_range.py.
     units: Tensor | None = None
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast, because kernels compute in the dtypes of their inputs."""
+    """Return a context that disables autocast. Kernels compute in their inputs' dtypes."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return UNCHANGED
@@ -68,9 +68,9 @@ def linear_loss(
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
     # fp16 gradients are summed in fp32 and rounded once, after scaling by a power of two (`unit`).
-    is_half = needs_range(hidden.dtype)
+    is_half = needs_scaling(hidden.dtype)
     if any(wanted) and is_half:
-        batch = batch.in_range()
+        batch = batch.with_scaled_weights()
     term = options.divergence
     tensors = HeadTensors(hidden, weight, bias)
     keep_fp32 = is_half or (term is not None and batch.rows.support is not None)
@@ -86,7 +86,7 @@ def linear_loss(
         sweep["full_entropy"] = batch.config.entropy_over_vocabulary
         result = _swept(linear_sweep(tensors, batch.rows, route, **sweep), batch, options, wanted)
     unit = batch.tokens.unit
-    return result if unit is None else in_units(result, unit, hidden.dtype)
+    return result if unit is None else rescaled(result, unit, hidden.dtype)
 
 
 def _with_divergence(
@@ -97,12 +97,12 @@ def _with_divergence(
     wanted: Wanted,
     sweep: dict[str, Any],
 ) -> LossResult:
-    """Compute the loss plus coef·Σ w·D, the weighted divergence from a teacher.
+    """Compute a policy loss plus coef·Σ w·D, the weighted divergence from a teacher.
 
-    Both terms come from one pass over the head. With a sampler's support two passes are needed, and
-    their gradients are added.
+    Both terms are computed in one pass over the head. If the call has a support, two passes are
+    necessary, and their gradients are added.
     """
-    # Pass is_shard=True, because divergences use the row kernels instead of the kernels that start
+    # Pass is_shard=True to select the row kernels. Divergences cannot use the kernels that start
     # from hidden states.
     route = head_route(options.backend, tensors.weight, is_shard=True)
     rows = batch.rows
@@ -119,8 +119,8 @@ def _with_divergence(
         teacher |= dict(wanted=wanted, keep_fp32=True)
         each, more = supported_divergence(tensors, rows, route, **teacher)
         # Round only the sum of both gradients, because two rounded gradients would have twice the
-        # error. In fp16 the sum stays in fp32, because `in_units` rounds it later.
-        likes = tensors if not needs_range(tensors[0].dtype) else result.gradients
+        # error. In fp16, the sum stays in fp32, because `rescaled` rounds it later.
+        likes = tensors if not needs_scaling(tensors[0].dtype) else result.gradients
         gradients = tuple(
             (x + y).to(x.dtype if like is None else like.dtype)
             for x, y, like in zip(result.gradients, more, likes, strict=True)
@@ -130,11 +130,11 @@ def _with_divergence(
     return result._replace(loss=loss, divergence=rows.to_rows(each))
 
 
-def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
+def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
     """Divide the loss by `unit`, and round each gradient to `dtype`.
 
-    Each gradient is first scaled by a power of two near its maximum. The result's `units` undo both
-    scales.
+    Each gradient is first scaled by a power of two, so that its largest element fits the range of
+    `dtype`. The result's `units` undo both scales.
     """
     pairs = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in pairs])
@@ -145,12 +145,12 @@ def in_units(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult
 def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossResult:
     """Compute the loss from (N, V) logits.
 
-    The gradients are (d-logits,). With `inplace` they overwrite the logits.
+    The gradients are (d-logits,). With the option `inplace`, they overwrite the logits.
     """
     refuse("validate", logits, options.validate, "auto")
     wanted = Wanted(options.wanted[0], False, False)
-    if wanted.hidden and needs_range(logits.dtype):
-        batch = batch.in_range()
+    if wanted.hidden and needs_scaling(logits.dtype):
+        batch = batch.with_scaled_weights()
     out = logits if options.inplace else None
     route = rows_route(options.backend, logits)
     over_vocabulary = batch.config.entropy_over_vocabulary
@@ -163,10 +163,10 @@ def logits_loss(logits: Tensor, *, batch: TokenBatch, options: Options) -> LossR
 
 
 def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) -> LossResult:
-    """Compute a loss over an LM head or over given logits.
+    """Compute a loss with a pass over an LM head or over given logits.
 
     A token-level loss needs one pass, because each row's gradient depends only on that row. Other
-    losses first compute the logps of all rows, then the gradients in a second pass.
+    losses first compute the logps of all rows, and then the gradients in a second pass.
     """
     config = batch.config
     tokens = batch.tokens
@@ -180,8 +180,8 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
-        # Other losses, and losses without a gradient, first compute the logps of all rows, then the
-        # gradients.
+        # Other losses need the logps of all rows before the gradients. Also use this path if no
+        # gradient is needed.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
         values.check_logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
@@ -205,8 +205,8 @@ def logps_loss(
     has_bonus = result.grad_entropy is not None
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
-    # Clone the logps, because outputs must not share memory with inputs. Otherwise a later in-place
-    # change of one would change the other.
+    # Clone the logps and entropies, because an output must not share memory with an input.
+    # Otherwise, a later in-place change of one would change the other.
     entropies = None if h is None else h.clone()
     return _result(result.loss, lp.clone(), entropies, gradients, batch)
 
@@ -219,6 +219,6 @@ def _result(
     batch: TokenBatch,
     filtered: Tensor | None = None,
 ) -> LossResult:
-    """Return the result, with logps and entropies expanded from the T active rows to all N rows."""
+    """Build the result. Logps and entropies are expanded from the T active rows to all N rows."""
     of_rows = batch.rows.to_rows(logps), batch.rows.to_rows(entropy)
     return LossResult(loss, *of_rows, gradients, filtered)

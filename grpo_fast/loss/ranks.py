@@ -1,8 +1,8 @@
-"""Sharded parameters (DTensors), and the agreement of tensor-parallel ranks on one call.
+"""Sharded parameters (DTensors), and the check that tensor-parallel ranks make the same call.
 
-With FSDP2 each rank has different rows of `hidden`. The parameter is gathered for the call, and its
-gradient is reduced. With tensor parallelism (`group=`) all ranks have the same rows of `hidden`,
-and each rank computes with its part of the vocabulary.
+With FSDP2, each rank has different rows of `hidden`. The parameter is gathered for the call, and
+its gradient is reduced. With tensor parallelism (`group=`), all ranks have the same rows of
+`hidden`, and each rank computes with its part of the vocabulary.
 
 A call with `group=` starts with two small all-gathers: one of the shard sizes, and one of a
 description of the call. A rank with invalid arguments sends its error message instead, so that
@@ -24,7 +24,7 @@ from grpo_fast.kernels.head.vocabulary import VocabularyShard
 from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.workspace import workspace_bytes
 
-# Names of mesh dimensions that are tensor parallel.
+# Names of device-mesh dimensions that indicate tensor parallelism.
 TENSOR_PARALLEL = ("tp", "tensor", "tensor_parallel")
 TEXT_BYTES = 1024  # length of the uint8 tensor that carries one message
 OK = b"+"
@@ -33,12 +33,12 @@ ERROR = b"-"
 
 def is_sharded(x: object) -> bool:
     """Return whether x is a DTensor, without importing torch.distributed.tensor."""
-    # Importing torch.distributed.tensor is slow, so test an attribute that only DTensors have.
+    # Test an attribute that only DTensors have, because importing torch.distributed.tensor is slow.
     return hasattr(type(x), "full_tensor")
 
 
 def gather_parameter(name: str, x: Any) -> Any:
-    """Return the full tensor of a parameter over one data-parallel mesh dimension.
+    """Return the full tensor of a DTensor parameter over one data-parallel mesh dimension.
 
     The parameter may be sharded or replicated. The call is collective. Its backward averages the
     gradient over the ranks and scatters it into the shards. A tensor that is not a DTensor is
@@ -52,8 +52,8 @@ def gather_parameter(name: str, x: Any) -> Any:
     known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
     fits = known and not any(dimension in TENSOR_PARALLEL for dimension in names)
     if not fits:
-        # Build the text only here, because formatting placements breaks a torch.compile graph on
-        # torch 2.14.
+        # Format the placements only when the error is raised, because formatting them breaks a
+        # torch.compile graph on torch 2.14.
         expected = (
             "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
         )
@@ -68,7 +68,7 @@ def gather_parameter(name: str, x: Any) -> Any:
 
 
 def process_group(group: Any) -> distributed.ProcessGroup:
-    """Return the process group of a `group=` argument, which may be a 1-D device mesh."""
+    """Return the process group of a `group=` argument, which is a group or a 1-D device mesh."""
     expected = "a process group or a mesh of one dimension"
     if hasattr(group, "mesh_dim_names"):  # a DeviceMesh; its module is slow to import
         came = f"a mesh of {group.ndim} dimensions; pass one of them, mesh['name']"
@@ -100,7 +100,7 @@ def local_rows(name: str, x: Any, group: distributed.ProcessGroup | None) -> Any
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather in the forward pass. The backward averages and scatters the gradient."""
+    """All-gather of a sharded parameter. Its backward averages and scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Tensor:
@@ -113,8 +113,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
-        # Partial() marks a sum that is not reduced yet. redistribute() then reduces and scatters it
-        # in one collective.
+        # Mark the gradient as a sum that is not reduced yet, with Partial(). redistribute() then
+        # reduces and scatters it in one collective.
         parts = DTensor.from_local(gradient, ctx.mesh, [Partial()], run_check=False)
         reduced = parts.redistribute(placements=ctx.placements)
         return reduced / ctx.mesh.size()  # gloo cannot average, so sum and divide
@@ -146,7 +146,7 @@ class Agreement:
             self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """Return the description of this rank's part of the vocabulary, or None without a group.
+        """Describe this rank's part of the vocabulary. Return None if there is no group.
 
         The call is collective.
 
@@ -159,7 +159,7 @@ class Agreement:
         sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
-        # Check the sizes after the exchange. Every rank then has all sizes, so all ranks raise the
+        # Check the sizes only after the exchange. All ranks then have all sizes, so they raise the
         # error together.
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
@@ -186,7 +186,7 @@ class Agreement:
         """
         if self.group is None:
             return
-        # 1. Describe this call by strings that must be equal on all ranks.
+        # 1. Describe this call by strings, which must be equal on all ranks.
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
@@ -207,7 +207,7 @@ class Agreement:
                 require(first == other, name, "the same on every rank of group", came)
 
     def _exchange(self, verdict: bytes, text: str) -> list[str]:
-        """Gather one message of each rank, in rank order.
+        """Gather one message from each rank, in rank order.
 
         If any rank sent an error, all ranks raise it.
         """

@@ -1,4 +1,4 @@
-"""Schemas of the custom operators, which list the arguments that a torch.compile graph carries."""
+"""Schemas of the custom operators, which list the options that a torch.compile graph can carry."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ NUM_OPTIONS = len(names_of(Options))
 
 
 def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
-    """Return the fields that a graph carries, in the order of the operator's arguments.
+    """Return the values of the fields that a graph carries, in the operator's argument order.
 
     Raises a ValueError if a field that a graph cannot carry does not have its default value.
     `call.public` runs such calls outside of graphs.
     """
     for name, value in zip(options._fields, options, strict=True):
-        # Test the name first. The value of a field in TYPES may be a traced tensor, which has no
-        # truth value.
+        # Test the name before the value. The value of a field in TYPES may be a traced tensor,
+        # which has no truth value.
         if name not in TYPES and value:
             raise argument_error(
                 name, "its default in a graph of torch.compile", type(value).__name__
@@ -60,10 +60,10 @@ def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
 
 
 def options_of(values: Row) -> Options:
-    """Build Options from the result of `graph_fields`."""
+    """Build Options from the values that `graph_fields` returned."""
     return Options(**dict(zip(names_of(Options), values, strict=True)))
 
 
 def row_options_of(values: Row) -> RowOptions:
-    """Build RowOptions from the result of `graph_fields`."""
+    """Build RowOptions from the values that `graph_fields` returned."""
     return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))

@@ -1,9 +1,9 @@
-"""Check argument values. A failed check raises a ValueError that names the argument.
+"""Checks of argument values. A failed check raises a ValueError that names the argument.
 
-Values on the CPU are checked at once. With `validate="full"`, values on a GPU are checked at once,
-too. With `validate="auto"`, the checks on a GPU do not wait for the device: their flags are copied
-to the host in the background, and the next call that finds a flag raises the error. Until then ids
-and offsets are clamped, so that no kernel reads out of bounds.
+Values on the CPU are checked at once. With `validate="full"`, values on a GPU are also checked at
+once. With `validate="auto"`, the checks on a GPU do not wait for the device: their error flags are
+copied to the host in the background, and the next call that finds a flag raises the error. Until
+then, ids and offsets are clamped, so that no kernel reads out of bounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Check = tuple[Tensor, str]  # 0-d bool that is set on an error, and the message
 
 
 class _Pending(NamedTuple):
-    """Checks of a GPU call whose flags are being copied to the host."""
+    """The checks of one GPU call, whose error flags are being copied to the host."""
 
     flags: Tensor  # (K,) bool on the host, valid after `ready`
     ready: torch.cuda.Event
@@ -49,12 +49,12 @@ _lock = threading.Lock()
 
 
 def is_checked_later(x: Tensor, validate: str) -> bool:
-    """Return whether a later call reports errors in x. The current call must then clamp x."""
+    """Return whether errors in x are reported only by a later call. This call must then clamp x."""
     return x.is_cuda and validate == "auto"
 
 
 def raise_pending() -> None:
-    """Raise a ValueError for the errors of earlier GPU calls whose flags have reached the host."""
+    """Raise a ValueError if an error flag of an earlier GPU call has reached the host."""
     if not _pending or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return
     arrived: list[_Pending] = []
@@ -77,7 +77,7 @@ def raise_pending() -> None:
 def check_values(checks: list[Check], validate: str) -> None:
     """Raise a ValueError for the first check whose error flag is set.
 
-    Flags on a GPU are queued for a later call unless `validate` is "full".
+    Error flags on a GPU are queued for a later call, unless `validate` is "full".
     """
     if not checks or is_capturing(checks[0][0]):
         return
@@ -93,10 +93,10 @@ def check_values(checks: list[Check], validate: str) -> None:
 
 
 def value_check(x: Tensor, is_bad: Tensor, expected: str, on_device: str) -> Check:
-    """Return a check that fails if an element of x is bad.
+    """Return a check that fails if an element of x is not allowed.
 
-    On the CPU the message names the first bad value and the number of bad values. Reading them from
-    a GPU would cost a sync, so there the message contains `on_device` instead.
+    On the CPU, the message names the first bad value and the number of bad values. Reading them
+    from a GPU would cost a sync, so the message for a GPU tensor contains `on_device` instead.
 
     Args:
         x: the values.
@@ -117,14 +117,14 @@ def is_positive(x: Tensor) -> Tensor:
 
 
 def is_not_finite(x: Tensor) -> Tensor:
-    # Use this form instead of ~torch.isfinite(x), because it needs two kernel launches fewer. NaN <
-    # inf is False, so NaN is bad, too.
+    # Compare with inf instead of calling ~torch.isfinite(x), which needs two more kernel launches.
+    # NaN < inf is False, so NaN counts as bad, too.
     return ~(x.abs() < torch.inf)
 
 
-# Each argument has the expected values, a description of bad values, and the test for bad values.
-# old_logps may be -inf, because the ratio is clamped. ref_logps must be finite, because an infinite
-# value would give an infinite KL.
+# Rules for the values of arguments, by name. Each rule contains the expected values, a description
+# of bad values, and a test for bad values. old_logps may be -inf, because the ratio is clamped.
+# ref_logps must be finite, because an infinite value would give an infinite KL.
 ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
 RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
@@ -136,7 +136,7 @@ RULES: ValueRules = {
     "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
-# This limit applies to functions that compute logps from logits, so that logps are at most 0.
+# Functions that compute logps from logits allow old, reference and sampling logps up to this limit.
 # `RULES` has no upper limit for logps, because `grpo_loss` also accepts log-densities of continuous
 # actions, which may be positive.
 ROUNDING = 1e-2  # nats above 0 that rounding to 16 bits may cause
@@ -145,7 +145,7 @@ LOGPS_RULES = RULES | {
     "old_logps": (_LOGPS, "positive numbers, or NaN", lambda x: ~(x <= ROUNDING)),
     "ref_logps": (f"finite {_LOGPS}", "positive numbers, NaN or inf",
                   lambda x: ~(x <= ROUNDING) | (x == -torch.inf)),
-    # NaN is allowed, because it marks a token without a logp from the sampler.
+    # Allow NaN, which marks a token without a logp from the sampler.
     "sampling_logps": (_LOGPS, "positive numbers", lambda x: x > ROUNDING),
 }  # fmt: skip
 
@@ -202,7 +202,7 @@ def checked_offsets(
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
-    # cummax makes the offsets ascend, so that no length is negative.
+    # Make the offsets ascending with cummax, so that no length is negative.
     return cu.clamp(0, num_rows).cummax(0).values if is_checked_later(cu, validate) else cu
 
 
@@ -228,8 +228,8 @@ def checked_ids(
         if name == "target_ids" and low == IGNORED_TARGET:
             message += IGNORED_HINT
     check_values([((low < 0) | (high >= end), message)], validate)
-    # The kernels index memory by these ids. Clamp them, because the error flag may arrive after the
-    # kernels have run.
+    # Clamp ids on a GPU, because the kernels use them as memory indices and may run before the
+    # error is raised.
     return x.clamp(0, end - 1) if is_checked_later(x, validate) else x
 
 
@@ -275,8 +275,7 @@ def support_rows(
         return None
     own_rows = other_rows = None
     if count < len(lengths):
-        # nonzero() would cost a second sync. nonzero_static() uses the sizes that are already
-        # known.
+        # Use nonzero_static() with the known number of sets. nonzero() would cost a second sync.
         own_rows = torch.nonzero_static(has_set, size=count)[:, 0]
         other_rows = torch.nonzero_static(~has_set, size=len(lengths) - count)[:, 0]
         starts = starts[own_rows]
@@ -301,7 +300,7 @@ def support_rows(
 
 
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-    # Transfer both numbers at once, which costs one GPU sync instead of two.
+    # Copy both numbers to the host at once, which costs one GPU sync instead of two.
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     return count, total
 

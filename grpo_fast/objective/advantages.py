@@ -1,4 +1,4 @@
-"""Group-relative advantages, with one small function for each mode."""
+"""Group-relative advantages, with one function for each mode."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from torch import Tensor
 
 from grpo_fast.errors import argument_error, choice, kind_of, nearest_hint, number, require
 
-# The function of a mode expects (N, G) fp64 rewards, where NaN marks a completion without a reward.
-# Such completions are excluded from means, deviations and counts. A mode may return any advantage
-# for them, because `group_advantages` replaces it with 0.
+# The function of a mode receives (N, G) fp64 rewards, where NaN marks a completion without a
+# reward. Such completions are excluded from means, deviations and counts. The function may return
+# any advantage for them, because `group_advantages` replaces it with 0.
 
 
 def count(r: Tensor) -> Tensor:
-    """Return the number of completions with a reward in each group, (N, 1)."""
+    """Return the number of completions that have a reward in each group, (N, 1)."""
     return (~r.isnan()).sum(-1, keepdim=True)
 
 
 def highest(r: Tensor) -> Tensor:
-    """Return the maximum of each group, (N, 1)."""
+    """Return the maximum reward of each group, (N, 1)."""
     return r.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
 
 
 def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale `a` so that its entries in `known` have mean 0 and standard deviation 1."""
+    """Normalise `a` so that its entries in `known` have mean 0 and standard deviation 1."""
     counted = a[known]
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
 
 def raw_rewards(r: Tensor) -> Tensor:
-    """Return the rewards unchanged, A = r."""
+    """Use the rewards themselves as advantages, A = r."""
     return r
 
 
 def baseline(r: Tensor, *, value: float = 0.0) -> Tensor:
-    """Compute A = r - value, where the constant is independent of the batch.
+    """Compute A = r - value with a constant `value`, which does not depend on the batch.
 
     Source: REINFORCE, Williams 1992
     """
@@ -66,7 +66,7 @@ def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor
 
 
 def maximum(r: Tensor) -> Tensor:
-    """Compute A = r - mean for the group's best completions, and 0 for others.
+    """Compute A = r - mean for the completions with the group's highest reward, and 0 for others.
 
     This is the formula in the text of the CS336 assignment.
     """
@@ -74,21 +74,21 @@ def maximum(r: Tensor) -> Tensor:
 
 
 def maximum_reward(r: Tensor) -> Tensor:
-    """Compute A = r for the group's best completions, and 0 for others.
+    """Compute A = r for the completions with the highest reward of the group, and 0 for others.
 
-    This is what the code of the CS336 assignment computes.
+    This formula is used by the code of the CS336 assignment.
     """
     return torch.where(r == highest(r), r, 0.0)
 
 
 def batch(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
-    """Compute A = (r - group mean) / (std of the batch + eps) (TRL's `scale_rewards="batch"`)."""
+    """Compute A = (r - group mean) / (std of the batch + eps), as TRL's `scale_rewards="batch"`."""
     known = r[~r.isnan()]
     return centered(r) / (known.std(correction=int(unbiased and known.numel() > 1)) + eps)
 
 
 def rloo(r: Tensor) -> Tensor:
-    """Compute A = r - mean of the other completions of the group.
+    """Compute A = r - mean reward of the other completions in the group.
 
     Source: RLOO, https://arxiv.org/abs/2402.14740
     """
@@ -99,7 +99,7 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Compute A = (r - mean of the others) / (std of the others + eps), as NeMo-RL does.
 
     The others are the other completions of the group. If their rewards are all equal, or there is
-    only one other reward, A is not divided.
+    only one of them, A is not divided by the standard deviation.
     """
     diagonal = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
     # Build an (N, G, G) tensor in which row i has the rewards of the group, with NaN instead of the
@@ -114,7 +114,7 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Compute A = (r - mean) / (mean + eps) from rewards >= 0 (MaxRL)."""
+    """Compute A = (r - mean) / (mean + eps) of the group, from rewards >= 0 (MaxRL)."""
     least = r.nan_to_num(nan=torch.inf).min().item()
     require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
     return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
@@ -131,7 +131,7 @@ def gdpo(
 
     Source: GDPO, https://arxiv.org/abs/2601.05242
 
-    A reward that is NaN is excluded from the sum of its completion, as in TRL.
+    A NaN reward of a completion is left out of its sum, as in TRL.
 
     Args:
         r: (K, N, G), the rewards.
@@ -141,7 +141,7 @@ def gdpo(
     """
     share = r.new_tensor([*weights] or [1.0] * len(r))[:, None, None]
     a = (share * torch.stack([_zero_equal_groups(MODES[each](x), x) for x in r])).nansum(0)
-    # A completion counts in the statistics if at least one of its rewards is not NaN.
+    # Include a completion in the statistics if at least one of its rewards is not NaN.
     known = a[~r.isnan().all(0)]
     std = known.std(correction=int(known.numel() > 1))
     return torch.where(std > 0, (a - known.mean()) / (std + eps), 0.0)
@@ -151,7 +151,7 @@ def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     # Compare the rewards instead of the advantages. Rounding of the mean could leave a tiny
-    # advantage, which a division by eps would amplify.
+    # advantage, which the division by eps would amplify.
     return torch.where(lowest == highest(r), 0.0, a)
 
 
@@ -206,7 +206,8 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# Each numeric option has a description of its allowed values, for the error message, and a test.
+# For each numeric option, a description of its allowed values for the error message, and a function
+# that tests a value.
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "eps": ("a finite number >= 0", lambda x: x >= 0),
     "value": ("a finite number", lambda x: True),
@@ -214,8 +215,8 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "clip_high": ("None or a number >= 0", lambda x: x >= 0),
 }
 
-# These modes do not compare completions within a group, so a group with one completion or with
-# equal rewards keeps its advantages.
+# Modes that do not compare completions within a group. A group with one completion or with equal
+# rewards is therefore allowed to have nonzero advantages.
 WITHOUT_GROUPS = ("rewards", "baseline")
 
 
@@ -301,7 +302,8 @@ def group_advantages(
     advantages = function(grouped, **options)
     if mode not in (*WITHOUT_GROUPS, "gdpo"):
         advantages = _zero_equal_groups(advantages, grouped)
-    # 3. Set completions without a reward to 0, apply the bounds, and check the range of fp32.
+    # 3. Set the advantage of completions without a reward to 0, apply the bounds, and reject
+    # advantages that fp32 cannot represent.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
     if clip_low is not None or clip_high is not None:
         advantages = advantages.clamp(clip_low, clip_high)
@@ -312,7 +314,7 @@ def group_advantages(
 
 
 def check_group_size(mode: str, group_size: int) -> None:
-    """Raise a ValueError for groups of one if the mode compares within groups."""
+    """Raise a ValueError if groups have one completion and the mode compares within groups."""
     fits = group_size > 1 or mode in WITHOUT_GROUPS
     expected = f"at least 2 of mode {mode!r}"
     require(fits, "group_size", expected, "1: all advantages would be 0")
@@ -331,8 +333,7 @@ def check_options(mode: str, options: Mapping[str, Any]) -> None:
         elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         elif name == "weights":
-            # Accept only lists and tuples. A string is a sequence, too, so a test for sequences
-            # would accept it.
+            # Accept only lists and tuples. A test for sequences would also accept a string.
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:

@@ -2,7 +2,8 @@
 
 The weights are known before the forward pass. If `num_items_in_batch` and
 `num_completions_in_batch` contain the totals of the whole optimizer step, loss and gradient do not
-depend on how the step is split into micro-batches and ranks. "token_mean_local" is the exception.
+depend on how the step is split into micro-batches and ranks. The only exception is
+"token_mean_local".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Total = float | Tensor  # a number, or a 0-d tensor on a device
 
 
 class Counts(NamedTuple):
-    """Totals by which an aggregation may divide the token weights."""
+    """Numbers of completions and tokens, by which an aggregation may divide the token weights."""
 
     active: int  # active tokens of this call, at least 1
     tokens: Total  # num_items_in_batch; if None, `active`
@@ -27,10 +28,10 @@ class Counts(NamedTuple):
 
 
 class Aggregation(NamedTuple):
-    """One way to compute the weights of tokens.
+    """Rule for the weights of the tokens.
 
     Attributes:
-        total: returns the divisor of all weights.
+        total: function that returns the divisor of all weights.
         by_length: if True, weights are also divided by the length of the completion, or for
             "prompt_mean" by the number of tokens of all completions of the prompt.
     """
@@ -40,20 +41,24 @@ class Aggregation(NamedTuple):
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    # The weight is 1/(B·|o_b|), the mean over completions of the mean over tokens (DeepSeekMath).
+    # Each token has the weight 1/(B·|o_b|), where |o_b| is the length of its completion. The loss
+    # is the mean over completions of their token means (DeepSeekMath).
     "sequence_mean": Aggregation(lambda counts: counts.completions, by_length=True),
-    # The weight is 1/(active tokens of this call), the mean over these tokens (TRL).
+    # Each token has the weight 1/(active tokens of this call). The loss is the mean over these
+    # tokens (TRL).
     "token_mean_local": Aggregation(lambda counts: counts.active),
-    # The weight is 1/(B·max_completion_length), which has no length bias (Dr. GRPO).
+    # Each token has the weight 1/(B·max_completion_length), which does not depend on the length of
+    # its completion (Dr. GRPO).
     "fixed_length": Aggregation(lambda counts: counts.completions * counts.max_length),
-    # The weight is 1/(active tokens of the whole step), equal for every token (DAPO).
+    # Each token has the same weight, 1/(active tokens of the whole optimizer step) (DAPO).
     "token_mean_global": Aggregation(lambda counts: counts.tokens),
-    # The weight is 1/(prompts·tokens of all completions of the prompt), the mean over prompts
-    # (SkyRL).
+    # Each token has the weight 1/(prompts·tokens of all completions of the prompt). The loss is the
+    # mean over prompts of their token means (SkyRL).
     "prompt_mean": Aggregation(
         lambda counts: counts.completions / counts.group_size, by_length=True
     ),
-    # The weight is 1/B, the mean over completions of the sum over tokens (LUSPO).
+    # Each token has the weight 1/B. The loss is the mean over completions of their token sums
+    # (LUSPO).
     "sequence_sum": Aggregation(lambda counts: counts.completions),
 }
 

@@ -1,4 +1,4 @@
-"""Running mean of rewards as the baseline, for `advantages: baseline` with `running: true`."""
+"""Running mean of rewards, the baseline of `advantages: baseline` with `running: true`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RunningBaseline:
 
     @property
     def value(self) -> float:
-        """Baseline of the next step."""
+        """Return the baseline of the next step."""
         return self.start if self.mean is None else self.mean
 
     def update(self, rewards: Tensor) -> None:
-        """Update the mean with the rewards (N,) of a step.
+        """Update the running mean with the rewards of a step, (N,). Ignore NaN.
 
         NaN marks a completion without a reward.
         """
@@ -51,7 +51,7 @@ class RunningBaseline:
 
 
 def running_baseline(mode: str, options: Mapping[str, Any]) -> RunningBaseline | None:
-    """Return the running baseline that a configuration selects, or None.
+    """Return the running baseline that the options of a mode select, or None if they select none.
 
     Mode "baseline" uses a running baseline by default, unless `value` sets a constant.
     """

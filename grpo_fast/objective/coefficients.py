@@ -1,4 +1,4 @@
-"""Compute the loss of per-token logps, dL/dlogp and dL/dentropy, without autograd."""
+"""Loss of per-token logps, and its derivatives dL/dlogp and dL/dentropy, without autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """Inputs of a token-level loss for every row, which are known before the forward pass."""
+    """Inputs of a token-level loss for each row, all of which are known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -27,7 +27,7 @@ class RowTerms(NamedTuple):
     grad_entropy: Tensor | None = None  # (T,)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
-        """Return the terms with `function` applied to every tensor."""
+        """Apply `function` to every tensor of the terms, and return new terms."""
 
         def changed(x: Tensor | None) -> Tensor | None:
             return None if x is None else function(x)
@@ -38,7 +38,7 @@ class RowTerms(NamedTuple):
         )  # fmt: skip
 
     def rows(self, index: slice) -> RowTerms:
-        """Return the terms of a slice of rows."""
+        """Return the terms of the rows in a slice."""
         return self.map(lambda x: x[index])
 
 
@@ -75,10 +75,11 @@ def token_loss(
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
     elif objective.ratio_kind == "detached_mean":
-        # Set the slope to 0 where the mean log ratio is clamped.
+        # Set the slope to 0 where the mean log ratio was clamped, because the loss is constant
+        # there.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
-    # 3. Weight the loss, and convert the slope to dL/dlogp.
+    # 3. Multiply the loss by the token weights, and convert the slope to dL/dlogp.
     keep_entropy = high_entropy_mask(entropy, config)
     weights = policy_weights(correction, keep_entropy, tokens, config)
     if objective.ratio_kind == "geometric":
@@ -88,7 +89,7 @@ def token_loss(
     else:
         grad = weights * slope
     # Restore NaN in the result. Comparisons and masks in the loss functions turn NaN into finite
-    # values, so a broken model would not be noticed.
+    # values, which would hide that the model is broken.
     is_nan = logps.isnan() | ratio.log.isnan()
     grad, policy = (torch.where(is_nan, torch.nan, x) for x in (grad, weights * loss))
 
@@ -121,8 +122,8 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # Pass old_logps instead of the logps, which are not known yet. These corrections do not
-        # read the logps.
+        # Pass old_logps in place of the logps, which are not known yet. These corrections do not
+        # use the logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:
@@ -138,7 +139,7 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
 
 
 def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Compute policy_weights·ℓ + kl_weights·KL of every row, and its derivative.
+    """Compute the loss policy_weights·ℓ + kl_weights·KL of every row, and its derivative.
 
     Args:
         logps: (T,), fp32.
@@ -154,7 +155,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
     loss, slope = OBJECTIVES[config.loss_type].function(
         logps, log_ratio, advantages, *config.params
     )
-    # Use where(), because an infinite loss times a weight of 0 would be NaN.
+    # Use where() instead of a product, because an infinite loss times a weight of 0 would be NaN.
     losses = torch.where(weights == 0, 0.0, weights * loss)
     grad = torch.where(weights == 0, 0.0, weights * slope)
     if kl_weights is not None and ref_logps is not None:
@@ -165,13 +166,13 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
             kl = kl * ratio
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
-    # Restore NaN where the logp is NaN. Comparisons and zero weights hide a NaN, so a broken model
-    # would not be noticed.
+    # Restore NaN where the logp is NaN. Comparisons and zero weights turn it into a finite value,
+    # which would hide that the model is broken.
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
 def high_entropy_mask(entropy: Tensor | None, config: LossConfig) -> Tensor | None:
-    """Return a mask (T,) of the tokens with the highest entropies, or None to keep all tokens."""
+    """Return a mask of the tokens with the highest entropies, (T,), or None to keep all tokens."""
     if config.top_entropy_quantile >= 1 or entropy is None:
         return None
     if entropy.numel() == 0:
@@ -193,7 +194,10 @@ def quantile(x: Tensor, q: float) -> Tensor:
 def policy_weights(
     correction: Corrected, keep_entropy: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Tensor:
-    """Return the weight (T,) of the policy term: aggregation × entropy mask × corrections."""
+    """Return the weight of each token in the policy term, (T,).
+
+    It is the product of the aggregation weight, the entropy mask and the corrections.
+    """
     weights = tokens.token_weights
     if keep_entropy is not None:
         weights = torch.where(keep_entropy, weights, 0.0)
@@ -203,7 +207,7 @@ def policy_weights(
 def weighted_kl(
     logps: Tensor, ratio: Ratio, tokens: Tokens, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the KL of each token and its derivative with respect to the logp.
+    """Compute the KL of each token, and its derivative with respect to the logp.
 
     Returns:
         (kl, grad), each (T,). `kl` is unweighted, and `grad` is multiplied by the token weights.
@@ -212,7 +216,7 @@ def weighted_kl(
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    # Use the ratio of the token if the loss has no differentiable ratio of a token or completion.
+    # If the loss has no differentiable ratio, use the importance ratio of the token.
     has_ratio = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
     r = torch.exp(ratio.log if has_ratio else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r
@@ -221,7 +225,7 @@ def weighted_kl(
 
 
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
-    """Return the weight (T,) of each token's entropy in the mean over the tokens in `keep`."""
+    """Return the weight of each token in the mean entropy of the tokens in `keep`, (T,)."""
     kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
     share = tokens.entropy_weight
     if share is None:

@@ -1,4 +1,4 @@
-"""`LossConfig`, a frozen dataclass with all options of the loss, which it validates."""
+"""`LossConfig`, a frozen dataclass that contains and validates all options of the loss."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NULLABLE = (
     "group_size",
 )  # fmt: skip
 
-# Only some losses read these options. Another loss would ignore them silently, so it is an error to
-# change them. The clip range is exempt, because users keep one range while they try several losses,
-# and because `replace` keeps the default of epsilon_high.
+# Options that only some losses use. It is an error to change one of them for a loss that ignores
+# it. The clip range is exempt, because users keep one range while they try several losses, and
+# because `replace` keeps the default of epsilon_high.
 LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
@@ -173,7 +173,7 @@ class LossConfig:
     entropy_over: str = "support"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by value, except that a temperature tensor equals only itself.
+        """Compare by value, but treat different temperature tensors as unequal.
 
         Tensors are hashed by identity, and equal configs must have equal hashes.
         """
@@ -189,12 +189,12 @@ class LossConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) is not None or name not in NULLABLE:
                 choice(name, getattr(self, name), choices)
-        # Set the field through object, because the dataclass is frozen.
+        # Set the field through `object`, because assignment raises an error in a frozen dataclass.
         object.__setattr__(self, "corrections", corrections_of(self.corrections))
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
-        # The key carries the config through torch.compile, whose graphs accept only strings.
+        # Store the config as a string, the key. A torch.compile graph can carry only strings.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -203,14 +203,14 @@ class LossConfig:
 
     @property
     def key(self) -> str:
-        """JSON string of the config, without a temperature tensor."""
+        """Return the config as a JSON string, without a temperature tensor."""
         key: str = self.__dict__["_key"]
         return key
 
     @staticmethod
     @functools.lru_cache(maxsize=256)
     def from_key(key: str) -> LossConfig:
-        """Return the config of a `key`.
+        """Return the config that has this `key`.
 
         Custom operators pass configs through torch.compile as keys.
         """
@@ -252,7 +252,7 @@ class LossConfig:
         if level not in objective.levels:
             why = f"choose one of {list(objective.levels)}"
             raise conflict(f"importance_sampling_level={level!r}", loss, why)
-        # 2. Check the numbers that an aggregation needs.
+        # 2. Check the numbers that the aggregation needs.
         for name, aggregation in (
             ("max_completion_length", "fixed_length"),
             ("group_size", "prompt_mean"),
@@ -260,14 +260,14 @@ class LossConfig:
             if self.aggregation == aggregation and getattr(self, name) is None:
                 why = f"the mean needs this number; pass {name}"
                 raise conflict(f"{name}=None", f"aggregation={aggregation!r}", why)
-        # 3. Reject options of KL estimators together with an exact KL.
+        # 3. Reject options of the KL estimators if the KL is exact.
         for name in ("kl_times_ratio", "kl_clamp", "kl_input_clamp"):
             value = getattr(self, name)
             default = getattr(LossConfig, name)
             if value != default and self.kl_estimator in EXACT:
                 why = "an exact KL is not estimated from the sampled token's logps"
                 raise conflict(f"{name}={value!r}", f"kl_estimator={self.kl_estimator!r}", why)
-        # 4. Reject options that this loss does not read.
+        # 4. Reject changed options that this loss does not use.
         for name in LOSS_SPECIFIC_OPTIONS:
             value = getattr(self, name)
             default = getattr(LossConfig, name)
@@ -285,7 +285,7 @@ class LossConfig:
 
     @property
     def params(self) -> tuple[float, ...]:
-        """Hyperparameters of the loss function, in the order of its arguments."""
+        """Return the hyperparameters of the loss function, in the order of its arguments."""
         offset = self.cispo_bound == "offset"
         high = self.high_bound
         derived = {
@@ -301,19 +301,19 @@ class LossConfig:
 
     @property
     def high_bound(self) -> float:
-        """`epsilon_high` as a float. The constructor has replaced None with the default."""
+        """Return `epsilon_high` as a float. The constructor has replaced None with the default."""
         assert self.epsilon_high is not None
         return self.epsilon_high
 
     @property
     def kl_limits(self) -> tuple[float, float]:
-        """(kl_clamp, kl_input_clamp), the last arguments of a KL estimator.
+        """Return (kl_clamp, kl_input_clamp), the last two arguments of a KL estimator.
 
         None is converted to inf.
         """
-        value = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
-        reach = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
-        return value, reach
+        value_max = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
+        d_max = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
+        return value_max, d_max
 
     @property
     def uses_reference(self) -> bool:

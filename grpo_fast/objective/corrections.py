@@ -1,4 +1,4 @@
-"""Corrections of the policy loss for tokens sampled by a different policy."""
+"""Corrections of the policy loss for tokens that a different policy sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from grpo_fast.errors import argument_error, choice, conflict, names_nearest, nu
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
-# For each level, this function pools the log ratios of a completion. It maps (T,) to (T,).
+# For each level, the function that computes the log ratio of a token from the log ratios of its
+# completion. It maps (T,) to (T,).
 LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "token": lambda tokens, x: x,
     "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
@@ -94,14 +95,14 @@ class Correction:
         return self.kind != "reject"
 
     def is_read(self, tokens: Tokens) -> bool:
-        """Return whether the correction has an effect.
+        """Return whether the correction has an effect on these tokens.
 
         Without sampling_logps, only a correction with ratio "current/behaviour" has an effect.
         """
         return tokens.sampling_logps is not None or self.ratio == "current/behaviour"
 
     def log_ratio(self, logps: Tensor, old_logps: Tensor, tokens: Tokens) -> Tensor:
-        """Return the log ratio (T,) at the level of the correction.
+        """Return the log ratio of each token at the level of the correction, (T,).
 
         The log ratio is 0 where sampling_logps is NaN, which marks a token that the sampler did not
         score.
@@ -111,7 +112,7 @@ class Correction:
         return LEVELS[self.level](tokens, torch.nan_to_num(above - below, nan=0.0))
 
     def inside(self, log_ratio: Tensor, tokens: Tokens) -> Tensor:
-        """Return a mask (T,) of the tokens whose ratio is inside the bounds."""
+        """Return a mask of the tokens whose ratio is inside the bounds, (T,)."""
         kept = torch.ones_like(log_ratio, dtype=torch.bool)
         if self.low:  # skip a low of 0, which excludes nothing and has no log
             kept = log_ratio >= math.log(self.low)
@@ -122,8 +123,8 @@ class Correction:
         return kept | (tokens.advantages >= 0) if self.advantages == "negative" else kept
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
-        """Return the factor (T,) of the policy loss of each token."""
-        # Clamp the log ratio before exp. Otherwise a large log ratio would give inf, and inf·0 is
+        """Return the factor by which the policy loss of each token is multiplied, (T,)."""
+        # Clamp the log ratio before exp. Otherwise, a large log ratio would give inf, and inf·0 is
         # NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
@@ -146,7 +147,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
     """
     if value is None:
         return ()
-    # 1. Accept a single correction or several.
+    # 1. Convert a single correction to a list.
     listed = (value,) if isinstance(value, (Correction, Mapping)) else value
     if not isinstance(listed, Iterable) or isinstance(listed, str):
         raise argument_error("corrections", "Corrections or their fields", repr(value))
@@ -160,7 +161,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
             corrections.append(Correction(**x))
         else:
             raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
-    # 3. Reject two importance weights, which would correct for the same difference twice.
+    # 3. Reject two importance weights, because they would correct for the same difference twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

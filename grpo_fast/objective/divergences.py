@@ -1,4 +1,4 @@
-"""Divergences between a student's distribution p and a teacher's q, as functions of one logit.
+"""Divergences between a student's distribution p and a teacher's distribution q, for one logit.
 
 With the student's logits z and D = Σ_j value_j, each function returns value_j and slope_j =
 p_j·∂D/∂p_j. The callers then compute dD/dz_j = slope_j - p_j·Σ_k slope_k. Triton and C++ compile
@@ -9,9 +9,9 @@ the same source, so the functions use only the operations listed in `losses.py`.
     near    e^-|d| - 1; q - p = (d >= 0 ? p : -q)·near has no cancellation
     beta    the teacher's share in the mixture of "jsd"
 
-Every value is written in the Bregman form of its divergence, which includes Σ(q - p) = 0. In this
-form no term is negative, and nearly equal logits lose no digits. For |d| < 0.5 the values are
-computed with e^x - 1 - x.
+Each value is written as a Bregman divergence, to which Σ(q - p) = 0 is added. No term is then
+negative, and nearly equal logits lose no digits. For |d| < 0.5, the values are computed with e^x -
+1 - x.
 """
 
 from __future__ import annotations

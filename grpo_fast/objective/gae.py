@@ -27,8 +27,8 @@ def gae(
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} - V_{t+k}), where V after the completion's last token is
     `following`. Tokens outside the mask are skipped, for example the output of a tool between two
     turns. The token after t is then the next token inside the mask. The sum over k is computed in
-    fp64 by log2(L) doubling steps over whole tensors. With values of 0 and lam = 1 the result is
-    the discounted return.
+    fp64, in log2(L) steps that each double the number of summed terms. With values of 0 and lam =
+    1, the result is the discounted return.
 
     Args:
         rewards: (B, L), float. Reward of each token.
@@ -68,7 +68,8 @@ def gae(
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         decay = gamma * lam
-    # 2. Move the tokens inside the mask to the front, and find the value that follows each token.
+    # 2. Move the tokens inside the mask to the front, and find the value of the next token for
+    # each.
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
     r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
@@ -76,13 +77,14 @@ def gae(
     if following is not None and length:
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
-    # 3. Sum the discounted errors by doubling, and move the sums back to their positions.
+    # 3. Sum the discounted errors, with twice as many terms after each step, and move the sums back
+    # to the tokens.
     advantages = r + gamma * after - v
-    reach = 1
-    while reach < length:  # invariant: A_t holds the terms k < reach, and decay = (γλ)^reach
-        later = torch.nn.functional.pad(advantages[:, reach:], (0, reach))
+    span = 1
+    while span < length:  # invariant: A_t holds the terms k < span, and decay = (γλ)^span
+        later = torch.nn.functional.pad(advantages[:, span:], (0, span))
         advantages = advantages + decay * later
-        reach = 2 * reach
+        span = 2 * span
         decay = decay * decay
     return torch.zeros_like(advantages).scatter(1, order, advantages).float()
 
@@ -130,8 +132,8 @@ def process_advantages(
     require(fits, "rewards", "finite ones of shape (N*G, L)", kind_of(rewards))
     fits = group_size >= 1 and len(rewards) % group_size == 0
     require(fits, "group_size", f"a divisor of {len(rewards)} completions", group_size)
-    # Use one row per group, so that the mean is over all rewards of the group instead of a mean of
-    # means.
+    # Put all rewards of a group into one row, so that the mean is over the rewards and not over the
+    # means of completions.
     grouped = rewards.double().reshape(len(rewards) // group_size, -1)
     steps = normalized(grouped, eps=eps).reshape(rewards.shape).nan_to_num()
     return steps.flip(-1).cumsum(-1).flip(-1).float()

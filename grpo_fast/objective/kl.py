@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch as tl
 
-# Above this value of d, k3 continues as its tangent. Its value then stays finite, and its gradient
-# still pulls the policy towards the reference.
+# For d above this value, k3 is replaced by its tangent at this value. The estimate then stays
+# finite, and its gradient still pulls the policy towards the reference.
 K3_GUARD = 20.0
 INF = float("inf")
 
@@ -25,67 +25,67 @@ def expm1(x):
 
 
 def expm1_minus(x):
-    """Compute e^x - 1 - x in fp64, because its leading term x²/2 cancels in fp32."""
+    """Compute e^x - 1 - x in fp64. For small x, it is about x²/2 and would cancel in fp32."""
     x64 = x.double()
     return (tl.expm1(x64) - x64).to(x.dtype)
 
 
-# The last arguments of an estimator are `LossConfig.kl_limits`. `most` is the bound of the value,
-# and `reach` is the bound of d.
-def clamped(value, slope, d, most, reach):
-    """Clamp a value to ±most, and set the slope to 0 where the value or d is out of bounds."""
-    inside = (tl.abs(value) <= most) & (tl.abs(d) <= reach)
-    return tl.clamp(value, -most, most), tl.where(inside, slope, 0.0)
+# Every estimator receives `LossConfig.kl_limits` as its last two arguments. They are the bounds of
+# |value| and of |d|.
+def clamped(value, slope, d, value_max, d_max):
+    """Clamp a value to ±value_max. Set the slope to 0 where |value| or |d| exceeds its bound."""
+    inside = (tl.abs(value) <= value_max) & (tl.abs(d) <= d_max)
+    return tl.clamp(value, -value_max, value_max), tl.where(inside, slope, 0.0)
 
 
-def k1(d, most=INF, reach=INF):
-    """Compute -d, an unbiased estimate with high variance."""
-    near = tl.clamp(d, -reach, reach)
-    # Compute the slope 1 as near·0 + 1, so that it has the shape of d, and is NaN where d is NaN.
-    value, slope = clamped(-near, near * 0.0 + 1.0, d, most, reach)
+def k1(d, value_max=INF, d_max=INF):
+    """Compute -d, an unbiased estimate of the KL with high variance."""
+    near = tl.clamp(d, -d_max, d_max)
+    # Write the slope 1 as near·0 + 1, so that it has the shape of d, and is NaN where d is NaN.
+    value, slope = clamped(-near, near * 0.0 + 1.0, d, value_max, d_max)
     return value, slope
 
 
-def absolute(d, most=INF, reach=INF):
-    """Compute |d|."""
-    near = tl.clamp(d, -reach, reach)
+def absolute(d, value_max=INF, d_max=INF):
+    """Compute |d|, the absolute value of the estimate k1."""
+    near = tl.clamp(d, -d_max, d_max)
     side = tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
-    value, slope = clamped(tl.abs(near), side, d, most, reach)
+    value, slope = clamped(tl.abs(near), side, d, value_max, d_max)
     return value, slope
 
 
-def k2(d, most=INF, reach=INF):
+def k2(d, value_max=INF, d_max=INF):
     """Compute d²/2, whose gradient is an unbiased estimate of the gradient of the KL."""
-    near = tl.clamp(d, -reach, reach)
-    value, slope = clamped(0.5 * near * near, -near, d, most, reach)
+    near = tl.clamp(d, -d_max, d_max)
+    value, slope = clamped(0.5 * near * near, -near, d, value_max, d_max)
     return value, slope
 
 
-def k3(d, most=INF, reach=INF):
-    """Compute e^d - d - 1, which is unbiased and never negative. It is linear above d = 20."""
-    inside = tl.clamp(d, -reach, reach)
+def k3(d, value_max=INF, d_max=INF):
+    """Compute the unbiased estimate e^d - d - 1, which is never negative. Linear for d > 20."""
+    inside = tl.clamp(d, -d_max, d_max)
     near = tl.clamp(inside, -1e30, 20.0)
     slope_near = -expm1(near)
     value, slope = clamped(
-        expm1_minus(near) - slope_near * (inside - near), slope_near, d, most, reach
+        expm1_minus(near) - slope_near * (inside - near), slope_near, d, value_max, d_max
     )
     return value, slope
 
 
-# Straight-through estimators have the value of k3 or k1 and the gradient of k2. The clamps apply
-# only to the value, as in verl.
-def k3_straight_through(d, most=INF, reach=INF):
-    value, unused = k3(d, most, reach)
+# Straight-through estimators have the value of k3 or k1, and the gradient of k2. As in verl, the
+# clamps apply only to the value.
+def k3_straight_through(d, value_max=INF, d_max=INF):
+    value, unused = k3(d, value_max, d_max)
     return value, -d
 
 
-def k1_straight_through(d, most=INF, reach=INF):
-    value, unused = k1(d, most, reach)
+def k1_straight_through(d, value_max=INF, d_max=INF):
+    value, unused = k1(d, value_max, d_max)
     return value, -d
 
 
-# These names select exact KLs over the full vocabulary, which `linear_divergence` computes, instead
-# of estimators. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖
+# Names of exact KLs over the full vocabulary, which `linear_divergence` computes instead of an
+# estimator. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖
 # policy).
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 

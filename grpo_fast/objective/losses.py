@@ -1,9 +1,9 @@
-"""Loss functions of one token, with one small function for each loss type.
+"""Loss functions of one token, with one function for each loss type.
 
 A function takes fp32 scalars or tensors `(logp, log_ratio, advantage, *params)`. It returns the
 loss of one token, and the derivative of the loss with respect to log_ratio or logp, as
 `Objective.slope_of` says. The code uses only the operations `+ - * / < <= > >= == & exp log abs
-where clamp` of the module global `tl`. In this file `tl` is torch, so the functions are a readable
+where clamp` of the module global `tl`. In this file, `tl` is torch, so the functions are a readable
 reference. `bind` gives the same code object a different `tl`, so that Triton compiles this source
 (kernels/gpu/rows.py) and C++ is generated from it (kernels/cpu/loss_codegen.py).
 
@@ -18,26 +18,26 @@ from typing import Any, NamedTuple
 
 import torch as tl
 
-# Clamp log ratios to this value before exp. The slope ignores the clamp, so that the gradient still
-# pulls the policy back.
+# Upper bound to which log ratios are clamped before exp. The slope ignores the clamp, so that the
+# gradient still pulls the policy back.
 LOG_RATIO_MAX = 20.0
-# Clamp the mean log ratio of gspo_token (https://arxiv.org/abs/2507.18071) to this value. Above it
-# the slope is 0.
+# Upper bound to which gspo_token (https://arxiv.org/abs/2507.18071) clamps the mean log ratio.
+# Above the bound, the slope is 0.
 MEAN_LOG_RATIO_MAX = 10.0
 
-# The signature is (logp, log_ratio, advantage, *params) -> (loss, slope), for numbers, tensors or
-# Triton values.
+# Type of a loss function with the signature (logp, log_ratio, advantage, *params) -> (loss, slope).
+# The arguments are numbers, tensors or Triton values.
 TokenFunction = Callable[..., Any]
 LEVELS = ("token", "sequence", "sequence_sum")
 
 
 def reinforce(logp, log_ratio, advantage):
-    """Compute -A·logp and its slope (REINFORCE, Williams 1992; "naive" in the CS336 assignment)."""
+    """Compute the loss -A·logp and its slope (REINFORCE, Williams 1992; CS336 calls it "naive")."""
     return -advantage * logp, -advantage
 
 
 def unclipped(logp, log_ratio, advantage):
-    """Compute -r·A with the importance ratio r, and its slope, as in the CS336 assignment."""
+    """Compute the loss -r·A and its slope, where r is the importance ratio (CS336 assignment)."""
     loss = -tl.exp(log_ratio) * advantage
     return loss, loss
 
@@ -55,7 +55,7 @@ def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
 
 
 def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c):
-    """Compute the PPO clip loss, limited to at most -c·A for A < 0.
+    """Compute the loss of `ppo_clip`, but at most -c·A if A < 0.
 
     Source: https://arxiv.org/abs/1912.09729
     """
@@ -99,7 +99,8 @@ def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
 def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
     """Clip the log ratio from above at ε_high if A >= 0, and from below at -ε_low if A < 0.
 
-    `coefficients.py` computes the loss -A·exp(mean of the clipped log ratios) from the result.
+    `coefficients.py` averages the clipped log ratios of a completion, and computes the loss
+    -A·exp(mean).
 
     Source: GMPO, https://arxiv.org/abs/2507.20673
     """
@@ -112,9 +113,10 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute -A·sg(min(r, 20))·lp inside a trust region of p - p_old, as verl does.
+    """Compute the loss -A·sg(min(r, 20))·lp inside a trust region around p_old, as verl does.
 
-    The loss is 0 if p is outside of the trust region and A would push p further away from p_old.
+    The trust region bounds p - p_old. The loss is 0 if p is outside of it and A would push p
+    further away from p_old.
     """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
@@ -124,7 +126,7 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute the loss of `dppo_tv`, but measure the trust region by the binary KL of (p_old, p).
+    """Compute the loss of `dppo_tv`, with a trust region that bounds the binary KL of (p_old, p).
 
     verl does the same.
     """
@@ -144,7 +146,7 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """Compute -(lp·A - β/2·lr²) with the log ratio lr (Kimi k1.5; DRO)."""
+    """Compute the loss -(lp·A - β/2·lr²) with the log ratio lr (Kimi k1.5; DRO)."""
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 

@@ -35,8 +35,8 @@ def token_metrics(
         config: the objective.
         num_rows: N, the number of all rows of the call.
     """
-    # 1. Compute the loss again from the logps of the call, only now that the metrics are read. A
-    # call whose metrics are never read then has no additional cost.
+    # 1. Compute the loss from the logps again, because the terms were not stored. A call whose
+    # metrics are never read thus has no additional cost.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -46,7 +46,7 @@ def token_metrics(
     if result.grad_entropy is not None:
         active = active | (result.grad_entropy != 0)
 
-    # 2. Compute the metrics that every loss has.
+    # 2. Compute the metrics that all losses have.
     is_pooled = objective.ratio_kind in ("sum", "geometric")
     r = torch.exp(ratio.raw.clamp(max=LOG_RATIO_MAX) if is_pooled else ratio.log)
     metrics = {
@@ -56,7 +56,7 @@ def token_metrics(
         "active_tokens": logps.new_full((), float(logps.numel())),
         "skipped_rows": num_rows - active.sum().float(),
     }
-    # 3. Add the metrics of the entropy, the KL, the loss type and the corrections.
+    # 3. Add the metrics of the entropy, the KL, the clipping and the corrections.
     if entropy is not None:
         metrics["entropy"] = mean(entropy)
     if result.kl is not None and tokens.ref_logps is not None:
@@ -81,8 +81,8 @@ def token_metrics(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """Return the names of the metrics of a call, in the order of `token_metrics`."""
     objective = OBJECTIVES[config.loss_type]
-    # Keep the order of `token_metrics`. A torch.compile graph returns the values without names, so
-    # a different order would assign the names to the wrong values.
+    # Keep the names in the order of `token_metrics`. A torch.compile graph returns the values
+    # without names, so in a different order each value would get the wrong name.
     names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
     names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []
@@ -108,7 +108,7 @@ def correction_metrics(correction: Corrected, logps: Tensor) -> dict[str, Tensor
     """Return the metrics of the corrections, keyed by name.
 
     They are the share of dropped tokens, the share of clamped ratios, and the effective sample size
-    as a share of the tokens, (Σw)²/(n·Σw²).
+    divided by the number of tokens, (Σw)²/(n·Σw²).
     """
     weights = correction.apply(torch.ones_like(logps))
     clipped = torch.zeros_like(logps) if correction.clipped is None else correction.clipped.float()
@@ -124,7 +124,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 def extents(name: str, x: Tensor) -> dict[str, Tensor]:
-    """Return the mean, minimum and maximum of x (T,), keyed by name. An empty x gives zeros."""
+    """Return the mean, minimum and maximum of x (T,), keyed by name. For an empty x, they are 0."""
     low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
     return {
         f"{name}/{how}": value for how, value in zip(EXTENTS, (mean(x), low, high), strict=True)
@@ -145,7 +145,7 @@ def sampling_metrics(
 
 
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
-    """Return the fractions of tokens whose ratio is below, above, or on either side of the range.
+    """Return the fractions of tokens whose ratio is below or above the clip range, and their sum.
 
     A token counts only if its advantage pushes the ratio further out of the clip range.
     """
@@ -159,7 +159,8 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        # Replace the mean 0 of an empty completion by 1, because it must not become the minimum.
+        # Replace the mean of an empty completion, which is 0, by 1, because 0 would become the
+        # minimum.
         filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()

@@ -1,4 +1,4 @@
-"""Importance ratios and corrections of an objective, clamped so that exp cannot overflow."""
+"""Importance ratios and corrections of an objective. Clamps prevent an overflow of exp."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
 
-# For each level with one ratio per completion, the function that pools the log ratios of its
-# tokens. The backward pass pools slopes in the same way.
+# For each level that has one ratio per completion, the function that pools the log ratios of the
+# completion's tokens. Gradients with respect to the log ratios are pooled in the same way.
 POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "sequence": Tokens.completion_mean,
     "sequence_sum": Tokens.completion_sum,
@@ -24,11 +24,11 @@ POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
 
 
 class Ratio(NamedTuple):
-    """Importance ratios of the tokens."""
+    """Importance ratios of the tokens, and how they are pooled over completions."""
 
     raw: Tensor  # (T,) logp - old_logp
     log: Tensor  # (T,) log ratio that the loss function receives
-    # Function that pools the log ratios of a completion, (T,) → (B,). None: one ratio per token.
+    # Function that pools the log ratios of each completion, (T,) → (B,). None: one ratio per token.
     pool: Callable[[Tokens, Tensor], Tensor] | None = None
 
     def slope_to_logps(self, slope: Tensor, tokens: Tokens) -> Tensor:
@@ -55,7 +55,7 @@ def importance_ratio(
     raw = logps - old_logps
     kind = OBJECTIVES[config.loss_type].ratio_kind
     if kind == "sum":
-        # Clamp to the same bounds and in the same order as TRL's get_gamma_weights.
+        # Use the bounds and the order of operations of TRL's get_gamma_weights.
         log_weight = tokens.completion_sum(raw.clamp(-20.0, 20.0))
         if sampling is not None:
             log_sampling = sampling.log().clamp(LOG_TINY, 20.0)
@@ -64,7 +64,8 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if kind == "detached_mean":
-        # Treat the mean as a constant. The slope applies to the logp of the token instead.
+        # Treat the mean as a constant. The slope of the loss is with respect to the token's logp
+        # instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)
@@ -74,14 +75,14 @@ def importance_ratio(
 
 
 class Corrected(NamedTuple):
-    """Weights and masks of the policy term."""
+    """Weights and masks with which the corrections change the policy term."""
 
     weights: Tensor | None = None  # (T,); None: 1
     kept: Tensor | None = None  # (T,) bool; None: all
     clipped: Tensor | None = None  # (T,) bool: ratios that "truncate" clamped
 
     def apply(self, weights: Tensor, *, weigh: bool = True) -> Tensor:
-        """Multiply weights (T,) by the corrections. With `weigh=False` apply only the masks."""
+        """Multiply weights (T,) by the corrections. With `weigh=False`, apply only the masks."""
         if self.kept is not None:
             weights = torch.where(self.kept, weights, 0.0)
         return weights * self.weights if weigh and self.weights is not None else weights

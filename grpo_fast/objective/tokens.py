@@ -9,19 +9,20 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Inputs of the objective for every active token, except the logp, in fp32 unless noted."""
+    """Inputs of the objective for the active tokens, except the logps, in fp32 unless noted."""
 
     advantages: Tensor  # (T,)
     token_weights: Tensor  # (T,) w_t of the aggregation
-    # Factor of each entropy in the bonus. None: 1/(number of tokens kept by the entropy mask).
+    # The weight of each token's entropy in the entropy bonus. None: 1/(number of tokens that the
+    # entropy mask keeps).
     entropy_weight: float | Tensor | None
     lengths: Tensor  # (B,) int64
     segments: Tensor  # (T,) int64: completion of each token
     old_logps: Tensor | None  # (T,)
     ref_logps: Tensor | None  # (T,)
     sampling_logps: Tensor | None  # (T,)
-    # A 0-d power of two that multiplies the loss and its derivatives, so that fp16 gradients do not
-    # underflow. None: 1.
+    # A power of two, 0-d, by which the loss and its derivatives are multiplied so that fp16
+    # gradients do not underflow. None: 1.
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:
@@ -31,9 +32,9 @@ class Tokens(NamedTuple):
     def completion_sum(self, x: Tensor) -> Tensor:
         """Return the sum of x (T,) over each completion, (B,) fp64.
 
-        The tokens are added in order, so that the result is deterministic.
+        The tokens are added in order, so the result is reproducible.
         """
-        # unsafe=True skips the check of the lengths, which would cost a GPU sync.
+        # Pass unsafe=True to skip the check of the lengths, which would cost a GPU sync.
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True)
 
     def completion_mean(self, x: Tensor) -> Tensor:

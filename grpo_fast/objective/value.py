@@ -1,4 +1,4 @@
-"""Per-token losses of a value function: squared error, clipped squared error, or Huber."""
+"""Per-token losses of a value function: squared error, clipped squared error, or Huber loss."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def value_losses(
         clipped    max((V − R)², (V_old + clamp(V − V_old, −epsilon, epsilon) − R)²)/2
         huber      (V − R)²/2 for |V − R| <= delta, otherwise delta·(|V − R| − delta/2)
 
-    Where the clipped term is the maximum, the gradient is 0, because the value has already moved by
-    epsilon.
+    Where the second term of "clipped" is the maximum, the gradient is 0, because the value has
+    already moved by more than epsilon.
 
     Args:
         values: (R,), the values, which may require grad.
@@ -54,7 +54,7 @@ def value_losses(
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:  # (R,) each → 0-d
-    """Return 1 − Var(returns − values)/Var(returns), a 0-d fp64 tensor.
+    """Return the explained variance 1 − Var(returns − values)/Var(returns), 0-d fp64.
 
     The result is 1 for a perfect critic and 0 for a constant. It is NaN if the returns do not vary.
     """

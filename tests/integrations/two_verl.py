@@ -21,9 +21,9 @@ from tests.integrations.two_trl import Result, outcome
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
-# The value of the option use_fused_kernels in verl's run and in our run. In "logits", verl's run
-# does not use its fused head, because this head fails for an untied head, which verl's engine
-# shards in a separate group.
+# The option use_fused_kernels in verl's run and in our run. In the mode "logits", verl runs without
+# its fused kernel. The kernel fails if the LM head is untied, because verl's engine then shards the
+# LM head in a group of its own.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 

@@ -125,9 +125,10 @@ def test_a_flat_softmax_keeps_everything():
 
 
 def test_masses_hold_the_coefficients():
-    """Check that the mass of a column is the sum of |d| over its rows, times the rows' scale.
+    """Check that the mass of a column is the sum over its rows of |d| times the scale of the row.
 
-    `heavy_columns` must then drop the columns with the smallest masses, and keep NaN.
+    Also check that `heavy_columns` drops the columns with the smallest masses, and that it keeps a
+    column whose mass is NaN.
     """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])

@@ -319,9 +319,10 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
 
 @pytest.mark.parametrize("loss_type", LEAVES)
 def test_every_leaf(rows, loss_type: str) -> None:
-    """Check that every loss function agrees with the oracle, with three logit transforms.
+    """Check every loss function against the oracle with three logit transforms.
 
-    The calls also leave out old_logps or the reference, and some weights are 0.
+    Each transform is checked with all inputs, without old_logps, and without a reference. Some
+    weights are 0.
     """
     x = make_loss(MANY)
     x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0

@@ -88,7 +88,7 @@ PLANTS = {
         ("triton-support-shrink", "triton_support", "the slope of a tile keeps an old maximum",
          "others = others * rescale + tl.sum", "others = others + tl.sum"),
         ("triton-support-moment", "triton_support", "the entropy ignores that the target raises the maximum",
-         "exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale\n    # 5. Statistics.", "exp_z_sum = exp_z_sum * rescale\n    # 5. Statistics."),
+         "exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale\n    # 5. Compute the statistics of the row.", "exp_z_sum = exp_z_sum * rescale\n    # 5. Compute the statistics of the row."),
         ("triton-support-bend", "triton_support", "the slope ignores the soft cap of the other ids",
          "e *= f\n", "e *= 1.0\n"),
         ("triton-support-slope-scale", "triton_support", "the slope ignores the temperature",

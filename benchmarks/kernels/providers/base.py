@@ -1,4 +1,4 @@
-"""Base class of the providers, and the functions with which they build their steps."""
+"""Base class of the providers, and functions that build the steps of a provider."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class Provider(NamedTuple):
-    """Implementation of an operation that a benchmark measures.
+    """An implementation of an operation that a benchmark measures.
 
     Attributes:
         name: name in the tables.
@@ -26,8 +26,8 @@ class Provider(NamedTuple):
             entropy that has no coefficient per token and therefore computes a different loss.
         prepare: function that returns the `Step` of a `Problem`.
         needs: package that the provider imports, or None.
-        why_not: function of device type and dtype. Returns the reason why the provider cannot run,
-            or None.
+        why_not: function of device type and dtype that returns why the provider cannot run, or
+            None.
         wide_logits: number of fp32 buffers of N·V elements that the provider has in memory at the
             same time. The provider is skipped if they do not fit.
     """
@@ -40,7 +40,7 @@ class Provider(NamedTuple):
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Return the reason why this provider cannot run, or None. `shape` adds a memory check."""
+        """Return why this provider cannot run, or None. With `shape`, also check the memory."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         reason = self.why_not(device, dtype)

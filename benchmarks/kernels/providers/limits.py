@@ -1,4 +1,4 @@
-"""Lower limits of the time: the matrix products alone, and a copy of the logits."""
+"""Lower limits of the time of an operation: its matrix products, or a copy of the logits."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
-    """Return the `why_not` function of a backend: the reason why it cannot run, or None."""
+    """Return a function that returns why a backend cannot run, or None if it can."""
 
     def why_not(device: str, dtype: torch.dtype) -> str | None:
         from grpo_fast.kernels import route as backends
@@ -41,7 +41,7 @@ def config() -> Any:
 
 
 def loss(backend: str) -> Callable[[Problem], Step]:
-    """Return the `prepare` function for `linear_grpo_loss`, forward and backward."""
+    """Return the `prepare` function that measures `linear_grpo_loss`, forward and backward."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_grpo_loss

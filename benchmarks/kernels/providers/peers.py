@@ -29,7 +29,7 @@ from benchmarks.kernels.shapes import COMPLETIONS
 from benchmarks.measure import Step
 
 IGNORED = -100
-# A function that prepares a problem and returns a function without arguments. The latter computes
+# Type of a function that prepares a problem. It returns a function without arguments that computes
 # logps (N,). The logps of masked rows are ignored.
 Logps = Callable[[Problem], Callable[[], Tensor]]
 
@@ -110,7 +110,7 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with verl's Triton kernel. The kernel always computes the entropy, too."""
+    """Compute logps with verl's Triton kernel, which always computes the entropy as well."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return lambda: linear_cross_entropy(
@@ -253,8 +253,8 @@ def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-# Peers that compute logps. The value of each name has the function that prepares the logps, the
-# required package, the `why_not` function, and the number of fp32 buffers of N·V elements.
+# Peers that compute logps. For each name: the function that prepares the logps, the required
+# package, the `why_not` function, and the number of fp32 buffers of N·V elements.
 LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None], float]] = {
     "plain torch": (plain, None, runs_anywhere, 3.0),
     "torch.compile": (compiled, None, runs_anywhere, 2.0),

@@ -28,7 +28,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
-    `saved.out` and `saved.lse` may be merged with the results for keys of other calls.
+    `saved.out` and `saved.lse` may have been merged with the results of other calls, which used
+    other keys.
     """
     given = map(contiguous_rows, (grad, *saved[:4]))
     operator = loader.operator("attention", "attention_backward")

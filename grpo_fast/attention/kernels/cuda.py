@@ -1,9 +1,9 @@
-"""FlashAttention over spans on CUDA, by torch's built-in kernels or by the packages 2, 3 and 4.
+"""FlashAttention over spans on CUDA, from torch or from a package for version 2, 3 or 4.
 
 Inputs are q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits, with D a multiple of 8 up to 256, and
 int32 offsets of the spans. Outputs are the attention output and lse (H, Tq) in fp32. Each function
-calls the same operator as the autograd class of its library. The backward pass can therefore
-receive an output and lse that were merged from several calls.
+calls the operator that the autograd class of its library also calls. The backward pass can
+therefore receive an output and lse that were merged from several calls.
 
 The signatures match torch 2.11 to 2.13, flash-attn 2.8, flash_attn_interface (FA3) and
 flash_attn.cute (FA4). The backward pass is deterministic if torch uses deterministic algorithms.
@@ -22,15 +22,15 @@ from grpo_fast.attention.spans import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Return upper bounds of the lengths of query and key spans.
+    """Return the maximum lengths of query spans and of key spans.
 
-    The bound for queries is at least 2, because FA2 uses its decoding path for a single query.
+    The maximum for queries is at least 2, because FA2 uses its decoding path for a single query.
     """
     return max(2, *spans.queries), max(spans.keys)
 
 
 def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
-    """Return the numbers of visible keys left and right of a query's position; −1 for all keys."""
+    """Return how many keys left and right of its position a query sees; −1 means all."""
     if not spans.causal:
         return -1, -1
     return (-1 if params.window is None else params.window - 1), 0
@@ -47,7 +47,7 @@ def aten_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attentio
 
 def aten_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     left, right = window_of(spans, params)
-    # Pass an unused state of the random generator. The kernel would read it only for dropout.
+    # Pass an unused random state, because the kernel reads it only for dropout.
     state = torch.empty(2, dtype=torch.uint64, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
         grad, *saved[:4], saved.lse.contiguous(), spans.cu_q, spans.cu_k, *longest(spans), 0.0,
@@ -64,7 +64,7 @@ def fa2_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 
 def fa2_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
-    # Allocate the gradients here, because the library writes into tensors of the caller.
+    # Allocate the gradients here, because the library writes them into tensors of the caller.
     gradients = _like(*saved[:3])
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
         grad, *saved[:4], saved.lse.contiguous(), *gradients, dropout_p=0.0, causal=spans.causal,
@@ -89,8 +89,8 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     return dq, dk, dv
 
 
-# The next two functions use flash_attn.cute (FA4), which expects None for "all keys" and derives
-# the right side of a causal window itself.
+# The next two functions use flash_attn.cute (FA4). It expects None for "all keys", and sets the
+# right side of a causal window itself.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)
@@ -99,7 +99,7 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: Attention
 
 def fa4_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionParams) -> Gradients:
     if 0 in spans.queries:
-        # Drop spans of keys without queries. With such a span, the first releases of FA4 hang or
+        # Drop spans of keys without queries, because the first releases of FA4 hang on them or
         # store undefined values.
         inner, rows = spans.with_queries
         seen = saved._replace(k=saved.k[rows], v=saved.v[rows])

@@ -1,7 +1,7 @@
-"""Attention with explicit scores for any device, window and softcap.
+"""Attention with explicit scores, for any device, window and softcap.
 
 The scores are computed for one chunk of queries at a time, and only with the keys that the chunk
-can see. `CHUNK_SCORES` bounds the memory. Products are computed in fp32 or fp64.
+attends to. `CHUNK_SCORES` bounds the memory. Products are computed in fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from grpo_fast.attention.kernels.kernel import Gradients, Result, Saved, over_spans
 from grpo_fast.attention.spans import AttentionParams
 
-# Largest number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
+# Maximum number of scores in one chunk, heads·queries·keys. 4M scores need 16 MiB in fp32.
 CHUNK_SCORES = 2**22
-# Smallest number of queries in a chunk, because matrix products with fewer rows are slow.
+# Minimum number of queries in a chunk, because matrix products with fewer rows are slow.
 LEAST_QUERIES = 16
 
 
@@ -44,8 +44,8 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
     acc_dtype = lse.dtype
     qs, ks, vs = _heads(*saved[:3])
     gs, os = (x.transpose(0, 1).to(acc_dtype) for x in (grad, saved.out))
-    # Compute the gradient of the scores as FlashAttention does, dS = P∘(dP − D) with D =
-    # rowsum(dO∘O).
+    # Compute the gradient of the scores with the formula of FlashAttention, dS = P∘(dP − D) with D
+    # = rowsum(dO∘O).
     delta = (gs * os).sum(-1)
     dq = qs.new_empty(qs.shape, dtype=acc_dtype)
     dk, dv = (x.new_zeros(x.shape, dtype=acc_dtype) for x in (ks, vs))
@@ -63,7 +63,7 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
 
 
 def _heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as (H, L, D). Keys and values are repeated for each query head."""
+    """Return q, k and v as (H, L, D). Each key head is repeated for its query heads."""
     groups = q.shape[1] // k.shape[1]
     ks, vs = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     return q.transpose(0, 1), ks, vs
@@ -73,7 +73,7 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
     """Yield chunks of queries (H, L, D) whose scores fit into CHUNK_SCORES."""
     heads, queries, _ = q.shape
     keys = k.shape[1]
-    # Align causal spans at the bottom right, so that query i sees the keys up to i + before.
+    # Align causal spans at the bottom right: query i attends to the keys up to i + before.
     before = keys - queries
     rows = max(LEAST_QUERIES, CHUNK_SCORES // (heads * keys))
     if window is not None:
@@ -94,7 +94,7 @@ def _chunks(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Iterator[
 def _scores(
     q: Tensor, k: Tensor, chunk: Chunk, params: AttentionParams
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the masked scores of a chunk and the slope of the softcap.
+    """Compute the masked scores of a chunk, and the derivative of the softcap.
 
     Returns:
         (scores, slope), each (H, queries, keys). The slope is None without a softcap.

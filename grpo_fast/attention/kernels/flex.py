@@ -1,7 +1,7 @@
-"""torch's flex_attention for packed rows, for CUDA inputs that no FlashAttention supports.
+"""Attention of packed rows with torch's flex_attention, for inputs without a FlashAttention.
 
-The block mask is built one row of blocks at a time, because `create_block_mask` would store T²
-entries.
+It is used on CUDA. The block mask is built one row of blocks at a time, because `create_block_mask`
+would store T² entries.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BLOCK = 128
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
-    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
+    """Compute the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
 
     The function is differentiable.
     """
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
-    # Compile only on CUDA. Uncompiled flex_attention stores all T² scores, which is acceptable in
-    # the CPU tests.
+    # Compile only on CUDA. On the CPU, which only tests use, uncompiled flex_attention stores all
+    # T² scores.
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -54,7 +54,8 @@ def _score_mod(softcap: float | None) -> Any:
 def _block_mask(layout: TreeLayout, window: int | None) -> Any:
     """Return the BlockMask of a layout.
 
-    It contains the blocks with a visible key, the blocks that need no mask, and the mask function.
+    It lists the blocks with a visible key and the blocks that need no mask, and contains the mask
+    function.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -88,8 +89,8 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
     """Return which blocks are partly visible, and which are fully visible, two (Q, K) bool tensors.
 
-    A block is partly visible if at least one query sees a key, and fully visible if all queries see
-    all keys.
+    A block is partly visible if at least one of its queries attends to one of its keys. It is fully
+    visible if all its queries attend to all its keys.
     """
     some = []
     full = []

@@ -1,4 +1,4 @@
-"""Interface of varlen attention kernels, and an adapter for kernels of a single span."""
+"""Interface of varlen attention kernels, and an adapter for kernels that compute one span."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Saved(NamedTuple):
 class Kernel(NamedTuple):
     """Attention over `Spans`, with separate forward and backward functions.
 
-    The functions are separate so that results of several calls can be merged between forward and
-    backward. A span of keys may have no queries, and its dk and dv are then zero. A span of queries
-    always has keys.
+    The functions are separate, so that the results of several calls can be merged between forward
+    and backward. A span of keys may have no queries, and its dk and dv are then zero. A span of
+    queries always has keys.
 
     Attributes:
         forward: (q (Tq, H, D), k (Tk, H_kv, D), v, spans, params) → output (Tq, H, D) and lse (H,
             Tq). lse is fp32 or fp64.
         backward: (grad (Tq, H, D), saved, spans, params) → dq, dk, dv. The output and lse in
-            `saved` may be merged with results for other keys.
+            `saved` may have been merged with results for other keys.
     """
 
     forward: Callable[..., Result]
@@ -65,7 +65,7 @@ def over_spans(
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
-        # Use fp32 for log-sum-exps, because merging results subtracts them, which cancels.
+        # Use fp32 for the log-sum-exps, because merging subtracts nearly equal log-sum-exps.
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1::-1], dtype=acc_dtype)
@@ -84,7 +84,7 @@ def over_spans(
             for at, keys in spans.rows:
                 span = Saved(q[at], k[keys], v[keys], out[at], lse[:, at])
                 dq[at], *parts = backward(grad[at], span, spans.causal, params)
-                # Sum the gradients of all query heads that share a key head.
+                # Sum the gradients of all query heads that use the same key head.
                 for target, x in zip((dk, dv), parts, strict=True):
                     target[keys] = x.unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv

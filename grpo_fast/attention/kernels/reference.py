@@ -13,7 +13,7 @@ from grpo_fast.attention.spans import AttentionParams
 
 
 def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:
-    """Return whether each query (row) sees each key (column), a bool tensor (rows, T)."""
+    """Return which keys each query attends to, a bool tensor (rows, T) with one row per query."""
     segment = layout.segments
     position = layout.position_ids[0]
     related = layout.related[segment[rows, None], segment[None]]
@@ -22,7 +22,7 @@ def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(N
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams) -> Tensor:
-    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
+    """Compute the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
 
     The computation is in fp32 or fp64.
     """

@@ -1,8 +1,8 @@
 """torch's CPU FlashAttention over spans, with one call per span. It does not support fp16.
 
-The operator expects tensors of shape (1, H, L, D). If every query sees every key, as completions
-see their prompt, the query heads that share a key head become additional queries of that head. This
-avoids a copy of the keys.
+The operator expects tensors of shape (1, H, L, D). If every query attends to every key, as
+completions attend to their prompt, the query heads that share a key head are folded: they become
+additional queries of that head. This avoids a copy of the keys.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _backward(grad: Tensor, saved: Saved, causal: bool, params: AttentionParams)
 def _heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[int, Tensor, Tensor]:
     """Return the number of query heads to fold, and k and v as (1, heads, S, D).
 
-    Causal calls cannot fold, because folding reorders the queries. Their keys are repeated to H
-    heads instead.
+    A causal call cannot fold heads, because folding changes the order of the queries. Its keys are
+    repeated to H heads instead.
     """
     groups = q.shape[1] // k.shape[1]
     if causal and groups > 1:

@@ -9,8 +9,8 @@ ancestor (`TreeLayout.calls`). The results are merged by their log-sum-exps:
 
 The backward pass runs the backward of every call with the merged (o, l). P = exp(S − l) and D =
 rowsum(dO∘O) are then the values of the full softmax, and the sum over the calls is the exact
-gradient. Merging differentiable outputs would be wrong, because FlashAttention silently drops the
-gradient of the log-sum-exp. dq and dk would lose a term.
+gradient. It would be wrong to merge differentiable outputs instead, because FlashAttention silently
+drops the gradient of the log-sum-exp, which is a term of dq and dk.
 
 A sliding window begins at a different key for each query, so a call on a full ancestor cannot
 express it. With a window, a tree therefore uses one causal call in which each segment's keys are
@@ -29,20 +29,20 @@ from grpo_fast.attention.layout import Call, Copies, TreeLayout
 from grpo_fast.attention.spans import AttentionParams
 
 Work = tuple[tuple[Call, ...], AttentionParams, Kernel]
-# Number of output elements to merge at once. Merging makes fp32 copies of two 16-bit outputs, and
-# this number bounds their memory.
+# Number of output elements that are merged at once. Merging makes fp32 copies of two 16-bit
+# outputs, and this number bounds the memory of the copies.
 MERGE_NUMBERS = 2**25
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: AttentionParams, *, kernel: Kernel
 ) -> Tensor:
-    """Return the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
+    """Compute the attention output (T, H, D) of q (T, H, D), k and v (T, H_kv, D).
 
     The function supports first-order gradients only.
 
     Args:
-        kernel: the varlen kernel to use for each call (see the module docstring).
+        kernel: the varlen kernel that computes each call (see the module docstring).
     """
     calls = layout.calls
     if params.window is not None and layout.has_tree:
@@ -51,15 +51,18 @@ def attend(
 
 
 class PackedAttention(torch.autograd.Function):
-    """Autograd function that saves q, k, v, the merged output and the merged log-sum-exp."""
+    """Autograd function of tree attention.
+
+    It saves q, k, v, the merged output and the merged log-sum-exp.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Work) -> Tensor:
         (first, *others), params, kernel = ctx.work = work
         out, lse = kernel.forward(q, first.take(k), first.take(v), first.spans, params)
         out = _to_fp32(out, others)
-        # Do not store the result of a call in a variable, because it would stay in memory during
-        # the next call.
+        # Merge the result of a call without storing it in a variable, which would keep it in memory
+        # during the next call.
         for call in others:
             at = call.queries
             inputs = (call.take(k), call.take(v), call.spans, params)
@@ -75,7 +78,7 @@ class PackedAttention(torch.autograd.Function):
         (first, *others), params, kernel = ctx.work
         grad, saved = grad.contiguous(), Saved(*ctx.saved_tensors)
         grads = list(kernel.backward(grad, saved.part(first), first.spans, params))
-        # Convert one gradient at a time, so that its 16-bit version is freed before the next
+        # Convert one gradient at a time, so that its fp32 version is freed before the next
         # conversion.
         for n in range(3):
             if n and isinstance(first.keys, Copies):
@@ -90,9 +93,9 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _to_fp32(x: Tensor, merges: list[Call]) -> Tensor:
-    """Convert x to fp32 if several results will be added to it.
+    """Convert x to fp32 if results of several calls will be added to it.
 
-    Rounding to 16 bits after each addition would accumulate errors.
+    In 16 bits, every addition would round the sum, and the errors would accumulate.
     """
     return x if len(merges) < 2 else x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-# Import lazily, so that `import grpo_fast.integrations.trl.head` does not import TRL's GRPOTrainer.
+# Import on access, so that `import grpo_fast.integrations.trl.head` does not import TRL's
+# GRPOTrainer.
 def __getattr__(name: str) -> Any:
     if name != "FastGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """Fused divergence for TRL's `DistillationTrainer`, switched on by `use_fast_head(trainer)`.
 
-TRL 1.16's method `_compute_loss` looks up the function `_chunked_divergence_loss` in its globals.
-We give one trainer a copy of `_compute_loss` whose globals contain our function instead. Other
-trainers are not changed.
+In TRL 1.16, the method `_compute_loss` looks up the function `_chunked_divergence_loss` in its
+globals. We give one trainer a copy of `_compute_loss` whose globals contain our function instead.
+Other trainers are not changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def divergence_loss(
     num_items_in_batch: Tensor | float | None = None,
     **rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the same results as TRL's `_chunked_divergence_loss` from the same arguments.
+    """Compute the results of TRL's `_chunked_divergence_loss` from the same arguments.
 
     The function calls `linear_grpo_loss` with advantages of 0, so that the divergence is its only
     loss term. A GRPO loss is used because it also returns the entropies.
@@ -80,7 +80,8 @@ def divergence_loss(
     def run(layer: Any, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
         with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
-            # The policy term is 0, because the advantages are 0. So any targets give the same loss.
+            # Pass arbitrary targets. They do not change the loss, because the policy term is 0 with
+            # advantages of 0.
             out = linear_grpo_loss(
                 h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
                 config, bias=bias, completion_mask=active, num_items_in_batch=total,

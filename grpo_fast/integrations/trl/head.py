@@ -6,7 +6,7 @@
 
 TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head`). This forward is
 a closure over the logit transform. It calls `_ChunkedLogProbFunction.apply` and has no hook for a
-replacement. We run the same closure with a copy of its globals in which three names differ:
+replacement. We run the same closure with a copy of its globals, in which three names are replaced:
 
 - `_ChunkedLogProbFunction` is our function.
 - `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
@@ -35,15 +35,15 @@ from grpo_fast.integrations.trl.divergence import LOSS, swap_divergence
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
 GATHERED = "DTensor"
-# TRL trainers whose loss calls the fused head. The trainers of GKD and GOLD are subclasses of
-# SFTTrainer, but are not in the list, because their loss needs full logits.
+# TRL trainers whose loss calls the fused head. The trainers for GKD and GOLD are subclasses of
+# SFTTrainer but are not listed, because their loss needs full logits.
 SERVED = (
     "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-# A token with a probability above 1/2 is the most probable token of its row. The threshold is
-# slightly larger than 1/2, to be safe against rounding.
+# Probability above which a token is certainly the most probable token of its row. It is slightly
+# larger than 1/2, to allow for rounding errors.
 CERTAINLY_FIRST = 0.501
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -104,7 +104,7 @@ def _swap(
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
     if missing:
         raise _not_1_16(f"{sorted(missing)} in the fused LM head")
-    ours = _over(theirs, model)
+    ours = _with_our_head(theirs, model)
     run_inside(model.get_output_embeddings())
     # accelerate wraps the forward of a prepared model in autocast. Our forward replaces the wrapped
     # forward, so it must apply the same autocast.
@@ -115,16 +115,16 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # If `self` is a deep copy of the model, compute with the head of the copy, not of the
-            # model.
-            function = ours if self is model else _over(theirs, self)
+            # If `self` is a deep copy of the model, use the head of the copy instead of the model's
+            # head.
+            function = ours if self is model else _with_our_head(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     model.forward.__func__.trl_fused = theirs
 
 
-def _over(theirs: types.FunctionType, model: Any) -> types.FunctionType:
+def _with_our_head(theirs: types.FunctionType, model: Any) -> types.FunctionType:
     """Return a copy of TRL's closure that calls our kernels inside the head of this model."""
     head = model.get_output_embeddings()
 
@@ -154,7 +154,7 @@ def fast_log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> Outputs:
-    """Compute the same results as `_ChunkedLogProbFunction.apply` from the same arguments.
+    """Compute the results of TRL's `_ChunkedLogProbFunction.apply` from the same arguments.
 
     Returns:
         logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). The last four
@@ -165,8 +165,8 @@ def fast_log_probs(
     h = hidden.to(dtype)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    # Disable autocast, because it would cast fp32 operands to 16 bits. The operands already have
-    # the dtype in which TRL computes the head.
+    # Disable autocast, which would cast fp32 operands to 16 bits. The operands already have the
+    # dtype in which TRL computes the head.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -195,7 +195,7 @@ def row_statistics(
     wanted: tuple[str, ...],
     rule: Rule,
 ) -> dict[str, Tensor]:
-    """Compute the requested metrics of TRL's head without a gradient.
+    """Compute the metrics of TRL's head that are requested in `wanted`, without a gradient.
 
     Full logits of all rows are computed only for mean_logits with a softcap.
 
@@ -276,9 +276,9 @@ def fused_head(model: Any) -> FusedHead:
 
 
 def _fused_function(model: Any) -> types.FunctionType | None:
-    """Return TRL's closure of this model, or None if the model has no fused head.
+    """Return the function that TRL installed as the model's forward, or None without a fused head.
 
-    The closure is also found if accelerate or `use_fast_head` has wrapped it.
+    The function is also found if accelerate or `use_fast_head` has wrapped it.
     """
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
@@ -289,7 +289,11 @@ def _fused_function(model: Any) -> types.FunctionType | None:
 
 
 def _require_fused(model: Any) -> types.FunctionType:
-    """Return TRL's closure of this model. Raise a ValueError if there is none."""
+    """Return the function that TRL installed as the model's forward.
+
+    Raises:
+        ValueError: TRL installed none.
+    """
     function = _fused_function(model)
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"

@@ -1,7 +1,7 @@
 """Translate TRL's GRPO options into a `LossConfig`.
 
-No option is ignored. If our code does not support an option, `fast_path` of the trainer names it,
-and TRL's own code computes that part of the step.
+No option is ignored. If our code does not support an option, TRL's own code computes the part of
+the step that the option affects, and the trainer's `fast_path` names the option.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from grpo_fast import Correction, LossConfig, grpo_loss
 from grpo_fast.attention import shared_prompt_supported
 from grpo_fast.integrations.trl.originals import is_compiled
 
-# Number by which TRL divides the summed loss, for each loss type. "completions" and "tokens" are
-# the numbers in the micro-batch. TRL divides these losses also by the number of accumulation steps.
+# What TRL divides the summed loss by, for each loss type. "completions" and "tokens" are the
+# numbers in the micro-batch. TRL divides these losses also by the number of accumulation steps.
 # "items" is the number of tokens in the generation batch.
 NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# Options that TRL reads only for the given loss type. For all other loss types, TRL reads `delta`.
+# Options that TRL uses only with the given loss type. With all other loss types, TRL uses `delta`.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
-# Attributes of TRL's trainer that are copied to the field of LossConfig with the same name.
+# Attributes of TRL's trainer that are copied to the LossConfig field of the same name.
 SAME_NAME = (
     "loss_type", "epsilon_low", "epsilon_high", "beta", "importance_sampling_level",
     "max_completion_length", "top_entropy_quantile",
@@ -39,7 +39,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: Any, lm: Any) -> str | None:
-    """Return the option that requires TRL's padded forward, or None if rows can be packed."""
+    """Return the name of an option that requires TRL's padded forward, or None if there is none."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -82,9 +82,9 @@ def looks_at_inputs(peft_config: Any) -> bool:
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
-    """Return True if a layer is an `nn.Linear` and not of a subclass.
+    """Return True if the class of a layer is `nn.Linear` itself and not a subclass.
 
-    The subclass that `fully_shard` creates is allowed.
+    The subclass that `fully_shard` creates is also allowed.
     """
     return type(layer) is nn.Linear or type(layer).__bases__ == (FSDPModule, nn.Linear)
 
@@ -119,7 +119,7 @@ class SinglePass(NamedTuple):
 
 
 def single_pass_reason(trainer: Any) -> str | None:
-    """Return the reason why TRL must compute the objective from our log-probabilities.
+    """Return why TRL must compute the objective from our log-probabilities.
 
     Return None if a single pass over the logits can compute the loss.
     """
@@ -182,9 +182,9 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # The loss of a token is proportional to its advantage. So multiplying the advantage by the
-        # importance weight has the same effect as multiplying the loss. The weight is not negative,
-        # so the advantage keeps its sign.
+        # Multiply the advantages by the importance weights. The loss of a token is proportional to
+        # its advantage, so this has the same effect as multiplying the loss. The weights are not
+        # negative, so the advantages keep their signs.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
@@ -196,9 +196,9 @@ def single_pass(trainer: Any, inputs: dict[str, Any], num_scored: int, **head: A
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
         if coefficient:
-            # TRL averages the entropy bonus over the micro-batch, but divides the policy term by
-            # the tokens of the generation batch. `linear_grpo_loss` divides both by the same
-            # number, so scale the coefficient to compensate.
+            # Scale the coefficient of the entropy bonus. TRL averages the bonus over the
+            # micro-batch, but divides the policy term by the tokens of the generation batch.
+            # `linear_grpo_loss` divides both by the same number.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
     config = loss_config(trainer, coefficient, **head)
     old = inputs.get("old_per_token_logps")
@@ -232,8 +232,8 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
     """
-    # 1. Compute TRL's loss. Then restore the metrics and the adaptive entropy state, because the
-    # random tokens must not change them.
+    # 1. Compute TRL's loss. Then restore the metrics and the state of the adaptive entropy bonus,
+    # which the random tokens must not change.
     device = trainer.accelerator.device
     inputs, logps, entropies = _random_inputs(trainer, device)
     saved = {name: getattr(trainer, name, None) for name in STATE}
@@ -244,7 +244,7 @@ def probe(trainer: Any, theirs: Any) -> str | None:
     for name, value in saved.items():
         if hasattr(trainer, name):
             setattr(trainer, name, value)
-    # 2. Compute our loss of the same tokens.
+    # 2. Compute our loss for the same tokens.
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     job = single_pass(trainer, inputs, int(mask.sum()))
     ours = grpo_loss(
@@ -288,8 +288,8 @@ def _random_inputs(trainer: Any, device: torch.device) -> tuple[dict[str, Any], 
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # The importance ratios range from 0.3 to 3, so some are below and some above each clip
-        # bound and `delta`.
+        # Choose importance ratios from 0.3 to 3, so that some are below and some are above each
+        # clip bound and `delta`.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Check that nobody has replaced the code with which transformers samples text.
+"""Check that no function with which transformers samples text has been replaced.
 
 Our sampling loop replaces `model.generate`. Users and libraries may change the sampled tokens with
 hooks, or by replacing the model's `forward` or a function that `generate` calls. Our loop would
@@ -18,18 +18,19 @@ from typing import Any
 
 from torch import nn
 
-# Methods of GenerationMixin that choose tokens. A model that overrides one of them is refused. The
-# remaining methods only prepare inputs, and overrides in transformers do not change tokens.
+# Methods of GenerationMixin that choose tokens. TRL must sample if a model overrides one of them.
+# The remaining methods only prepare inputs, and the models of transformers that override them do
+# not change tokens.
 CHOOSES_TOKENS = {
     "generate", "_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria",
 }  # fmt: skip
-# Classes that `generate` uses for the sampling settings that our sampler supports. Their methods
-# are checked for replacements.
+# Classes that `generate` uses with the sampling settings that our sampler supports. Replaced
+# methods of these classes are detected.
 PARTS = (
     "LogitsProcessorList", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "MinPLogitsWarper", "StoppingCriteriaList", "MaxLengthCriteria", "EosTokenCriteria",
 )  # fmt: skip
-# Packages whose wrappers and hooks do not change the logits of a model.
+# Packages whose wrappers and hooks are known not to change the logits of a model.
 KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 
 
@@ -82,12 +83,12 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def is_defined_in(function: Any, *packages: str) -> bool:
-    """Return True if these packages define a function and every function that it wraps.
+    """Return True if one of these packages defines a function and every function that it wraps.
 
     The check reads the file name of the code object. The function's name and module prove nothing,
     because `functools.wraps` copies them from the wrapped function.
     """
-    # Allow wrappers that contextlib defines, because the functions that they wrap are checked too.
+    # Allow wrappers that contextlib defines. The functions that they wrap are checked separately.
     places = [contextlib.__file__]
     for name in packages:
         if name in sys.modules:

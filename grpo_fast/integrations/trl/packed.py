@@ -2,8 +2,8 @@
 
 The attention function of the model is replaced once. The new function computes packed rows if a
 call has the keyword `packed_layout`. It passes every other call, for example during generation, to
-the original attention. Gradient checkpointing repeats the keywords of a layer, so the recomputation
-chooses the same attention as the first forward pass.
+the original attention. When gradient checkpointing recomputes a layer, it passes the same keywords
+again, so the same attention is used.
 
 The packed forward runs inside the forward of the model and of its LM head, so each hook fires once.
 """
@@ -27,15 +27,15 @@ from grpo_fast.integrations.fast_head import run_inside
 from grpo_fast.integrations.trl.head import FusedHead
 from grpo_fast.integrations.trl.options import SinglePass
 
-# transformers does not pass the keywords of a call to the function that builds the attention mask.
-# This variable tells that function whether the call has a packed layout.
+# This variable tells the function that builds the attention mask whether the call has a packed
+# layout. transformers does not pass the keywords of a call to that function.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
 
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Make model calls in this block build their attention masks for a packed layout."""
+    """Make the model calls in a `with` block build their attention masks for a packed layout."""
     token = _packing.set(True)
     try:
         yield
@@ -44,7 +44,7 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: Any) -> None:
-    """Change a model's attention, forward and LM head so that it accepts `packed_forward`.
+    """Change a model's attention, forward and LM head, so that `packed_forward` can run it.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -57,16 +57,16 @@ def take_packed_rows(model: Any) -> None:
         raise ValueError(f"model_type {kind}: its attention is not on transformers' interface")
     fused = model.forward.__func__
     run_inside(model)
-    # `use_fast_head` looks for TRL's closure in this attribute.
+    # Keep the attribute `trl_fused`, in which `use_fast_head` looks for TRL's closure.
     model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
     run_inside(model.get_output_embeddings())
 
 
 @contextmanager
 def own_attention(model: Any, name: str) -> Iterator[None]:
-    """Restore the model's original attention for a block of code.
+    """Restore the model's original attention in a `with` block.
 
-    transformers' `generate` and `save_pretrained` read the name of the attention, and do not know
+    `generate` and `save_pretrained` of transformers read the name of the attention, and do not know
     the name that we registered.
     """
     prepared = model.config._attn_implementation
@@ -106,8 +106,8 @@ def _register_over(original: str) -> str:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
         return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
-    # Encode the original name in hexadecimal digits, because transformers handles names that
-    # contain "flash", "sdpa", "flex_attention" or "|" in a special way.
+    # Encode the original name in hexadecimal digits, because transformers gives names that contain
+    # "flash", "sdpa", "flex_attention" or "|" a special meaning.
     name = PREFIX + original.encode().hex()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -122,7 +122,8 @@ class Pack:
     padding on the right. The loss counts R scored tokens of the batch.
     """
 
-    # Keyword arguments of the backbone: input_ids (1, T), position_ids, use_cache, packed_layout.
+    # Keyword arguments for the backbone: input_ids (1, T), position_ids, use_cache and
+    # packed_layout.
     inputs: dict[str, Any]
     predicting: Tensor  # (R,) index of the hidden state that predicts each scored token
     target_ids: Tensor  # (R,) ids of the scored tokens
@@ -163,7 +164,7 @@ def pack_padded(
         The packed batch. None if a completion has no prompt token that predicts its first token.
     """
     # 1. Group the completions that have scored tokens by their prompt. Do this on the CPU, because
-    # a lookup of each prompt on a GPU would wait for the device.
+    # on a GPU, every lookup of a prompt would wait for the device.
     rows, length = scored.shape
     device = input_ids.device
     ids = input_ids.cpu()
@@ -176,7 +177,7 @@ def pack_padded(
     if b"" in groups:
         return None
     # 2. Pack the groups. If no token is scored, pack a single token, because the other ranks wait
-    # for the forward and backward pass of this rank.
+    # for this rank's forward and backward pass.
     completions = real[:, -length:]
     token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
@@ -200,7 +201,7 @@ def pack_padded(
 
 
 class PackedCall(NamedTuple):
-    """Arguments of one packed forward pass."""
+    """Arguments of one call of `packed_forward`."""
 
     pack: Pack
     head: FusedHead  # the logit transform that TRL read from the policy's config
@@ -228,8 +229,8 @@ def _head_forward(layer: Any, hidden: Tensor, call: PackedCall) -> dict[str, Ten
     job = call.loss
     hidden, weight, bias = call.head.operands(layer, hidden)
     rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # Disable autocast, because it would cast fp32 operands to 16 bits. The operands already have
-    # the dtype in which the head is computed.
+    # Disable autocast, which would cast fp32 operands to 16 bits. The operands already have the
+    # dtype in which the head is computed.
     with torch.autocast(hidden.device.type, enabled=False):
         if job is None:
             rule = call.head.rule._asdict()

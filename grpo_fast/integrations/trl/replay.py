@@ -1,4 +1,4 @@
-"""Record of the tokens that the sampler kept at each position when it truncated the distribution.
+"""Record of the tokens that a truncating sampler kept at each position.
 
 TRL shuffles, cuts, pads and joins completions before it computes their log-probabilities. A sampled
 turn is therefore found by comparing the token ids of its prompt and completion.
@@ -17,7 +17,7 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    """Records of the sampler for R scored tokens."""
+    """Data that the sampler recorded for R scored tokens: kept ids, logps and probabilities."""
 
     support: Support  # the kept tokens; an empty set for tokens that were not sampled
     logps: Tensor  # (R,) fp32 log-probabilities of the sampler; NaN for tokens not sampled
@@ -28,14 +28,14 @@ class Replay:
     """Store of the sampled turns of one batch, with the tokens that the sampler kept."""
 
     def __init__(self) -> None:
-        # Maps the ids of a prompt to its completions. With each completion it stores the index in
-        # `ids` of the first id that the sampler kept for this completion.
+        # Map from the ids of a prompt to the completions of the prompt. Each completion is stored
+        # with the index in `ids` of the first token that the sampler kept for it.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Store one completion for each prompt.
+        """Store the completion of each prompt.
 
         Completions without kept tokens are skipped, because the sampler did not truncate their
         distribution.
@@ -110,8 +110,8 @@ class Replay:
                 continue
             completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                # TRL may have cut the turn at the maximum completion length. So compare only as
-                # many tokens as both have.
+                # Compare only as many tokens as both have, because TRL may have cut the turn at the
+                # maximum completion length.
                 n = min(len(one.ids), len(completion))
                 if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))

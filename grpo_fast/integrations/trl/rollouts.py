@@ -33,8 +33,8 @@ OFF = "fast_rollouts is False"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Forgetful(Sampling):
-    """Sampling settings that do not make the sampler record which tokens its truncation kept."""
+class SamplingWithoutSupport(Sampling):
+    """Sampling settings with which the sampler does not record the kept tokens."""
 
     @property
     def needs_support(self) -> bool:
@@ -44,8 +44,8 @@ class Forgetful(Sampling):
 class OwnRollouts:
     """Mixin that samples the completions of a TRL trainer with our loop.
 
-    List this class before TRL's trainer in the bases. Completions are sampled without dropout, as
-    in vLLM.
+    This class must come before TRL's trainer in the list of base classes. Completions are sampled
+    without dropout, as in vLLM.
 
     Attributes:
         fast_rollouts: True samples with our loop where possible. False always samples with TRL's
@@ -61,12 +61,12 @@ class OwnRollouts:
     _reported_truncation = False
 
     def _start_rollouts(self: Any, lm: Any) -> None:
-        """Build our sampling engine, or record the reason why TRL must sample."""
+        """Build our sampling engine, or record why TRL must sample."""
         self._lm = lm
         self._replay = {mode: Replay() for mode in ("train", "eval")}
         self._drawn_at = None
         self._replayed_logps = None
-        self._keeps = False
+        self._reduces_replay = False
         self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
         self._unsuited = unsuited(self, lm)
@@ -80,9 +80,9 @@ class OwnRollouts:
             self._engine = build_engine(self._sampled)
             self._unsuited = self._engine.fallback
         if self._unsuited is not None or not self.fast_rollouts:
-            self._say_rollouts(self._unsuited or OFF)
+            self._record_rollouts(self._unsuited or OFF)
 
-    def _say_rollouts(self, reason: str) -> None:
+    def _record_rollouts(self, reason: str) -> None:
         """Record in `fast_path` the reason why TRL samples. Log the reason when it changes."""
         if self.fast_path["rollouts"] != f"TRL's: {reason}":
             self.fast_path["rollouts"] = f"TRL's: {reason}"
@@ -100,7 +100,7 @@ class OwnRollouts:
         return self.replay_support and self._packs
 
     def _report_truncation(self: Any, sampling: Sampling) -> None:
-        """Log once over which tokens logps are computed, if the sampler truncates."""
+        """If the sampler truncates, log once which tokens the logps are computed over."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
@@ -126,16 +126,15 @@ class OwnRollouts:
 
     def _generate_single_turn(self: Any, prompt_ids: Any, *others: Any, **more: Any) -> Any:
         sampling = self._sampling()
-        # `_keeps` decides whether this process joins a reduction of metrics over all processes.
-        # Derive it from the settings only, which are equal everywhere. A process that decided
-        # differently would make the reduction hang.
-        self._keeps = isinstance(sampling, Sampling) and sampling.needs_support
+        # Use only the settings, which are equal in all processes. If some processes took part in
+        # the reduction of the metrics and others did not, it would hang.
+        self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
         elif not all(map(len, prompt_ids)):
             sampling = "a prompt has no token"
         if isinstance(sampling, str):
-            self._say_rollouts(sampling)
+            self._record_rollouts(sampling)
             return super()._generate_single_turn(prompt_ids, *others, **more)  # type: ignore[misc]
         self.fast_path["rollouts"] = "ours"
         self._report_truncation(sampling)
@@ -145,7 +144,7 @@ class OwnRollouts:
         return [one.ids for one in drawn], None
 
     def _sampling(self: Any) -> Sampling | str:
-        """Return the settings for our sampler, or the reason why TRL must sample."""
+        """Return the settings for our sampler, or a string that says why TRL must sample."""
         if not self.fast_rollouts:
             return OFF
         if self._unsuited is not None:
@@ -160,7 +159,7 @@ class OwnRollouts:
         return sampling_of(self, self._lm)
 
     def _seed(self: Any) -> tuple[int | str, ...]:
-        """Return a seed that differs for each step, turn of a step, and process."""
+        """Return a seed that is different for each step, turn of a step, and process."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
@@ -180,16 +179,16 @@ class OwnRollouts:
         With support replay, also log the importance ratio between trainer and sampler.
         """
         loss = super().compute_loss(*args, **options)  # type: ignore[misc]
-        if self._keeps:
+        if self._reduces_replay:
             self._log_replay()
         self._replayed_logps = None
         return loss
 
     @torch.no_grad()
     def _log_replay(self: Any) -> None:
-        """Log the importance ratio, the support size and the kept probability.
+        """Log the importance ratio, the number of kept tokens, and their total probability.
 
-        Each is averaged over the tokens of all processes.
+        Each value is averaged over the tokens of all processes.
         """
         sums = torch.zeros(4, device=self.accelerator.device)
         if self._replayed_logps is not None:
@@ -218,9 +217,9 @@ def unsuited(trainer: Any, lm: Any) -> str | None:
 
 
 def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
-    """Return the sampling settings, or the name of a setting that our sampler does not read."""
-    # As in `generate`, the model's generation config fills in values that are None in the
-    # trainer's generation config.
+    """Return the sampling settings, or the name of a setting that our sampler does not support."""
+    # Fill in values that are None in the trainer's generation config from the model's generation
+    # config, as `generate` does.
     config = lm._prepare_generation_config(trainer.generation_config)[0]
     for name, value in vars(config).items():
         is_usual = value is None or value is False or value == usual().get(name)
@@ -232,7 +231,7 @@ def sampling_of(trainer: Any, lm: Any) -> Sampling | str:
     settings = {name: getattr(config, name) for name in ("max_new_tokens", "top_k", "top_p")}
     settings["temperature"] = config.temperature if config.do_sample else 0
     try:
-        kind = Sampling if trainer.replays else Forgetful
+        kind = Sampling if trainer.replays else SamplingWithoutSupport
         return kind(**settings, min_p=config.min_p or 0)
     except ValueError as error:
         return f"generation_kwargs: {' '.join(str(error).split())}"

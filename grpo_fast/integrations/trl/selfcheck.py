@@ -1,6 +1,6 @@
-"""Check the packed and the padded forward pass of FastGRPOTrainer.
+"""Self-check of FastGRPOTrainer's packed and padded forward passes.
 
-Both are compared with rows that are computed alone and without padding.
+Both are compared with the forward pass of single rows without padding.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from grpo_fast.integrations.fast_head import reshard
 log = logging.getLogger(__name__)
 SCORED = 5  # number of tokens at the end of each row that are its completion
 
-# Function that maps (model, input_ids (B, L), attention_mask (B, L)) to logps (B, SCORED).
+# Type of a function (model, input_ids (B, L), attention_mask (B, L)) → logps (B, SCORED).
 Scores = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Gaps(NamedTuple):
-    """Largest differences in nats between logps of each forward and logps of unpadded rows."""
+    """Largest difference in nats of each forward's logps from the logps of unpadded rows."""
 
     packed: float
     padded: float
@@ -58,8 +58,8 @@ def measure_gaps(lm: Any, padded: Scores, packed: Scores | None) -> Gaps:
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # `are_random` is False for 16-bit weights, for which the round is skipped, because rounding
-        # would hide a difference.
+        # Skip the second round for 16-bit weights (`are_random` is False), because rounding errors
+        # with random weights would hide a difference.
         if are_random:
             again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
             pairs = zip(gaps, again, strict=True)
@@ -105,7 +105,7 @@ def trial_rows(lm: Any) -> tuple[Tensor, Tensor]:
 
 
 def tolerance(lm: Any, mixed_precision: str | None) -> float:
-    """Return the largest difference in nats that the lowest precision in use explains."""
+    """Return the largest difference in nats that rounding in the used precisions can explain."""
     dtypes = {parameter.dtype for parameter in lm.parameters()}
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
@@ -132,7 +132,7 @@ def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
 
 @contextmanager
 def evaluating(lm: Any) -> Iterator[None]:
-    """Put all modules into eval mode for a block of code. Restore each module's mode afterwards."""
+    """Put all modules into eval mode in a `with` block, and restore the mode of each afterwards."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()
     try:

@@ -39,7 +39,7 @@ from grpo_fast.integrations.trl.rollouts import OwnRollouts
 
 log = logging.getLogger(__name__)
 
-# Reasons that `fast_path` gives if TRL's code computes a single micro-batch.
+# Reasons that `fast_path` gives if TRL's code computes only the current micro-batch.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
@@ -86,8 +86,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Logps and entropies that our single pass has computed. While they are set, TRL's
-        # `_compute_loss` uses them to compute its metrics.
+        # Logps and entropies from our single pass, or None. If they are set, TRL's `_compute_loss`
+        # uses them to compute its metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -130,7 +130,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return loss
 
     def _their_forward(self, reason: str) -> None:
-        """Let TRL compute the forward pass and the objective from now on, and log the reason."""
+        """Let TRL compute the forward and the objective from now on, and log the reason for it."""
         self.fast_path |= {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
         self._packs = self._in_one_pass = False
         log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
@@ -163,7 +163,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     @staticmethod
     def _changes(lm: Any) -> list[Any]:
-        """Return the state of compilation and hooks, on which the self-check depends."""
+        """Return the compilation state and the hooks, on which the self-check's result depends."""
         return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
 
     def _check_again(self) -> None:
@@ -288,8 +288,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)
-        # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
-        # logps and entropies of this pass.
+        # 3. Compute loss and gradient in a single pass. Then pass its logps and entropies to TRL,
+        # which computes its metrics from them.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
         known = self._replayed(pack, input_ids, attention_mask)
         result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))

@@ -1,7 +1,7 @@
 """verl integration.
 
-`register` adds the losses to verl's registry, `head.use_fast_head` replaces the LM head, and verl's
-workers import `plugin` to do this at their start.
+`register` adds the losses to verl's registry, and `head.use_fast_head` replaces the LM head of a
+model. verl's workers import `plugin`, which does both when they start.
 """
 
 from grpo_fast.integrations.verl.losses import policy_loss, register

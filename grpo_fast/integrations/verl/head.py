@@ -27,9 +27,9 @@ from grpo_fast.integrations.fast_head import FastHead, compute_dtype
 
 NAME = "FusedLinearForPPO"
 BACKENDS = "torch", "liger"
-# Config fields of logit transforms that verl's fused forwards ignore. Each has the value that
-# switches its transform off. A model with a different value raises an error, because verl would
-# compute wrong logits.
+# Config fields of logit transforms that verl's fused forwards ignore, with the value that turns the
+# transform off. A model with any other value raises an error, because verl would compute wrong
+# logits.
 LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
     ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
 )
@@ -75,8 +75,8 @@ class FastLinearForPPO(nn.Module):
         dtype = compute_dtype(hidden_states)
         hidden = hidden_states.to(dtype)
         weight = vocab_weights.to(dtype)
-        # Disable autocast, because it would cast fp32 operands to 16 bits. The operands already
-        # have the dtype in which the head is computed.
+        # Disable autocast, which would cast fp32 operands to 16 bits. The operands already have the
+        # dtype in which the head is computed.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
@@ -85,7 +85,7 @@ class FastLinearForPPO(nn.Module):
 
 @contextmanager
 def _swapped() -> Iterator[None]:
-    """Replace verl's class `FusedLinearForPPO` for a block of code.
+    """Replace verl's class `FusedLinearForPPO` in a `with` block.
 
     The class is a module global, so this context manager is not thread-safe.
     """
@@ -115,8 +115,8 @@ def use_fast_head(model: nn.Module) -> FastHead:
     _check(model)
     before = model.forward
     handle = FastHead()
-    # Callbacks run in reverse order. So first register the callback that restores a forward set on
-    # the model object itself, then the callback that deletes our forward.
+    # Register the callbacks in reverse order, because `undo` runs the last one first. It must
+    # delete our forward before it restores a forward that was set on the model object itself.
     if "forward" in vars(model):
         handle.callback(setattr, model, "forward", before)
     handle.callback(delattr, model, "forward")

@@ -6,8 +6,9 @@ Signature, loss, gradient and metrics are the same as verl's.
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
-verl's workers register the losses by importing `plugin`. There are two intended differences. NaN at
-masked tokens does not reach the loss. The loss of a batch without active tokens is 0, not NaN.
+verl's workers register the losses by importing `plugin`. There are two intended differences from
+verl: NaN at masked tokens does not reach the loss, and the loss of a batch without active tokens is
+0 instead of NaN.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from grpo_fast.errors import require
 from grpo_fast.integrations.fast_head import FastHead
 from grpo_fast.integrations.verl.table import LOSSES, Batch
 
-# Maps verl's loss_agg_mode to our aggregation and to the name of the count in verl's
-# `global_batch_info` that divides the loss.
+# For each loss_agg_mode of verl: our aggregation, and the name of the count in verl's
+# `global_batch_info` by which the loss is divided.
 AGGREGATION_MODES = {
     "token-mean": ("token_mean_global", "batch_num_tokens"),
     "token-sum": ("token_mean_global", None),
@@ -119,7 +120,8 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        # Copy all metrics from the device at once. Separate copies would each wait for the device.
+        # Copy all metrics from the device at once. A separate copy of each metric would wait for
+        # the device.
         values = torch.stack([*metrics.values()]).tolist() if metrics else []
         return output.loss, dict(zip(metrics, values, strict=True))
 
@@ -151,8 +153,8 @@ def register(prefix: str = "fast_") -> Registered:
     handle = Registered()
     handle.names = [prefix + name for name in LOSSES]
     before = {name: loss for name, loss in POLICY_LOSS_REGISTRY.items() if name in handle.names}
-    # Callbacks run in reverse order. `undo` must first remove our losses and then restore verl's
-    # losses of the same names.
+    # Register the callbacks in reverse order, because `undo` runs the last one first. It must
+    # remove our losses before it restores verl's losses of the same names.
     handle.callback(POLICY_LOSS_REGISTRY.update, before)
     for name in LOSSES:
         handle.callback(POLICY_LOSS_REGISTRY.pop, prefix + name)

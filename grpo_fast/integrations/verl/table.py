@@ -22,7 +22,7 @@ Metrics = dict[str, Tensor]  # verl's metric name -> 0-d tensor
 
 
 class Batch(NamedTuple):
-    """Arguments of a policy loss. Each tensor has shape (B, L) and no gradient."""
+    """Arguments of a policy loss. Each tensor has the shape (B, L) and does not require grad."""
 
     old_log_prob: Tensor
     log_prob: Tensor
@@ -31,9 +31,9 @@ class Batch(NamedTuple):
     rollout_is_weights: Tensor | None
 
     def mean(self, x: Tensor) -> Tensor:  # 0-d
-        """Return the mean of `x` over the active tokens of the batch, 0-d."""
-        # Select active tokens with `where`. A product with the mask would turn NaN at a masked
-        # token into NaN, because NaN times 0 is NaN.
+        """Return the mean of `x` over all active tokens of the batch, 0-d."""
+        # Select the active tokens with `where`. A product with the mask would keep a NaN at a
+        # masked token, because NaN times 0 is NaN.
         return torch.where(self.mask, x, 0).sum() / self.mask.sum().clamp(min=1)
 
     def row_mean(self, x: Tensor) -> Tensor:  # (B, 1)
@@ -143,13 +143,13 @@ def dro(config: Any) -> dict[str, Any]:
 
 
 def weighted(batch: Batch, config: Any) -> Tensor:
-    """Multiply each token's advantage by its rollout importance weight, shape (B, L)."""
+    """Return each token's advantage, multiplied by its rollout importance weight, (B, L)."""
     weights = batch.rollout_is_weights
     return batch.advantages if weights is None else batch.advantages * weights
 
 
 def weighted_rows(batch: Batch, config: Any) -> Tensor:
-    """Multiply each completion's advantages by the geometric mean of its importance weights.
+    """Return advantages, multiplied by the geometric mean of the completion's importance weights.
 
     Raises:
         ValueError: The advantage is 0 at single tokens of a completion.
@@ -164,11 +164,10 @@ def weighted_rows(batch: Batch, config: Any) -> Tensor:
 
 
 def weighted_to_cap(batch: Batch, config: Any) -> Tensor:
-    """Return advantages for dppo, multiplied by the importance weights and by a correction.
+    """Return the advantages for dppo, multiplied by the importance weights and by a correction.
 
-    The correction replaces our cap of the importance ratio with verl's cap.
-
-    verl caps the importance ratio at `clip_ratio_c` and our objective at `DPPO_RATIO_CAP`.
+    verl caps the importance ratio at `clip_ratio_c`, and our objective caps it at `DPPO_RATIO_CAP`.
+    The correction changes our cap to verl's cap.
     """
     ratio = batch.log_ratio.exp()
     theirs = ratio.clamp(max=ratio_cap(config, 20.0))
@@ -184,7 +183,7 @@ def unweighted(batch: Batch, config: Any) -> Tensor:
 
 
 def outside_clip(ratio: Tensor, batch: Batch, config: Any) -> Tensor:
-    """Return True at tokens whose loss is clipped, shape (B, L).
+    """Return a bool mask of the tokens whose loss is clipped, (B, L).
 
     A token is clipped if its ratio left the clip range in the direction of its advantage.
     """
@@ -249,7 +248,7 @@ def too_far(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Batch, An
 
 
 def binary_kl(p: Tensor, p_old: Tensor) -> Tensor:
-    """Return KL(old ‖ new) over two outcomes: the token itself and any other token."""
+    """Return the divergence KL(old ‖ new) over two outcomes: the token itself or any other."""
     others = (1 - p_old + 1e-8) / (1 - p + 1e-8)
     return p_old * (p_old.log() - p.log()) + (1 - p_old) * torch.log(others)
 

@@ -1,4 +1,4 @@
-"""Cache folder for compiled libraries: its location, its owner check and its integrity check.
+"""Cache folder for compiled C++ libraries, with checks of its owner and of its files.
 
 A library's file name ends in the sha256 of its content, which is checked before the library is
 loaded. Loading a file that a crash or a full disk has truncated would kill the process with SIGBUS.
@@ -21,8 +21,9 @@ logger = logging.getLogger("grpo_fast")
 
 _SCRATCH = "grpo-fast-build-"
 _SCRATCH_NAME = re.compile(_SCRATCH + r"[a-z0-9_]{8}")  # tempfile appends eight characters
-# Age at which a scratch folder counts as a leftover of a killed build. The process id would not
-# tell whether the build still runs, because on a network drive it may run on a different machine.
+# Age in seconds after which a scratch folder counts as a leftover of a killed build. A check of the
+# build's process id would not suffice: on a network drive, the build may run on a different
+# machine.
 SWEPT_AFTER_S = 3600
 
 
@@ -49,13 +50,13 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
     Args:
         folder: the cache folder.
         stem: beginning of the file name, which identifies the sources, flags, compiler and CPU.
-        build: function that writes the library to the path that it is given.
+        build: function that compiles the library and writes it to the path that it receives.
 
     Raises:
         OSError: the folder cannot be created, read or written.
         ValueError: the folder belongs to another user, whose code would then run in this process.
     """
-    # Use mode 0700, because code in this folder is executed.
+    # Give only this user access to the folder (mode 0700), because code in the folder is executed.
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not _is_trusted(folder):
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
@@ -72,8 +73,8 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         target = folder / _name(output, stem)
         # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged libraries only after the new library exists, so that a failed build deletes
-    # nothing.
+    # Remove damaged libraries only now that the new library exists. If the build had failed, they
+    # would still be there.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):
@@ -82,7 +83,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
 
 
 def _sweep(folder: Path) -> None:
-    """Remove old scratch folders of builds that were killed."""
+    """Remove scratch folders of builds that were killed, which are older than SWEPT_AFTER_S."""
     for entry in folder.iterdir():
         if _SCRATCH_NAME.fullmatch(entry.name):
             with contextlib.suppress(OSError):
@@ -91,7 +92,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _is_intact(path: Path, stem: str) -> bool:
-    """Return whether a library's content matches the hash in its name and its owner is trusted."""
+    """Return whether a library has a trusted owner and its content matches the hash in its name."""
     try:
         return path.name == _name(path, stem) and _is_trusted(path)
     except OSError:  # removed by another process, or not readable
@@ -103,5 +104,5 @@ def _name(path: Path, stem: str) -> str:
 
 
 def _is_trusted(path: Path) -> bool:
-    # Files of root and of this user are trusted.
+    # Trust files that belong to root or to this user.
     return path.stat().st_uid in (0, os.geteuid())

@@ -18,12 +18,13 @@ from grpo_fast.kernels.types import contiguous_rows
 
 TILE = 16  # tokens
 
-# Keys (N, H_kv, tiles, D, TILE) and values (N, H_kv, tiles, TILE, D) of N sequences.
+# A pair (keys, values) of N sequences, with the shapes (N, H_kv, tiles, D, TILE) and (N, H_kv,
+# tiles, TILE, D).
 Tiles = tuple[Tensor, Tensor]
 
 
 def runs(x: Tensor) -> bool:
-    """Return whether the C++ decoding step accepts tensors like x."""
+    """Return whether the C++ decoding step is available and supports the device and dtype of x."""
     return x.is_cpu and x.dtype == torch.float32 and loader.unavailable("decode") is None
 
 
@@ -40,13 +41,13 @@ def tiles_of(k: Tensor, v: Tensor) -> Tiles:
 
 
 def grow_tiles(old: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -> Tiles:
-    """Allocate tiles for B completions of these prompts and copy the old tiles into them.
+    """Allocate tiles for B completions, and copy the tiles of their tokens so far into them.
 
     Args:
         old: tiles of the completions so far, or ().
         prompts: tiles of the prompts, which determine heads, head size and dtype.
         rows: number of completions, B.
-        tokens: minimum number of tokens per completion.
+        tokens: number of tokens per completion for which to allocate space.
     """
     (_, heads, _, depth, _), tiles = prompts[0].shape, -(-tokens // TILE)
     k = prompts[0].new_empty((rows, heads, tiles, depth, TILE))
@@ -82,8 +83,9 @@ def decode_(
         counts: (N,) int64 number of completions of each prompt. Completions of a prompt are
             adjacent rows.
         time: index of the new token in its completion.
-        scale: factor of the attention scores.
-        window: maximum number of tokens that a query sees, including its own; None: all.
+        scale: number by which the attention scores are multiplied.
+        window: maximum number of tokens to which a query attends, including its own; None: no
+            limit.
 
     Returns:
         (B, H, D) fp32 attention outputs.
@@ -96,7 +98,7 @@ def decode_(
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one decoder layer. Linear layers are packed by `pack`."""
+    """Weights of one decoder layer, in which `pack` has packed the weights of the linear layers."""
 
     norm: Tensor  # (hidden,) RMSNorm before the attention
     qkv: Tensor  # queries, keys and values, concatenated
@@ -145,10 +147,10 @@ def decode_layer_(
     scale: float,
     window: int | None,
 ) -> None:
-    """Apply one decoder layer to x in place.
+    """Apply one decoder layer to the hidden states x of the new tokens, in place.
 
     The keys and values of x are stored as token `time` of the completions. The arguments from
-    `prompts` to `window` are those of `decode_`.
+    `prompts` to `window` have the same meaning as in `decode_`.
     """
     operator = loader.operator("decoder", "decode_layer_")
     operator(x, *layer, cos, sin, *prompts, *completions, lengths, counts, time, scale, window)

@@ -23,7 +23,7 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> DivergenceRows:
-    """Implement `divergence_reference.row_divergence_` in C++.
+    """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
     `out` must not be the student's logits.
     """

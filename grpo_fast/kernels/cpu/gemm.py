@@ -1,4 +1,4 @@
-"""Matrix product for the CPU (csrc/api/gemm.cpp). route.py decides which products use it."""
+"""Matrix product for the CPU (csrc/api/gemm.cpp). route.py selects the products that use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
-# Use a module constant, so that tests that patch torch.float32 do not change the accepted dtypes.
+# Bind the accepted dtypes at import. Some tests patch torch.float32, which must not change them.
 DTYPES = torch.float32, torch.bfloat16
 
 
@@ -26,7 +26,7 @@ def unavailable(dtype: torch.dtype) -> str | None:
     reason = loader.unavailable("gemm")
     if reason:
         return reason
-    # Query the instruction sets for which the library was compiled. The CPU may support more.
+    # Query the instruction sets that the library was compiled for. The CPU itself may support more.
     has_fma, has_dot16, _ = loader.operator("gemm", "features")()
     if dtype == DTYPES[0]:
         return None if has_fma else "it was compiled without AVX2 and FMA"
@@ -45,7 +45,10 @@ def vendor_rounds() -> bool:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether bf16 products run on AMX, through a function inside libtorch_cpu."""
+    """Return whether bf16 products can use AMX.
+
+    The AMX product is an internal function of libtorch_cpu, which the C++ library looks up.
+    """
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
     return has_amx and loader.operator("gemm", "features")()[2]
 
@@ -56,13 +59,13 @@ def uses_tiles(x: Tensor) -> bool:
 
 
 def _is_right(tiles: bool) -> bool:
-    """Check the bf16 product once: return whether a small bf16 product agrees with fp32.
+    """Return whether a small bf16 product agrees with the same product in fp32.
 
-    The check is necessary because the AMX function is not part of torch's public API, so a torch
-    release may change it.
+    With AMX, the bf16 product calls a function of torch that is not part of the public API, so a
+    torch release may change it.
     """
     generator = torch.Generator().manual_seed(0)
-    # The sizes cover full tiles and edge tiles.
+    # Choose sizes that are not multiples of a tile, so that full tiles and edge tiles are tested.
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = torch.empty(130, 70, dtype=torch.float32)
     loader.operator("gemm", "mm_")(a, b, out, False, True, False, tiles, *[None] * 6)
@@ -124,7 +127,7 @@ def mm_(
         values = detached(added.values)
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
-    # The operator receives the matrices as stored in memory, and flags that mark transposes.
+    # Pass the matrices as they are stored in memory, with flags that say which ones are transposed.
     layout = a_transposed, b_transposed, add, uses_tiles(b)
     loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra

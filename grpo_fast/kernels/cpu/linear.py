@@ -3,12 +3,13 @@
     raw = hidden · Wᵀ + bias,  z = transform(raw)  ->  lse, logp, entropy, optionally exponentials
 
 The kernel sums the softmax statistics of a block of logits while the block is in cache, so a pass
-without gradients stores no logits. A pass with gradients writes one exponential per logit. It
-equals the d-logit up to a factor per row (gpu/exponentials.py derives this).
+without gradients stores no logits. A pass with gradients writes one exponential per logit. The
+exponential is the d-logit divided by a factor that is the same for the whole row
+(gpu/exponentials.py derives this).
 
-Each block of W is read from memory once per group of rows. An exponential takes 4 bytes for fp32
-inputs and 2 bytes for bf16 inputs. In 2 bytes it has ten significant bits, two more than bf16.
-Exponentials that make up more than 1/16 of their row are also returned in fp32.
+Each block of W is read from memory once per group of rows. A stored exponential takes 4 bytes for
+fp32 inputs and 2 bytes for bf16 inputs. The 2-byte format has ten significant bits, two more than
+bf16. Exponentials that make up more than 1/16 of their row are also returned in fp32.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _rows(
     known: RowStats | None,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """Call the C++ operator `linear_rows` with arguments in the form that it requires."""
+    """Call the C++ operator `linear_rows`, with its arguments in the types that it requires."""
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)

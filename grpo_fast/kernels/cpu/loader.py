@@ -44,14 +44,16 @@ _FLAGS = [
 ]  # fmt: skip
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
-# For each name: the compiler flags, and the flags that /proc/cpuinfo must list for the code to run.
+# For each value of GRPO_FAST_CPU: the compiler flags, and the CPU features that /proc/cpuinfo must
+# list for the compiled code to run.
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "native": (["-march=native"], set()),
     "avx512": (["-march=skylake-avx512"], _AVX2 | _AVX512),
     "avx2": (["-march=haswell"], _AVX2),
     "generic": ([], set()),
 }
-# Instruction sets whose libraries a wheel contains, fastest first: x86-64-v4, v3 and the baseline.
+# Instruction sets for which a wheel contains compiled libraries, fastest first. They correspond to
+# x86-64-v4, x86-64-v3 and the x86-64 baseline.
 SHIPPED = ("avx512", "avx2", "generic")
 _COMPILE_TIMEOUT_S = 300
 _DISABLED = "GRPO_FAST_DISABLE_CSRC is set"
@@ -63,18 +65,18 @@ Operator = Callable[..., Any]  # a torch operator; its schema checks the argumen
 
 
 class CsrcUnavailable(RuntimeError):
-    """Raised when the C++ kernels cannot run here. The message gives the reason."""
+    """Error that says that the C++ kernels cannot run here. The message gives the reason."""
 
 
 def unavailable(library: str = "rows") -> str | None:
     """Return why a C++ library cannot be used, or None if it can.
 
-    If it can, its operators are in `torch.ops.<NAMESPACE>_<library>`. The library is built and
-    loaded once per process. The first missing library is logged at WARNING level, because the
-    replacement in torch is slower.
+    The first call builds and loads the library, once per process. Afterwards, its operators are in
+    `torch.ops.<NAMESPACE>_<library>`. The first missing library is logged at WARNING level, because
+    the torch implementation that replaces it is slower.
     """
-    # Hold a lock, because two threads must not load a library at the same time. Torch raises an
-    # error if operators are registered twice.
+    # Hold a lock, because torch raises an error if two threads register the operators of one
+    # library.
     with _lock:
         return _unavailable_once(library)
 
@@ -83,7 +85,7 @@ def unavailable(library: str = "rows") -> str | None:
 def _unavailable_once(library: str) -> str | None:
     reason = _load(library)
     if reason:
-        # One warning is enough: all libraries usually fail for the same reason.
+        # Warn only once, because usually all libraries are missing for the same reason.
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
         if level == logging.WARNING:
             _warned.append(library)
@@ -94,16 +96,16 @@ def _unavailable_once(library: str) -> str | None:
 
 
 def one_line(reason: str) -> str:
-    """Return the first line of a reason, shortened and without control characters."""
+    """Return the first line of a message, shortened and without control characters."""
     line = "".join(c if c.isprintable() else "?" for c in reason.strip().partition("\n")[0])
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
 
 
 @functools.cache
 def operator(library: str, name: str) -> Operator:
-    """Return an operator of a library, which is built and loaded first if necessary.
+    """Return an operator of a C++ library. If necessary, build and load the library first.
 
-    Called with unsupported tensors, the operator raises RuntimeError.
+    The operator raises RuntimeError if it is called with unsupported tensors.
 
     Raises:
         CsrcUnavailable: the library cannot be used; the message contains the compiler's output.
@@ -116,7 +118,7 @@ def operator(library: str, name: str) -> Operator:
 
 
 def _load(library: str) -> str | None:
-    """Build and load a library. Return None, or the reason if that fails."""
+    """Build and load a library. Return None on success, and otherwise the reason of the error."""
     if os.environ.get("GRPO_FAST_DISABLE_CSRC", "0") not in ("", "0"):
         return _DISABLED
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
@@ -135,8 +137,8 @@ def _load(library: str) -> str | None:
         logger.info(text, library, shipped.parent.name, one_line(reason or ""))
         return _open(shipped)
     reason = _open(path)
-    # If the file does not load, build it again. A machine with different system libraries and the
-    # same home folder may have built it.
+    # If the library does not load, build it again. It may come from a machine with the same home
+    # folder but different system libraries.
     if reason is not None:
         logger.warning("grpo_fast: compiling again: %s", one_line(reason))
         with contextlib.suppress(OSError):
@@ -156,7 +158,7 @@ def _open(path: Path) -> str | None:
 
 
 def shipped_library(library: str, instruction_set: str = "native") -> Path | None:
-    """Return the fastest library in the wheel that this CPU can run, or None."""
+    """Return the fastest library of the wheel that this CPU can run, or None if there is none."""
     for name in SHIPPED if instruction_set == "native" else (instruction_set,):
         path = _PACKAGE / "csrc" / "built" / name / f"{library}.so"
         if path.is_file() and _INSTRUCTION_SETS[name][1] <= set(cpu_flags()):
@@ -165,7 +167,10 @@ def shipped_library(library: str, instruction_set: str = "native") -> Path | Non
 
 
 def source_folder() -> Path | None:
-    """Return csrc/ of a checkout, or grpo_fast/csrc of an installed wheel, or None."""
+    """Return the folder of the C++ sources, or None if there is none.
+
+    In a checkout, the folder is csrc/. In an installed wheel, it is grpo_fast/csrc.
+    """
     for folder in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         if (folder / "api" / "rows.cpp").is_file():
             return folder
@@ -218,7 +223,7 @@ def cpu_vendor() -> str:
 def compile_library(
     library: str, instruction_set: str = "native", *, folder: Path | None = None
 ) -> tuple[Path | None, str | None]:
-    """Compile csrc/api/<library>.cpp unless the cache contains it.
+    """Compile csrc/api/<library>.cpp, unless the cache already contains the result.
 
     The file name contains a hash of everything that determines the code: the sources, flags,
     compiler, CPU and torch version.
@@ -237,11 +242,13 @@ def compile_library(
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
-        # Hash the repr of the tuple. Joined strings could be equal for different inputs.
+        # Hash the repr of the tuple instead of the joined strings, because joining different inputs
+        # could give the same string.
         parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
-        # 2. Define the build, which runs only on a cache miss.
+        # 2. Define the build as a function, because it must run only if the cache does not have the
+        # library.
         def build(output: Path) -> None:
             (output.parent / "loss_functions.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"

@@ -1,9 +1,9 @@
 """Code generator that translates loss functions, KL estimators and divergences from Python to C++.
 
-Each function is called once with `Variable` objects, which record every operation as one line of
-C++. A call of `tl.exp` or another allowed function of `tl` becomes a call of its C++ counterpart.
-Loss functions and KL estimators use `double`. Divergences use vectors, because they run once per
-logit. The header loss_functions.h is generated when the kernels are compiled.
+Each Python function is called once with `Variable` objects, which record every operation as one
+line of C++. A call of an allowed function of `tl`, such as `tl.exp`, becomes a call of its C++
+counterpart. Loss functions and KL estimators use `double`. Divergences use vectors, because they
+run once per logit. The header loss_functions.h is generated when the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ WORDS = {
     "maximum": "maximum",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# These helpers of kl.py and divergences.py are not translated, because C++ implements them itself.
+# Helper functions of kl.py and divergences.py that are not translated. Each of them has an
+# implementation in C++, whose name is the value.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
@@ -62,12 +63,12 @@ inline double expm1_minus(double x) { return std::expm1(x) - x; }
 
 
 def objective_functions() -> list[TokenFunction]:
-    """Return the distinct loss functions of `OBJECTIVES`, numbered by position."""
+    """Return the loss functions of `OBJECTIVES` without duplicates. C++ refers to them by index."""
     return list(dict.fromkeys(objective.function for objective in OBJECTIVES.values()))
 
 
 def kl_functions() -> list[TokenFunction]:
-    """Return the distinct KL estimators, numbered by position."""
+    """Return the KL estimators without duplicates. C++ refers to them by index."""
     return list(dict.fromkeys(KL_ESTIMATORS.values()))
 
 
@@ -89,15 +90,16 @@ def print_header(
 ) -> str:
     """Return the text of a C++ header with the formulas of losses, KL estimators and divergences.
 
-    It defines one C++ function for each of the three lists. Its first argument, or for divergences
-    its template argument, is the index of the formula in the list.
+    The header defines one C++ function for each of the three lists. The first argument of the
+    function is the index of the formula in the list. For divergences, the index is a template
+    argument.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
         vector_table("divergence", ("p", "q", "d", "near", "beta"), divergences),
     ]
-    # repr() of a float is exact.
+    # Format the limit with repr(), which gives all digits of a float.
     limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
@@ -110,7 +112,7 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunctio
     """
     cases = []
     for index, formula in enumerate(formulas):
-        # The arguments of a formula that follow `arguments` are its hyperparameters.
+        # Count the hyperparameters of the formula, which follow the common `arguments`.
         extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
@@ -145,14 +147,14 @@ def body(
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """Return the C++ statements that compute a formula and return its pair of results.
+    """Translate a formula into the body of a C++ function, which returns the formula's two results.
 
     Args:
         formula: the Python function to translate.
         arguments: C++ names of its arguments.
         words: C++ names of the functions of `tl`.
         helpers: C++ names of the Python helpers that the formula calls.
-        constant: format of a number in C++.
+        constant: format string that writes a number as a C++ constant.
     """
     lines = [""]
 
@@ -175,7 +177,7 @@ def body(
             return function(words[word])
 
     own = {name: function(word) for name, word in helpers.items()}
-    # bind() replaces the module `tl` and the helpers in a copy of the formula.
+    # Call a copy of the formula in which bind() has replaced the module `tl` and the helpers.
     printed = bind(formula, Vocabulary(), words=own)
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))

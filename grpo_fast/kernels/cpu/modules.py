@@ -3,11 +3,11 @@
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
 class, weights, names, hooks and submodules do not change.
 
-A fast layer is used only after a trial has shown that it computes the module's formula. The trial
-compares outputs and gradients on random inputs and weights. It runs once for each combination of
-class, forward and settings (attributes such as eps). Every call of a fast layer checks that the
-combination is unchanged. Therefore hooks, replaced submodules and patched classes are respected,
-even if they are added later.
+A fast layer is used only after a trial has shown that it gives the same outputs and gradients as
+the module, with random inputs and weights. The trial runs once for each combination of class,
+forward and settings (attributes such as eps). Every call of a fast layer checks that the
+combination is unchanged. If hooks, replaced submodules or patched classes were added later, the
+call uses the original forward.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from grpo_fast.kernels.cpu import layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
 CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
-# Name of the function that rotates queries and keys in the attention modules of transformers.
+# Name of the function with which the attention modules of transformers rotate queries and keys.
 ROTARY = "apply_rotary_pos_emb"
-# Attributes of these types may change the formula of a module.
+# Types of the attributes that count as settings, because they may change the formula of a module.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
-# Factors of the random input rows with which a norm is tested. Rows of small numbers show whether
-# eps is used in the same way, because there eps is larger than the mean square.
+# Scales of the random input rows with which a norm is tested. For the smallest rows, eps is larger
+# than the mean square, so these rows show whether eps is used in the same way.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 
 LINEAR_FORWARD = nn.Linear.forward
@@ -39,15 +39,19 @@ _verdicts: dict[Hashable, bool] = {}
 
 
 class OurForward(functools.partial):
-    """The `forward` that `fast_layers` assigned to a module, as opposed to a patch by the user."""
+    """The `forward` that `fast_layers` assigned to a module.
+
+    Its type distinguishes this `forward` from one that the user assigned.
+    """
 
 
 def fast_layers(model: nn.Module) -> None:
-    """Replace the layers of a CPU model with fast layers. A patched `forward` is kept."""
+    """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
     for module in model.modules():
         first = next(module.parameters(), None)
-        # Skip a module with a `forward` in its instance, because the user has patched it. Also skip
-        # modules on other devices. Include the meta device, because its weights are loaded later.
+        # Skip a module that has a `forward` attribute on the instance, because the user has patched
+        # it. Also skip modules on other devices. Accept the meta device, because its weights are
+        # loaded later.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
         ours = _layer_of(module)
@@ -58,7 +62,8 @@ def fast_layers(model: nn.Module) -> None:
 def is_untouched(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no `forward` that the user patched."""
     forward = vars(module).get("forward")
-    # Check for hooks, because a fused layer does not call the submodule and would bypass them.
+    # Look for hooks. A fused layer does not call the submodule, so it would bypass the submodule's
+    # hooks.
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
@@ -75,7 +80,7 @@ def settings_of(module: nn.Module) -> Hashable:
 
 
 def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the fast `forward` for a module, or None if its class has no fast layer."""
+    """Return the fast `forward` for a module, or None if no fast layer exists for its class."""
     kind = type(module)
     # Compare the exact type, because a subclass may override forward.
     if kind is nn.Linear:
@@ -91,7 +96,7 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
-    """Return whether the trial of a fast layer passes. It runs once, and is cached under `key`."""
+    """Run the trial of a fast layer and return whether it passed. Cache the result under `key`."""
     if key not in _verdicts:
         _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
             lambda: _passes(trial)
@@ -102,8 +107,8 @@ def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
 def _passes(trial: Callable[[], bool]) -> bool:
     try:
         return trial()
-    # The forward of an unknown class may raise any exception on the trial's inputs. The trial then
-    # fails, and the original layer is used.
+    # Catch every exception, because the forward of an unknown class may not accept the trial's
+    # inputs. The trial then fails, and the original layer is used.
     except Exception:
         return False
 
@@ -117,7 +122,10 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
 def _agree(
     ours: Callable[..., Any], theirs: Callable[..., Any], inputs: Sequence[Tensor], *rest: Any
 ) -> bool:
-    """Return whether two functions agree in outputs (row by row) and in gradients."""
+    """Return whether two functions give nearly the same outputs and gradients.
+
+    Outputs are compared row by row, because the rows have different scales.
+    """
     results: list[list[Tensor]] = []
     for function in (ours, theirs):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -166,14 +174,15 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     """Return whether a norm and `layers.rms_norm` give the same outputs and gradients.
 
-    Both are called with random inputs of different scales and with random weights.
+    Both functions get the same random weights, and random inputs of several scales.
     """
     # Test a shallow copy, so that the parameters of the original module do not change.
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # The key of a cached trial contains only attributes of the types in SETTINGS. Reject modules
-    # with other attributes, because these could change the formula without a new trial.
+    # Reject modules with attributes of other types. The key of a cached trial contains only
+    # attributes of the types in SETTINGS, so other attributes could change the formula without a
+    # new trial.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
@@ -194,8 +203,8 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # ---- MLPs
 
 
-# The bytecode of an MLP is compared with this function. A trial would call the submodules and
-# hooks.
+# The bytecode of an MLP's forward is compared with the bytecode of this function. A trial is not
+# possible, because it would call the submodules and their hooks.
 def _plain_mlp(self: Any, x: Any) -> Any:
     # This is a copy of LlamaMLP.forward in transformers. Do not simplify the assignment to a direct
     # return, because the bytecode would differ.
@@ -228,9 +237,10 @@ def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
 
 
 class _Rotated(NamedTuple):
-    """A copy of an attention forward that calls `layers.rotary`.
+    """A copy of an attention module's forward that calls `layers.rotary`.
 
-    `names` contains the global variables of the original forward that its code uses.
+    `names` contains the global variables that the original forward uses, with their values at the
+    time of the copy.
     """
 
     forward: Callable[..., Any]
@@ -239,11 +249,13 @@ class _Rotated(NamedTuple):
 
 def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    # torch.compile cannot guard a function whose globals belong to no module.
+    # Do not use the copy under torch.compile, which cannot guard a function whose globals do not
+    # belong to a module.
     ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
     if ours is not None:
         names = forward.__globals__
-        # The copied forward does not see patched globals, so use it only if no global has changed.
+        # Use the copy only if the globals of the original are unchanged, because the copy would not
+        # see a global that was patched later.
         if all(names.get(name) is value for name, value in ours.names.items()):
             return ours.forward(module, *inputs, **options)
     return forward(module, *inputs, **options)
@@ -253,7 +265,7 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
 def _rotated_by_ours(forward: Any) -> _Rotated | None:
     """Return a copy of an attention forward that calls `layers.rotary`.
 
-    The result is None if the module's rotary function has a different formula.
+    Return None if the module's rotary function uses a different formula.
     """
     code = getattr(forward, "__code__", None)
     theirs = getattr(forward, "__globals__", {}).get(ROTARY)

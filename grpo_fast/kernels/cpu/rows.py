@@ -1,8 +1,8 @@
 """Row kernels in C++ for the CPU (csrc/api/rows.cpp), with the interface of reference.py.
 
 `row_logps` reads each logit once. `row_grad_` and `row_loss_` read and write each logit once. Each
-pass evaluates one exponential per logit, or two with a soft cap. The bits of a row's result depend
-on that row only.
+pass evaluates one exponential per logit, or two with a soft cap. The result of a row depends bit
+for bit on that row only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Implement `reference.row_logps` in C++.
+    """Compute lse, logps and entropies of logits in C++, like `reference.row_logps`.
 
     A target id outside [0, V) is never read, and its logp is NaN.
     """
@@ -59,10 +59,11 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V), dtype of the logits
     offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
-    """Implement `reference.row_grad_` in C++."""
+    """Write the gradient with respect to the logits in C++, like `reference.row_grad_`."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    # Pass the entropies only if they have coefficients. The kernel does not read them otherwise.
+    # Drop the entropies if no entropy has a coefficient, because the kernel does not need them
+    # then.
     entropy = None if grad_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
@@ -73,14 +74,18 @@ def row_grad_(
 
 @functools.lru_cache(maxsize=256)
 def loss_arguments(key: str) -> tuple[float, ...]:
-    """Return the numeric loss arguments of the C++ operator for a key from `LossConfig.key`.
+    """Return the numeric arguments that describe a loss to the C++ operator.
 
-    The result is (objective, kl, kl_times_ratio, p0, …, p3, kl_most, kl_reach).
+    Args:
+        key: the loss configuration, as returned by `LossConfig.key`.
+
+    Returns:
+        (objective, kl, kl_times_ratio, p0, …, p3, kl_max, kl_d_max).
     """
     config = LossConfig.from_key(key)
     objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)
     estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
-    # Pad the hyperparameters with zeros, because the operator has a fixed number of arguments.
+    # Pad the hyperparameters with zeros, because the operator expects MAX_PARAMS of them.
     params = (*config.params, *[0.0] * loss_codegen.MAX_PARAMS)[: loss_codegen.MAX_PARAMS]
     return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits
 
@@ -95,11 +100,11 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Implement `reference.row_loss_` in C++.
+    """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
     All steps of a row run while the row is in cache. The results are bitwise equal to those of
-    `row_logps`, the loss function and `row_grad_`. The loss function is generated C++ and runs in
-    double precision.
+    separate calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated
+    C++ code and runs in double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

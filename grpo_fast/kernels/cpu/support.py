@@ -15,7 +15,10 @@ def target_places(
     target_ids: Tensor,  # (R,) int64
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Implement `support_reference.target_places` in C++."""
+    """Find the position of each target in its token set, in C++.
+
+    `support_reference.target_places` documents the arguments and results.
+    """
     operator = loader.operator("support", "support_places")
     found: tuple[Tensor, Tensor] = operator(ids, offsets, target_ids, vocab_size)
     return found
@@ -32,7 +35,10 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Implement `support_reference.head_rows` in C++. Each weight row is read from memory once."""
+    """Compute logits and statistics over token sets in C++, like `support_reference.head_rows`.
+
+    Each weight row is read from memory once.
+    """
     raw, lse, logps, entropy, slopes = loader.operator("support", "support_rows")(
         contiguous_rows(hidden), contiguous_rows(weight), vector(bias), rows.ids, rows.offsets,
         rows.places, index, *transform_arguments(transform), return_entropy, return_slopes,
@@ -42,7 +48,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Implement `support_reference.head_hidden` in C++."""
+    """Compute dH from d-logits over token sets in C++, like `support_reference.head_hidden`."""
     operator = loader.operator("support", "support_hidden")
     out: Tensor = operator(d, contiguous_rows(weight), rows.ids, rows.offsets)
     return out
@@ -57,7 +63,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Implement `support_reference.head_weight` in C++."""
+    """Compute dW from d-logits over token sets in C++, like `support_reference.head_weight`."""
     loader.operator("support", "support_weight_")(
         d, contiguous_rows(hidden), rows.ids, rows.offsets, index, out, add
     )

@@ -1,4 +1,4 @@
-"""Detect CUDA graph capture, and describe the behaviour of the library during capture.
+"""Detect CUDA graph capture, and reject arguments that cannot be used during capture.
 
 A graph contains kernel launches but no decisions of the host, so the host must not read tensor
 values during capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`,
@@ -8,7 +8,7 @@ values during capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `lin
                      be finite; targets of -100 are masked
     no value checks  invalid values in tensors are not reported; ids are clamped into [0, V)
 
-Arguments whose values determine shapes are refused: `completion_mask`, `grad_filter` and
+Arguments whose values determine shapes are rejected: `completion_mask`, `grad_filter` and
 `validate="full"`. Pack the batch instead of passing a mask. The values of `cu_seqlens` may change
 between replays. To disable a completion, set its advantage to 0, use beta = 0 and pass
 `num_items_in_batch`. Arguments that are not tensors are captured as constants. Call the function
@@ -30,7 +30,10 @@ def is_capturing(x: Tensor) -> bool:
 
 
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
-    """Raise ValueError if an argument whose value the host must read is given during capture."""
+    """Raise ValueError if x is being captured and `value` differs from `expected`.
+
+    Call this for an argument whose value the host would have to read.
+    """
     if is_capturing(x) and (isinstance(value, Tensor) or value != expected):
         came = "a tensor" if isinstance(value, Tensor) else repr(value)
         raise ValueError(

@@ -3,8 +3,8 @@
     losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,    grad_logps[t] = d losses[t] / d logp[t]
 
 The functions of objective/losses.py and objective/kl.py are compiled from their Python source.
-`row_coefficients` fuses about twenty torch operations into one launch, with 24 to 36 bytes of HBM
-traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
+`row_coefficients` computes them in one launch instead of about twenty torch operations, with 24 to
+36 bytes of HBM traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def call_objective(
 @triton.jit
 def loss_and_slope(
     lp, at, mask, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
-    p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
+    p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr,
 ):  # fmt: skip
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
 
-    `at` is the index of one row or of a block of rows.
+    `at` is the index of the row, or a block of row indices. ℓ is the policy loss of a token.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
@@ -77,7 +77,7 @@ def loss_and_slope(
     if kl_weights_ptr is not None:
         kl_weight = tl.load(kl_weights_ptr + at, mask=mask, other=0.0)
         d = tl.load(ref_logps_ptr + at, mask=mask, other=0.0) - lp
-        kl, kl_slope = KL(d, kl_most, kl_reach)
+        kl, kl_slope = KL(d, kl_max, kl_d_max)
         if KL_TIMES_RATIO:
             ratio = exp_fp32(lr)
             # Apply the product rule, d(KL·ratio) = (KL' + KL)·ratio.
@@ -85,22 +85,23 @@ def loss_and_slope(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # If the logp is NaN, return NaN. Otherwise comparisons in the loss function or a weight of 0
-    # would hide it.
+    # If the logp is NaN, return NaN. Otherwise a comparison in the loss function or a weight of 0
+    # would turn the NaN into a number.
     return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
 
 
 @functools.cache
-def device_function(leaf: TokenFunction) -> TokenFunction:
+def device_function(function: TokenFunction) -> TokenFunction:
     """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
-    return bind(leaf, tl, triton.jit, words)
+    return bind(function, tl, triton.jit, words)
 
 
 def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, object]]:
-    """Return the numeric and the compile-time arguments of a loss for the Triton kernels.
+    """Return the arguments that describe a loss to the Triton kernels.
 
-    The numeric arguments are p0 … p3 and the KL clamps.
+    Returns:
+        The numeric arguments p0 … p3, kl_max and kl_d_max, and a dict of compile-time arguments.
     """
     params = config.params
     return (*params, *[0.0] * (MAX_PARAMS - len(params)), *config.kl_limits), {
@@ -114,17 +115,17 @@ def loss_arguments(config: LossConfig) -> tuple[tuple[float, ...], dict[str, obj
 @triton.jit(do_not_specialize=["n_rows"])
 def coefficients_kernel(
     logps_ptr, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr, ref_logps_ptr,
-    losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, kl_most, kl_reach,
+    losses_ptr, grad_logps_ptr, n_rows, p0, p1, p2, p3, kl_max, kl_d_max,
     OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr, KL: tl.constexpr,
     KL_TIMES_RATIO: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the losses and derivatives of BLOCK_T rows."""
+    """Compute the losses of BLOCK_T tokens and their derivatives dL/dlogp."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     lp = tl.load(logps_ptr + rows, mask=in_rows, other=0.0)
     loss, g = loss_and_slope(
         lp, rows, in_rows, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-        ref_logps_ptr, p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
+        ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
     )  # fmt: skip
     tl.store(losses_ptr + rows, loss, mask=in_rows)
     tl.store(grad_logps_ptr + rows, g, mask=in_rows)
@@ -135,13 +136,13 @@ def row_coefficients(
     terms: RowTerms,
     config: LossConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return (losses, grad_logps), (C,) each. objective/coefficients.py is the reference."""
+    """Compute (losses, grad_logps), (C,) each, like `objective.coefficients.row_coefficients`."""
     losses, grad_logps = (torch.empty_like(logps) for _ in range(2))
-    numbers, leaves = loss_arguments(config)
+    numbers, constants = loss_arguments(config)
     if len(logps):
         launch(
             coefficients_kernel, triton.cdiv(len(logps), BLOCK_T), logps,
             *(vector(x) for x in terms[:5]), losses, grad_logps, len(logps), *numbers,
-            BLOCK_T=BLOCK_T, num_warps=4, **leaves,
+            BLOCK_T=BLOCK_T, num_warps=4, **constants,
         )  # fmt: skip
     return losses, grad_logps

@@ -1,10 +1,10 @@
 """Block sizes of the Triton kernels, by vocabulary size, dtype and architecture.
 
-There is no timing-based autotuning. With autotuning, the noise of the first step would influence
-the block sizes, and thus the order of sums. tests/kernels/test_triton_compile.py compiles every
-entry for sm_80, 90, 100, 120 and gfx942 and requires zero spills and shared memory within the
-limit. The entries were chosen from the compiler's reports (registers, spills, tensor-core
-instructions), not from timings.
+The block sizes are constants and not tuned by timing. With such tuning, noise in the first step
+would change the block sizes, and with them the order of sums. The entries were chosen from the
+compiler's reports (registers, spills, tensor-core instructions).
+tests/kernels/test_triton_compile.py compiles every entry for sm_80, 90, 100, 120 and gfx942. The
+test requires zero register spills and checks that the shared memory does not exceed the limit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-# Number of vocabulary columns that one program processes (for a block of 128 rows). The width is
-# constant, so that the order of sums, and with it every bit of a log-probability, depends on V only
-# and not on the number of rows. The value 2048 balances idle multiprocessors in the last wave of
-# programs against the number of programs. With 2752 rows (a 1 GiB chunk at V = 151936), 4096
-# columns would give 814 programs. On 132 multiprocessors, these are 6.2 waves, so the seventh wave
-# is nearly empty. 2048 columns waste 5% less time. 1024 columns would save another 3%, but would
-# double the number of programs. With 8192 rows, 2048 columns waste 2% of the time.
+# Number of vocabulary columns that one program processes for a block of 128 rows. It is constant,
+# so that the order of sums, and with it every bit of a log-probability, does not depend on the
+# number of rows. The value is a compromise: larger slices leave more multiprocessors idle in the
+# last wave of programs, and smaller slices need more programs. For example, a 1 GiB chunk at V =
+# 151936 has 2752 rows. On 132 multiprocessors, 4096 columns give 6.2 waves, so the seventh wave is
+# nearly empty, and 2048 columns take 5% less time. 1024 columns would save another 3%, but would
+# double the number of programs.
 SLICE_COLUMNS = 2048
 
 # Maximum size of the hidden states that are processed concurrently. They are read again for every
@@ -38,9 +38,9 @@ class RowConfig(NamedTuple):
 
 
 class SupportConfig(NamedTuple):
-    """Block sizes of a token-set kernel.
+    """Block sizes of a kernel for token sets.
 
-    One program processes one row, BLOCK_K weight rows at a time.
+    One program processes one row of hidden states, and reads BLOCK_K weight rows at a time.
     """
 
     block_k: int
@@ -67,7 +67,10 @@ class LinearConfig(NamedTuple):
 
 
 def architecture(device: torch.device) -> str:
-    """Return the device architecture, such as "sm_90" or "gfx942", or "interpreter"."""
+    """Return the device architecture, for example "sm_90" or "gfx942".
+
+    The result is "interpreter" if Triton interprets the kernels on the CPU.
+    """
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
     return _architecture(device.index if device.type == "cuda" and device.index is not None else -1)
@@ -85,16 +88,16 @@ def _architecture(index: int) -> str:
 def row_config(vocab: int) -> RowConfig:
     """Return the block sizes of all row kernels. Equal block sizes give equal bits.
 
-    With eight warps, a thread processes 8 columns. This takes one vector load in 16 bits, and two
-    in fp32. With 16 columns per thread, registers spill (fp32 on sm_80; 16 bits on sm_120 with
-    Triton 3.6). Small vocabularies use a smaller block, so that padding wastes no lanes or
-    registers.
+    With eight warps, a thread processes 8 columns, which it loads with one vector load in 16 bits
+    and with two in fp32. With 16 columns per thread, registers would spill: with fp32 logits on
+    sm_80, and with 16-bit logits on sm_120 and Triton 3.6. A small vocabulary uses a smaller block,
+    because the lanes of a large block would mostly process padding.
     """
     return RowConfig(1024, 4) if vocab <= 1024 else RowConfig(2048, 8)
 
 
-# The block sizes of `linear_config`. The key is (architecture or "other", whether inputs have 16
-# bits, whether W is aligned). "Aligned" means that the size of a row is a multiple of 16 bytes, as
+# Block sizes that `linear_config` returns. The key is (architecture or "other", whether inputs have
+# 16 bits, whether W is aligned). W is aligned if the size of a row is a multiple of 16 bytes, which
 # tensor descriptors (TMA) and vector loads require. The tiles were chosen so that registers do not
 # spill, for these reasons:
 # - A tile of 128 x 128 spills on all architectures except sm_90 and gfx942. On sm_100, it spills
@@ -112,10 +115,10 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Epilogues that need few registers use a tile of twice the size. It reduces L2 traffic, which
-# limits a 128 x 128 tile on Hopper, from 1/64 to 1/85 byte per flop. Epilogues that store
-# exponentials cannot use the large tile with a soft cap (3 to 12 spills with Triton 3.6, 14 to 44
-# with 3.9), nor with both a bias and an entropy (57 spills with 3.6).
+# Tiles for epilogues that need few registers. They are twice as large, which reduces the L2 traffic
+# from 1/64 to 1/85 byte per flop. L2 traffic limits a 128 x 128 tile on Hopper. An epilogue that
+# stores exponentials cannot use the large tile with a soft cap (3 to 12 spills with Triton 3.6, 14
+# to 44 with 3.9), nor with both a bias and an entropy (57 spills with 3.6).
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
@@ -124,9 +127,9 @@ _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) -> LinearConfig:
     """Return the block sizes of the kernel that computes logps from hidden states.
 
-    They are the same for every batch. `light` selects the large tile for epilogues that need few
-    registers. An entry of `_LIGHT` has the same `piece` and `block_h` as its counterpart in
-    `_LINEAR`, so it gives the same bits.
+    They do not depend on the batch. `light` selects the large tile of `_LIGHT`, for epilogues that
+    need few registers. It gives the same bits as the corresponding entry of `_LINEAR`, because
+    `piece` and `block_h` are equal.
     """
     key = arch, dtype in (torch.bfloat16, torch.float16), aligned
     return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
@@ -134,17 +137,17 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
 
 # Block sizes for the rows of token sets, which have tens to hundreds of logits.
 RAGGED = RowConfig(256, 2)
-# Maximum hidden size of the token-set kernel. A row of `hidden` and its slope must fit into the
-# registers of 16 warps.
+# Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
+# into the registers of 16 warps.
 SUPPORT_COLUMNS = 8192
 
 
 def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
     """Return the block sizes of the kernel that reads the weight rows of a token set.
 
-    `width` is the hidden size. Each thread loads 128 bytes of W at a time, so two programs with
-    4096 columns have 64 KiB in flight per multiprocessor. With unaligned weights, a thread loads a
-    quarter of this, because every element needs its own address.
+    `width` is the hidden size. A thread loads 128 bytes of W at a time. Two programs with 4096
+    columns then have 64 KiB in flight per multiprocessor. If W is unaligned, a thread loads only a
+    quarter of this, because every element needs a separate address.
     """
     # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)
@@ -156,7 +159,7 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
 def sums_config(*, aligned: bool) -> SupportConfig:
     """Return the block sizes of the kernel that sums listed rows, 1024 columns at a time.
 
-    Several programs share a row of dW, because a common token, such as a line break, may occur in
-    every set.
+    The columns of one row of dW are divided among several programs. A common token, such as a line
+    break, may occur in every set, and one program would take too long for its row.
     """
     return SupportConfig(8 if aligned else 4, 1024, 4)

@@ -36,15 +36,15 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Number of columns and of warps per block. Two columns per thread and four warps compile without
-# spills on all architectures with Triton 3.6 and 3.9. Four columns per thread spill on sm_80 and
-# sm_100. Two columns with eight warps spill on sm_100 with Triton 3.6.
+# Number of columns and of warps per block. These values compile without register spills on all
+# architectures with Triton 3.6 and 3.9. Four columns per thread instead of two spill on sm_80 and
+# sm_100. Two columns per thread with eight warps spill on sm_100 with Triton 3.6.
 BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """Load raw logits of one row, and return the final logits z and their derivatives d z/d raw.
+    """Load raw logits of one row. Return the final logits z and their derivatives d z/d raw.
 
     Columns that are not in [0, V) get z = -inf.
     """
@@ -56,7 +56,7 @@ def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def row_normaliser(row_ptr, V, logit_scale, softcap, inv_temperature, BLOCK_V: tl.constexpr):
-    """Find the largest final logit of a row and compute the row's lse. Return (top, row_max, rest).
+    """Compute the lse of a row of final logits in two parts. Return (top, row_max, rest).
 
     `top` is the column of the largest z, and `row_max` is its value. The lse is row_max + rest,
     where
@@ -108,7 +108,8 @@ def row_divergence_kernel(
     inv_other = inverse_temperature(None, teacher_temperature, row)
     top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
-    # `known` has the shape (4, C), with the rows values, centers, lse and teacher_lse.
+    # `known` has the shape (4, C). Its rows are the values, the centers, the lse and the teacher's
+    # lse.
     if known_ptr is None:
         unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
@@ -124,8 +125,8 @@ def row_divergence_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     slope_sum = tl.zeros([BLOCK_V], tl.float32)
-    # 2. Compute the terms of the student's most likely logit now, because step 3 may overwrite the
-    # teacher's row.
+    # 2. Compute the terms of the student's most likely logit now. If `out` is the teacher's row,
+    # step 3 overwrites the teacher's logits.
     z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
     y_top, chain_other = load_final_logits(
         other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
@@ -146,7 +147,7 @@ def row_divergence_kernel(
         )
         lp = (z - lse_high_p) - lse_low_p
         lq = (y - lse_high_q) - lse_low_q
-        # Set the difference to 0 if both log-probabilities are -inf, because -inf - -inf is NaN.
+        # Set the difference to 0 if both log-probabilities are -inf, because -inf - (-inf) is NaN.
         d = tl.where(lp == lq, 0.0, lp - lq)
         value, slope = DIVERGENCE(exp_fp32(lp), exp_fp32(lq), d, expm1(-tl.abs(d)), beta)
         values += tl.where(cols < V, value, 0.0)
@@ -193,7 +194,7 @@ def row_divergence_(
     known: DivergenceRows | None = None,
     offsets: Tensor | None = None,  # (C+1,)
 ) -> DivergenceRows:
-    """Implement `divergence_reference.row_divergence_` in Triton.
+    """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 
     `out` must not be the student's logits.
     """

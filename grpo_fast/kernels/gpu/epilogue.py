@@ -1,8 +1,8 @@
 """Epilogue of the LM head GEMM, which computes online softmax statistics of a tile in registers.
 
 It can also store the tile. A tile is processed from left to right, in pieces with a fixed number of
-columns. This has two reasons. Only one piece at a time needs registers in addition to the tile, so
-that a 128 x 256 tile does not spill. And the order of the sums does not depend on the tile size.
+columns, for two reasons. Only one piece at a time needs registers in addition to the tile, so a 128
+x 256 tile does not spill. And the order of the sums does not depend on the tile size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grpo_fast.kernels.gpu.math import FLOOR, capped_logits, exp_fp32
 
 @triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Split a tile into its left and its right half."""
+    """Split a tile into its left and right halves."""
     return tl.split(tl.permute(tl.reshape(tile, [ROWS, 2, COLS // 2]), [0, 2, 1]))
 
 
@@ -43,8 +43,8 @@ def fold(
 ):  # fmt: skip
     """Add COLS columns of logits to the running sums of their rows, and store them if requested.
 
-    The caller sets CLEAN if none of the columns is a target and all are inside the vocabulary. The
-    masks for both are then skipped. The results have the same bits.
+    The caller sets CLEAN if all columns are inside the vocabulary and none of them is a target. The
+    function then skips the masks for both cases, which does not change the bits of the results.
     """
     row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
@@ -56,8 +56,8 @@ def fold(
     if STORE == "logits":
         store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
-    # 2. Exclude the target's column from the sums. Their value then gives 1 - p of the target with
-    # all digits, even if p is close to 1.
+    # 2. Exclude the target's column from the sums. The sums then give 1 - p of the target with all
+    # digits, even if p is close to 1.
     if not CLEAN:
         is_target = cols[None, :] == target[:, None]
         z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
@@ -68,19 +68,20 @@ def fold(
     shifted = z - new_max[:, None]
     e = exp_fp32(shifted)
     if ENTROPY:
-        # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference of
-        # two numbers as large as the logits. FLOOR prevents the NaN of 0·(-inf).
+        # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
+        # numbers as large as the logits. FLOOR prevents the NaN of 0·(-inf).
         exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
             e * tl.maximum(shifted, FLOOR), 1
         )
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
-        # 4. Store the exponentials relative to the normaliser of the row.
+        # 4. Rescale the exponentials from the running maximum to the row's normaliser, and store
+        # them.
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
-        # Replace NaN with 0, which tl.maximum does. Otherwise a NaN in a row with coefficient 0
-        # would reach all of dW, because 0·NaN is NaN.
+        # Replace NaN with 0, as tl.maximum does. Otherwise a NaN in a row with coefficient 0 would
+        # make all of dW NaN, because 0·NaN is NaN.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     return new_max, exp_sum, exp_z_sum, z_target
@@ -120,9 +121,9 @@ def fold_tile(
     """Apply `fold` to a tile. With BRANCH, a tile without targets uses a shorter code path.
 
     The shorter path needs 8 instead of 17 instructions per logit. At V = 151936, four of five 128 x
-    256 tiles contain no target. BRANCH is off if it would need too many registers, which is the
-    case with an entropy, a bias, a soft cap or fp32 operands. Also, Triton does not warp-specialise
-    a loop with a branch.
+    256 tiles contain no target. The caller does not set BRANCH with an entropy, a bias, a soft cap
+    or fp32 operands, because it would then need too many registers. Another cost of BRANCH is that
+    Triton does not warp-specialise a loop with a branch.
     """
     if BRANCH:
         target, _, _ = row

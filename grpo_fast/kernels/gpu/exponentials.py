@@ -6,7 +6,7 @@ The matrix E is written once, before the loss is known:
     d raw_j = g·unit·E_j,               unit = -exp(s - lse)·logit_scale/temperature
     d raw_y = g·target_unit,            target_unit = (1 - p_y)·f_y·logit_scale/temperature
 
-Here y is the target's column, s is a shift that is chosen for each row, and g is dL/dlogp. The
+Here y is the target's column, s is a number that is chosen for each row, and g is dL/dlogp. The
 factor g·unit scales the rows of dH = E·W and the rows of `hidden` in dW = Eᵀ·hidden, so E is never
 modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
 
@@ -14,12 +14,12 @@ The d-logit of the target is the largest of its row, so the target is excluded f
 contribution is added in fp32: one row of W to each row of dH, and one row of `hidden` to a row of
 dW. Nothing cancels when p_y is close to 1.
 
-The shift s can be chosen freely, because bf16 has the same relative precision everywhere. However,
-s must be known before the row is computed, and must be close to lse. The kernel uses s = z[target],
-which costs one dot product per row (target_kernel), and lse - s = -logp. Rows with -logp > MAX_NLL
-and rows with NaN are computed a second time with s = lse. Programs without these rows return
-immediately, so the host does not wait. All elements of E are finite, even in rows with NaN, so a
-row with g = 0 contributes nothing.
+The exact value of s does not matter, because bf16 has the same relative precision everywhere.
+However, s must be known before the row is computed, and must be close to lse. The kernel uses s =
+z[target], which costs one dot product per row (target_kernel), and lse - s = -logp. Rows with -logp
+> MAX_NLL and rows with NaN are computed a second time with s = lse. The host need not know which
+rows these are, because all other programs return immediately. All elements of E are finite, even in
+rows with NaN, so a row with g = 0 contributes nothing.
 
 The lse, logp and entropy are bitwise equal to those of `head_logps`, because the same kernel
 computes them.
@@ -49,7 +49,7 @@ def target_kernel(
     hidden_ptr, weight_ptr, bias_ptr, target_ptr, raw_ptr,
     V, H, stride_hidden_t, stride_weight_v, stride_weight_h, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute the raw logit of one row's target. If the target is outside [0, V), it is 0."""
+    """Compute the raw logit of the target of one row. It is 0 if the target is outside [0, V)."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
@@ -61,8 +61,8 @@ def target_kernel(
         h = tl.load(hidden_ptr + row * stride_hidden_t + offs_h, mask=mask, other=0.0).to(
             tl.float32
         )
-        # Use int64 offsets. In a transposed weight (column stride V) they reach H·V, which may
-        # exceed 2^31.
+        # Use int64 offsets. If the weight is transposed (column stride V), they reach H·V, which
+        # may exceed 2^31.
         at = weight_ptr + target * stride_weight_v + offs_h.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=mask, other=0.0)
         total += h * w.to(tl.float32)
@@ -77,13 +77,13 @@ def units_kernel(
     temperature_ptr, raw_target_ptr, lse_ptr, logps_ptr, unit_ptr, target_unit_ptr,
     n_rows, logit_scale, softcap, temperature, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute `unit` and `target_unit` of BLOCK_T rows (see the formulas above)."""
+    """Compute `unit` and `target_unit` of BLOCK_T rows, which the module docstring defines."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
     # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
-    # same factor, bit for bit.
+    # same factor bit for bit.
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
@@ -118,10 +118,10 @@ def head_exponentials(
     return_entropy: bool = False,
     known: RowStats | None = None,
 ) -> Exponentials:
-    """Implement `cpu/linear.head_exponentials` in Triton for bf16 inputs.
+    """Compute statistics and write exponentials in bf16, like `cpu/linear.head_exponentials`.
 
-    A target id outside [0, V) has no column and is treated as a logit of 0. `dominant` is always
-    None, because the GEMM uses the stored bf16 values without further rounding.
+    The target's logit is 0 if its id is outside [0, V). `dominant` in the result is always None,
+    because the GEMM uses the stored bf16 values without further rounding.
 
     Raises:
         ValueError: hidden and weight have different dtypes.
@@ -136,16 +136,18 @@ def head_exponentials(
         return Exponentials(
             known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
         )
-    # 1. Compute the raw logits of the targets, which determine the shift of every row.
+    # 1. Compute the raw logits of the targets, from which the kernel derives the number s of each
+    # row.
     raw_target = target_logits(p)
-    # 2. Compute statistics and exponentials in one pass, or use the statistics of an earlier pass.
+    # 2. Compute statistics and exponentials in one pass, unless the statistics are known from an
+    # earlier pass.
     if known is None:
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
         stats = dense_vector(lse), dense_vector(logps), entropy
-    # 3. Compute the exponentials of rows that need s = lse, or of all rows if only their statistics
-    # were known.
+    # 3. Compute the exponentials of the rows that need s = lse. If the statistics were known,
+    # compute the exponentials of all rows.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
     # 4. Compute the factors that turn exponentials into d-logits.
     *scalars, temperature_ptr = transform_arguments(transform)

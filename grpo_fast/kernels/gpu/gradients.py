@@ -31,7 +31,10 @@ def times_kernel(
     grad_logps_ptr, unit_ptr, target_unit_ptr, by_row_ptr, by_target_ptr, n_rows, n_padded,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute by_row and by_target of BLOCK_T rows."""
+    """Compute the row and target coefficients of BLOCK_T rows from dL/dlogps.
+
+    by_row is dL/dlogp·unit, and by_target is dL/dlogp·target_unit.
+    """
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     g = tl.load(grad_logps_ptr + rows, mask=in_rows, other=0.0)
@@ -49,11 +52,11 @@ def write_hidden_kernel(
     product_ptr, by_row_ptr, by_target_ptr, target_ptr, weight_ptr, out_ptr, H,
     stride_product_t, stride_weight_v, stride_weight_h, stride_out_t, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row of dH."""
+    """Compute one row of dH from the product E·W and the weight row of the target."""
     row = tl.program_id(0).to(tl.int64)
     by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
-    # If by_target is 0, read no weight row, because the target of an inactive row may be invalid.
+    # Read no weight row if by_target is 0. In an inactive row, the target id may be invalid.
     read = tl.where(by_target == 0.0, 0, H)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
@@ -61,7 +64,8 @@ def write_hidden_kernel(
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
-        # Select 0 in an inactive row, where x may be NaN. 0·NaN would be NaN.
+        # Select 0 in an inactive row, where x may be NaN. A product would keep it, because 0·NaN is
+        # NaN.
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)
         to = out_ptr + row * stride_out_t + cols
@@ -73,7 +77,7 @@ def scaled_hidden_kernel(
     hidden_ptr, by_row_ptr, out_ptr, H, stride_hidden_t, stride_out_t,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Write by_row·hidden for one row. If by_row is 0, hidden is not read and the result is 0."""
+    """Write by_row·hidden for one row. If by_row is 0, write zeros without reading `hidden`."""
     row = tl.program_id(0).to(tl.int64)
     by_row = tl.load(by_row_ptr + row)
     read = tl.where(by_row == 0.0, 0, H)
@@ -91,7 +95,11 @@ def times(
     target_unit: Tensor,  # (C,) fp32
     rows: int,  # padded C
 ) -> tuple[Tensor, Tensor]:
-    """Return (by_row, by_target), (padded C,) each, with zeros in the padding."""
+    """Compute the row and target coefficients from dL/dlogps, with zeros in the padding rows.
+
+    Returns:
+        (by_row, by_target), (padded C,) each.
+    """
     by_row, by_target = (
         torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)
     )
@@ -111,7 +119,7 @@ def write_hidden_(
     target_ids: Tensor,  # (C,)
     weight: Tensor,  # (V, H)
 ) -> Tensor:
-    """Write out[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]]; return `out`."""
+    """Write dH[t] = by_row[t]·product[t] + by_target[t]·weight[target_ids[t]] to `out`."""
     if target_ids.shape[0]:
         launch(
             write_hidden_kernel, target_ids.shape[0], product, by_row, by_target, target_ids,
@@ -126,7 +134,7 @@ def scaled_hidden(
     by_row: Tensor,  # (C,) fp32
     dtype: torch.dtype,
 ) -> Tensor:  # (C, H)
-    """Return by_row[:, None]·hidden, (C, H), rounded once to `dtype`."""
+    """Multiply the rows of `hidden` by `by_row`, and round the result, (C, H), to `dtype` once."""
     out = torch.empty(hidden.shape, dtype=dtype, device=hidden.device)
     if hidden.shape[0]:
         launch(

@@ -18,12 +18,12 @@ def launch(kernel: Any, programs: int, *args: object, **options: object) -> None
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
         # Disable fused multiply-add. The compiler would use it in some kernels and not in others,
-        # so the same row would get different bits (see rows.py).
+        # so two kernels could give different bits for the same row (see rows.py).
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
 
 def outputs(of_rows: Tensor, return_entropy: bool) -> RowStats:
-    """Allocate (lse, logps, entropy or None) for the rows of a tensor."""
+    """Allocate the outputs (lse, logps, entropy or None), with one element per row of `of_rows`."""
     rows, device = of_rows.shape[0], of_rows.device
     lse, logps = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     return lse, logps, torch.empty_like(lse) if return_entropy else None
@@ -43,12 +43,12 @@ class HeadInputs(NamedTuple):
 
     @property
     def is_light(self) -> bool:
-        """True without a soft cap and a bias. The epilogue then needs few registers."""
+        """True if the epilogue needs few registers, because there is no soft cap and no bias."""
         return self.transform.softcap is None and self.bias is None
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Return whether rows are contiguous and start at multiples of 16 bytes.
+    """Return whether the rows are contiguous and start at multiples of 16 bytes.
 
     Vector loads and TMA require this.
     """

@@ -5,8 +5,8 @@
 
 The kernel reads `hidden` and W from HBM (W once per 24 MiB of `hidden`). Per row, it writes
 16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second kernel reads. On
-request, the same kernel also stores the raw logits, or the exponentials that exponentials.py
-defines. Passes with and without gradient therefore have bitwise equal log-probabilities.
+request, it also stores the raw logits, or the exponentials that exponentials.py defines. Passes
+with and without gradient use the same kernel, so their log-probabilities are bitwise equal.
 
 One program computes BLOCK_T rows of one slice of 2048 columns. It keeps max, Σe, Σe·(z - max) and
 z[target] of each row in registers. The sums exclude the target. A second kernel joins the slices of
@@ -36,15 +36,15 @@ def load_tile(
     source, row_start, n_rows, stride_row, col_start, n_cols, stride_col,
     ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of ROWS x COLS elements, with zeros outside the matrix.
+    """Load a tile of ROWS x COLS elements. Elements outside the matrix are 0.
 
     With USE_TMA, `source` is a tensor descriptor. Otherwise it is a pointer, and loads are masked.
     """
     if USE_TMA:
         tile = source.load([row_start, col_start])
     else:
-        # Compute the corner of the tile in int64, and the offsets inside the tile in int32. This
-        # needs half the registers of int64 offsets.
+        # Compute the address of the tile's corner in int64, but the offsets inside the tile in
+        # int32. Offsets in int64 would need twice as many registers.
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
         corner = (
             source
@@ -70,10 +70,10 @@ def slice_kernel(
 ):  # fmt: skip
     """Compute the partial sums of one slice of the vocabulary for BLOCK_T rows."""
     row_blocks, slices = tl.cdiv(n_rows, BLOCK_T), tl.cdiv(V, slice_columns)
-    # 1. Select the rows and the slice of this program. Programs with neighbouring ids share a slice
-    # of W, so all but the first of them read its tiles from L2. Rows of `hidden` are read once per
-    # tile and should also come from L2. Therefore a group of row blocks that fits into L2 processes
-    # all slices before the next group starts.
+    # 1. Select the rows and the vocabulary slice of this program. Programs with neighbouring ids
+    # share a slice of W, so all but the first of them read its tiles from L2. Rows of `hidden` are
+    # read again for every tile and should also come from L2. Therefore a group of row blocks that
+    # fits into L2 processes all slices before the next group starts.
     first_block = tl.program_id(0) // (group_blocks * slices) * group_blocks
     place = tl.program_id(0) % (group_blocks * slices)
     blocks = tl.minimum(row_blocks - first_block, group_blocks)
@@ -82,8 +82,8 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # Replace invalid ids with -1, which matches no column. Convert the ids to int32, which needs
-    # half the registers of int64.
+    # Replace invalid ids with -1, which matches no column. Convert the ids to int32, because int64
+    # ids would need twice as many registers.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
@@ -93,7 +93,8 @@ def slice_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         row_inv_temperature = inv_temperature
 
-    # 2. Initialise the running sums. If exponentials are stored, choose their shift in advance.
+    # 2. Initialise the running sums. If exponentials are stored, choose the number s that is
+    # subtracted from the logits of each row (see exponentials.py).
     first = slice_id * slice_columns
     stop = tl.minimum(first + slice_columns, V)
     row_max = tl.full([BLOCK_T], FLOOR, tl.float32)
@@ -103,15 +104,15 @@ def slice_kernel(
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-        # Subtract s = z[target] from the logits before the exponentials, because it is known now.
+        # Use s = z[target], which is known before the logits are computed.
         normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
-        # In the second pass, where the lse is known, rows with z[target] far below the lse use
-        # s = lse.
+        # In the second pass, the lse is known. Use s = lse in rows where z[target] is far below it.
         if lse_ptr is not None:
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
             high_nll = exceeds_max_nll(lse, normaliser) & in_rows
             normaliser = tl.where(high_nll, lse, normaliser)
-            # Programs without a row of high NLL get an empty range of columns and do no work.
+            # If a block has no row with a large -logp, give its program an empty range of columns,
+            # so that the program does no work.
             if ONLY_HIGH_NLL:
                 stop = tl.where(tl.max(high_nll.to(tl.int32), 0) > 0, stop, first)
 
@@ -137,8 +138,8 @@ def slice_kernel(
 
     # 4. Store the partial sums of the slice.
     if partial_ptr is not None:
-        # `partial` has the shape (4, S, T) for S slices and T rows. With T last, neighbouring rows
-        # are stored contiguously.
+        # `partial` has the shape (4, S, T) for S slices and T rows. T is the last dimension, so
+        # that the values of neighbouring rows are stored contiguously.
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
         tl.store(here, row_max, mask=in_rows)
@@ -157,7 +158,8 @@ def join_kernel(
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # A target outside the vocabulary is in none of the slices, so nothing must be added for it.
+    # A target outside the vocabulary is in none of the slices, so `finish` must not add its
+    # exponential.
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
@@ -188,7 +190,7 @@ def join_kernel(
             )
         exp_sum = exp_sum * rescale + tl.sum(exp_sum_s * rescale_s, 0)
         row_max = new_max
-    # 3. Add the target and compute the results.
+    # 3. Add the target to the sums, and compute the lse, logp and entropy.
     lse, lp, entropy = finish(row_max, exp_sum, exp_z_sum, z_target, inside)
     tl.store(lse_ptr + rows, lse, mask=in_rows)
     tl.store(logps_ptr + rows, lp, mask=in_rows)
@@ -219,13 +221,14 @@ def head_inputs(
         raise ValueError(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
-    # Copy `hidden` if it is unaligned, so that its layout does not matter. W is too large to copy.
+    # Copy an unaligned `hidden`, so that the tile size depends only on W. W itself is too large to
+    # copy.
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
 
 def slice_count(p: HeadInputs) -> int:
-    """Return the number of vocabulary slices."""
+    """Return the number of slices into which the vocabulary is divided."""
     return -(-p.weight.shape[0] // SLICE_COLUMNS)
 
 
@@ -242,11 +245,11 @@ def sweep(
 
     Args:
         p: the validated inputs.
-        partial: (3 or 4, S, T) receives the sums of every slice, 4 with the entropy; None: not
-            stored.
+        partial: (3, S, T), or (4, S, T) with the entropy. Receives the sums of every slice. None:
+            the sums are not stored.
         out: (T, V) receives raw logits, or exponentials if `raw_target` is given.
         raw_target: (T,) raw logits of the targets.
-        lse: (T,) shift of rows with a large -logp.
+        lse: (T,) lse of each row, which is subtracted from the logits in rows with a large -logp.
         only_high_nll: compute only the row blocks that contain a row with a large -logp.
     """
     # 1. Choose the tile size. It must not depend on the batch, because it changes the order of
@@ -332,11 +335,11 @@ def head_logps(
     return_entropy: bool,
     logits_out: Tensor | None = None,  # (T, V)
 ) -> RowStats:
-    """Implement `cpu/linear.head_logps` in Triton.
+    """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 
     Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
-    any strides. The last dimension of `logits_out` is contiguous. A target id outside [0, V) counts
-    as a logit of 0.
+    any strides. The last dimension of `logits_out` must be contiguous. The target's logit is 0 if
+    its id is outside [0, V).
 
     Raises:
         ValueError: hidden and weight have different dtypes.

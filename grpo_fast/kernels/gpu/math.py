@@ -1,6 +1,6 @@
 """Scalar functions of the Triton kernels: the logit transform, and the final step of a softmax.
 
-All kernels call these functions, so a row has the same bits whichever kernel computes it.
+All kernels call these functions, so every kernel computes the same bits for a row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. If it were -inf, a first block with only -inf columns would
 # compute -inf - (-inf) = NaN. FLOOR is less than every meaningful logit. It is greater than -3e38,
-# with which users mask columns, so masked columns get a probability of 0.
+# a value that users write to masked columns, so masked columns get a probability of 0.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -26,7 +26,7 @@ def expm1_minus(x):
 
     The difference cancels for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
     """
-    # Evaluate the series at 0 in lanes that do not use it, so that it cannot overflow there.
+    # Evaluate the series at 0 where the other branch is selected, so that it cannot overflow there.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -51,10 +51,11 @@ def log1p(x):
 
 @triton.jit
 def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
-    """Return lse, logp and entropy from sums over all columns except the target.
+    """Compute lse, logp and entropy from sums over all columns except the target.
 
-    If the target's probability is nearly 1, logp = -log1p(exp_sum) keeps its digits. z[target] -
-    lse would be a difference of two numbers as large as the logits.
+    `inside` says whether the target is in the vocabulary. logp is -log1p(exp_sum), which keeps its
+    digits if the target's probability is nearly 1. z[target] - lse would be a difference of two
+    numbers as large as the logits.
     """
     shifted = z_target - row_max
     # Add the exponential of the target to the sum, or 0 if the target is invalid.
@@ -68,13 +69,13 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
 
 @triton.jit
 def softcapped(x, softcap):
-    """Return softcap·tanh(x/softcap) and 1 - tanh²."""
+    """Return the soft-capped value softcap·tanh(x/softcap), and its derivative 1 - tanh²."""
     u = x / softcap
-    # The exponent is never positive, so the exponential cannot overflow.
+    # Use -2·|u| as exponent. It is never positive, so the exponential cannot overflow.
     t = exp_fp32(-2.0 * tl.abs(u))
     large = tl.where(u < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
-    # For a small u, 1 - t loses its digits. Use a least-squares fit of tanh with a relative error
-    # of 7e-8 for |u| <= 0.5.
+    # For a small u, 1 - t would lose digits. Use a least-squares polynomial for tanh instead, which
+    # has a relative error of 7e-8 for |u| <= 0.5.
     w = u * u
     fit = w * (
         -0.33333327 + w * (0.13332961 + w * (-0.05389886 + w * (0.02129668 + w * -0.0066456)))
@@ -86,9 +87,10 @@ def softcapped(x, softcap):
 
 @triton.jit
 def capped_logits(raw, logit_scale, softcap, inv_temperature):
-    """Return the final logits z and the slope 1 - tanh² of the soft cap, for raw logits.
+    """Apply the logit scale, the soft cap and the temperature to raw logits.
 
-    `softcap` is a number, or None without a soft cap. The slope is then 1.
+    `softcap` is None if there is no soft cap. Return the final logits z and the factor 1 - tanh² of
+    the soft cap, which is 1 without one.
     """
     tanh_slope = 1.0
     if softcap is None:
@@ -101,7 +103,7 @@ def capped_logits(raw, logit_scale, softcap, inv_temperature):
 
 @triton.jit
 def final_logits(raw, logit_scale, softcap, inv_temperature):
-    """Return z and its derivative with respect to the raw logits."""
+    """Return the final logits z and their derivative with respect to the raw logits."""
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
     slope = logit_scale * inv_temperature
     if softcap is not None:
@@ -109,21 +111,21 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# Limit of lse - z[target], in nats. Up to this limit, the exponentials of a row are exp(z -
-# z[target]), otherwise exp(z - lse). The limit is far less than 88, where exp overflows in bf16 and
-# fp32, so sums and products of exponentials do not overflow either.
+# Maximum of lse - z[target], in nats, for which the exponentials of a row are exp(z - z[target]).
+# In other rows, they are exp(z - lse). The limit is far less than 88, where exp overflows in bf16
+# and fp32, so sums and products of exponentials do not overflow either.
 MAX_NLL = tl.constexpr(40.0)
 
 
 @triton.jit
 def exceeds_max_nll(lse, z_target):
-    """Return whether exp(z - z_target) may leave the range of bf16 in this row. True for NaN."""
+    """Return whether exp(z - z_target) may leave the range of bf16 in a row. True if lse is NaN."""
     return ~(lse - z_target <= MAX_NLL)
 
 
 @triton.jit
 def inverse_temperature(temperature_ptr, temperature, row):
-    """Return 1/temperature of a row."""
+    """Return 1/temperature of a row. The tensor of temperatures, if given, has priority."""
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row)
     return tl.div_rn(1.0, temperature)

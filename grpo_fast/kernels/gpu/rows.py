@@ -14,7 +14,7 @@ The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
 
 Sums are computed online in fp32. Each row has one running maximum, and each lane has one running
 sum. The lanes are summed once, in a fixed order. The results of a row depend on that row only.
-Lengths, strides and hyperparameters are run-time arguments, so new values do not cause
+Lengths, strides and hyperparameters are run-time arguments, so different values do not cause
 recompilation.
 
 Every launch sets `enable_fp_fusion=False`. Otherwise the compiler would fuse a multiplication and
@@ -56,7 +56,7 @@ def statistics(
     ENTROPY: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Compute lse, logp and entropy in the first pass over a row."""
+    """Compute lse, logp and entropy of a row in the first pass over its logits."""
     offs_v = tl.arange(0, BLOCK_V)
     # Load the target's logit now, because pass 2 may overwrite the row. The reductions below
     # contain barriers, which order this load before the stores of pass 2.
@@ -80,8 +80,8 @@ def statistics(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if ENTROPY:
-            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
-            # of two numbers as large as the logits.
+            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
+            # numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.where(
                 e > 0, e * shifted, 0.0
             )
@@ -97,7 +97,7 @@ def write_gradient(
 ):  # fmt: skip
     """Write the gradient with respect to the raw logits in the second pass over a row.
 
-    A row whose coefficients are 0 is not read.
+    If both coefficients of the row are 0, zeros are written and the row is not read.
     """
     offs_v = tl.arange(0, BLOCK_V)
     # The condition is the same for all threads of the program, so no warp diverges.
@@ -177,7 +177,7 @@ def row_loss_kernel(
     logits_ptr, out_ptr, target_ptr, temperature_ptr, advantages_ptr, policy_weights_ptr,
     kl_weights_ptr, old_logps_ptr, ref_logps_ptr, grad_entropy_ptr, lse_ptr, logps_ptr, entropy_ptr,
     losses_ptr, grad_logps_ptr, V, stride_logits_t, stride_out_t, logit_scale, softcap, temperature,
-    p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
+    p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE: tl.constexpr, N_PARAMS: tl.constexpr,
     KL: tl.constexpr, KL_TIMES_RATIO: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -193,12 +193,12 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # 2. Compute the loss and its slope. Excluded rows may contain NaN, so their results are set to
-    # 0 with a select.
+    # 2. Compute the loss and its slope. Replace the results of excluded rows by a select, because
+    # they may be NaN.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
-        ref_logps_ptr, p0, p1, p2, p3, kl_most, kl_reach, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
+        ref_logps_ptr, p0, p1, p2, p3, kl_max, kl_d_max, OBJECTIVE, N_PARAMS, KL, KL_TIMES_RATIO,
     )  # fmt: skip
     loss = tl.where(counts, loss, 0.0)
     g = tl.where(counts, g, 0.0)
@@ -222,10 +222,10 @@ def row_logps(
     return_entropy: bool,
     offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
 ) -> RowStats:
-    """Implement `reference.row_logps` in Triton on fp32, bf16 or fp16 logits with any row stride.
+    """Compute lse, logps and entropies of logits in Triton, like `reference.row_logps`.
 
-    The last dimension must be contiguous. A target id outside [0, V) is never read, and the logp of
-    its row is that of a raw logit of 0.
+    The logits are fp32, bf16 or fp16 with any row stride and a contiguous last dimension. A target
+    id outside [0, V) is never read, and its raw logit counts as 0.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -250,9 +250,9 @@ def row_grad_(
     out: Tensor | None = None,  # (C, V)
     offsets: Tensor | None = None,  # as in `row_logps`, in place
 ) -> Tensor:
-    """Implement `reference.row_grad_` in Triton.
+    """Write the gradient with respect to the logits in Triton, like `reference.row_grad_`.
 
-    `out` must be `logits`, or memory that does not overlap it.
+    `out` must be `logits` itself, or must not overlap it.
     """
     out = logits if out is None else out
     if len(target_ids):
@@ -278,9 +278,9 @@ def row_loss_(
     *,
     return_entropy: bool,
 ) -> RowLoss:
-    """Implement `reference.row_loss_` in Triton.
+    """Compute the loss of every row and its gradient in Triton, like `reference.row_loss_`.
 
-    lse, logps and entropy equal those of `row_logps` bit for bit.
+    The lse, logps and entropy are bitwise equal to the results of `row_logps`.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     losses, grad_logps = torch.empty_like(lse), torch.empty_like(lse)
@@ -288,7 +288,7 @@ def row_loss_(
     if not logits.shape[0]:
         return RowLoss(lse, logps, entropy, losses, grad_logps)
     *of_rows, grad_entropy = (vector(x) for x in terms)
-    numbers, leaves = loss_arguments(config)
+    numbers, constants = loss_arguments(config)
     *scalars, temperature_ptr = transform_arguments(transform)
     block_v, num_warps = row_config(logits.shape[1])
     launch(
@@ -296,6 +296,6 @@ def row_loss_(
         *of_rows, grad_entropy, lse, logps, entropy, losses, grad_logps,
         logits.shape[1], logits.stride(0), out.stride(0), *scalars, *numbers,
         ENTROPY=return_entropy or grad_entropy is not None, BLOCK_V=block_v, num_warps=num_warps,
-        **leaves,
+        **constants,
     )  # fmt: skip
     return RowLoss(lse, logps, entropy, losses, grad_logps)

@@ -2,9 +2,9 @@
 
     gradient *= factor
 
-The kernel reads and writes the gradient once. If the factor is 1, as in `loss.backward()`, it does
-neither. The factor is on the device, and reading it on the host would synchronise. Therefore every
-program reads the factor and returns immediately if it is 1.
+The kernel reads and writes the gradient once. If the factor is 1, as in `loss.backward()`, every
+program returns immediately. The programs check this, because the factor is on the device and
+reading it on the host would synchronise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_fast.kernels.gpu.launch import launch
 
 # Number of elements that a program processes per step.
 BLOCK = 4096
-# Maximum number of programs. It is large enough to fill any device, and small enough for all
+# Maximum number of programs. It is large enough to keep any device busy. It is small enough for all
 # programs to start and return within microseconds if the factor is 1.
 PROGRAMS = 2048
 
@@ -26,7 +26,7 @@ PROGRAMS = 2048
 def scale_kernel(gradient_ptr, factor_ptr, size, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        # Each program processes several blocks, because there are at most PROGRAMS programs.
+        # Process several blocks per program, because at most PROGRAMS programs are launched.
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, tl.cast(size, tl.int64), step):

@@ -11,7 +11,7 @@ algorithm of flash attention, with the rows of W as keys and values:
 Here f is 1 - tanh², or 1 without a soft cap. The backward pass computes dH[t] = g[t]·slope[t]
 without reading W again. If the entropy has a gradient, `sums_kernel` reads the weight rows a second
 time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs (id, row), sorted by
-id. Each program owns a part of a row of dW, and also writes the zeros of ids that occur in no set.
+id. Each program writes a part of one row of dW, including the zeros of ids that occur in no set.
 
 HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
 (written and read), nnz·H elements of `hidden` and V·H elements of dW. The additional memory is
@@ -45,15 +45,15 @@ from grpo_fast.kernels.types import LogitTransform, transform_arguments
 
 @triton.jit
 def load_columns(start, cols, H, stride):
-    """Load columns of one row as fp32, with zeros beyond H."""
+    """Load columns of one row as fp32. Columns that are not less than H are 0."""
     return tl.load(start + cols.to(tl.int64) * stride, mask=cols < H, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def named_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
-    """Load columns of the rows that begin at `starts`, as fp32.
+def load_rows(starts, inside, cols, H, stride, POLICY: tl.constexpr):
+    """Load columns of the rows that begin at the addresses `starts`, as fp32.
 
-    Rows where `inside` is False and columns that are not less than H are 0.
+    Elements are 0 in rows where `inside` is False, and in columns that are not less than H.
     """
     mask = inside[:, None] & (cols < H)[None, :]
     at = starts[:, None] + (cols.to(tl.int64) * stride)[None, :]
@@ -67,10 +67,13 @@ def support_head_kernel(
     stride_weight_v, stride_weight_h, logit_scale, softcap, temperature, BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits, the statistics and the slope of one row. BLOCK_H is at least H."""
-    # 1. Find the token set of the row and its row of `hidden`.
+    """Compute the logits, the statistics and the slope of one row.
+
+    BLOCK_H must be at least H, because one program keeps all columns of the row.
+    """
+    # 1. Find the token set of this row, and the row of `hidden` that predicts its target.
     row = tl.program_id(0).to(tl.int64)
-    # The start of the row is int64. Positions inside the row are int32, which needs fewer
+    # Store the start of the set in int64, but positions inside the set in int32, which need fewer
     # registers.
     first = tl.load(offset_ptr + row)
     count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
@@ -96,7 +99,7 @@ def support_head_kernel(
         inside = at < count
         ids = tl.load(id_ptr + first + at, mask=inside, other=0).to(tl.int64)
         at_weight = weight_ptr + ids * stride_weight_v
-        w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
+        w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_last")
         raw = tl.sum(w * h[None, :], 1)
         if bias_ptr is not None:
             raw += tl.load(bias_ptr + ids, mask=inside, other=0.0).to(tl.float32)
@@ -112,8 +115,8 @@ def support_head_kernel(
         shifted = z - new_max
         e = exp_fp32(shifted)
         if entropy_ptr is not None:
-            # Accumulate Σ e·(z - max) instead of Σ e·z. Otherwise the entropy would be a difference
-            # of two numbers as large as the logits.
+            # Accumulate Σ e·(z - max), because the entropy from Σ e·z would be a difference of two
+            # numbers as large as the logits.
             exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale + tl.sum(
                 e * tl.maximum(shifted, FLOOR), 0
             )
@@ -121,23 +124,23 @@ def support_head_kernel(
         if slope_ptr is not None:
             if softcap is not None:
                 e *= f
-            # Load the tile again, which hits L1. Keeping it in registers would leave no room for a
-            # second program on the multiprocessor.
-            w = named_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
+            # Load the tile of W again, which hits L1. If it stayed in registers, a second program
+            # would not fit on the multiprocessor.
+            w = load_rows(at_weight, inside, cols, H, stride_weight_h, "evict_first")
             others = others * rescale + tl.sum(e[:, None] * w, 0)
         row_max = new_max
     # 4. Include the target in the maximum, and rescale the sums to the new maximum.
     new_max = tl.maximum(row_max, z_target)
     rescale = exp_fp32(row_max - new_max)
     exp_z_sum = (exp_z_sum + (row_max - new_max) * exp_sum) * rescale
-    # 5. Statistics.
+    # 5. Compute the statistics of the row.
     lse, lp, entropy = finish(new_max, exp_sum * rescale, exp_z_sum, z_target, True)
     tl.store(lse_ptr + row, lse)
     tl.store(logps_ptr + row, lp)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
     if slope_ptr is not None:
-        # 6. Compute the slope.
+        # 6. Compute the slope from the weight row of the target and from `others`.
         at_target = weight_ptr + tl.load(id_ptr + first + place).to(tl.int64) * stride_weight_v
         by_target = -expm1(lp)
         if softcap is not None:
@@ -164,14 +167,15 @@ def sums_kernel(
     cols = tl.program_id(0) % parts * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = cols < H
     first = tl.load(offset_ptr + segment)
-    # The count is 0 for an id that occurs in no set. Its row of dW is still written, as zeros.
+    # The count is 0 for an id that occurs in no set. The loop is then skipped, and zeros are
+    # written.
     count = (tl.load(offset_ptr + segment + 1) - first).to(tl.int32)
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, count, BLOCK_R):
         at = start + tl.arange(0, BLOCK_R)
         factor = tl.load(factor_ptr + first + at, mask=at < count, other=0.0)
         row = tl.load(index_ptr + first + at, mask=at < count, other=0).to(tl.int64)
-        x = named_rows(
+        x = load_rows(
             matrix_ptr + row * stride_matrix_t, factor != 0.0, cols, H, stride_matrix_h, ""
         )
         total += tl.sum(x * factor[:, None], 0)
@@ -192,13 +196,14 @@ def head_rows(
     return_entropy: bool,
     return_slopes: bool,
 ) -> HeadRows:
-    """Implement `support_reference.head_rows` in Triton in fp32.
+    """Compute logits and statistics over token sets in fp32, like `support_reference.head_rows`.
 
     Computing slopes does not change the bits of the other results. If H exceeds SUPPORT_COLUMNS,
     the reference implementation is used.
     """
     count, width = len(rows.places), weight.shape[1]
-    # The kernel keeps a full row of `hidden` in registers, so a larger H does not fit.
+    # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
+    # registers.
     if width > configs.SUPPORT_COLUMNS:
         return support_reference.head_rows(
             hidden, index, weight, bias, rows, transform, return_entropy=return_entropy,
@@ -220,7 +225,7 @@ def head_rows(
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Implement `support_reference.head_hidden` in Triton. The result is (R, H) fp32."""
+    """Compute dH, (R, H) fp32, from d-logits over token sets (`support_reference.head_hidden`)."""
     shape = len(rows.places), weight.shape[1]
     out = torch.empty(shape, dtype=torch.float32, device=d.device)
     _sums(d, rows.ids, rows.offsets, weight, out)
@@ -236,16 +241,15 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Implement `support_reference.head_weight` in Triton.
+    """Compute dW from d-logits over token sets, like `support_reference.head_weight`.
 
     Each element of `out` is written once.
     """
-    # A stable sort keeps the rows of one id in order, so every run gives the same bits.
+    # Sort stably, so that the rows of an id stay in order and every run gives the same bits.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # The segment of an id is its range in the sorted ids. Find all bounds by binary search, which
-    # needs no histogram.
+    # Find the range of each id in the sorted ids by binary search. It is the id's segment.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

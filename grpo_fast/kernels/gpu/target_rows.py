@@ -5,15 +5,15 @@
 If dW is fp32, one pass adds the hidden rows, with at most 10 bytes of HBM traffic per element of
 (C, H).
 
-If dW is 16-bit, the product A = Eᵀ·(…) has already been rounded. This is harmless if the final sum
-S is at least as large as A. It is harmful if A and the added rows nearly cancel, as for a token
-that is likely everywhere and often the target. The error is then 1e-2 of S. Rows with |A| > |S|/4
-are therefore recomputed from an fp32 product of their columns of E, and rounded once. Programs of
-all other rows return immediately, and the host does not wait. In these other rows, the first
-rounding adds at most 3% to the error of the second rounding.
+If dW is 16-bit, the product A = Eᵀ·(…) was rounded before the hidden rows are added to it. This is
+harmless if the final sum S is at least as large as A. But if A and the added rows nearly cancel,
+the error is 1e-2 of S. This happens to a token that is likely everywhere and often the target. Rows
+with |A| > |S|/4 are therefore recomputed from an fp32 product of their columns of E, and rounded
+once. Programs of all other rows return immediately, and the host does not wait. In those rows, the
+rounding of A adds at most 3% to the rounding error of S.
 
-The kernels use no atomics. The first program of an id owns the row of dW, and the rows of equal ids
-are added in order.
+The kernels use no atomics. If a target id occurs several times, only its first program writes the
+row of dW, and adds the hidden rows in order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from grpo_fast.kernels.gpu.launch import launch
 from grpo_fast.kernels.gpu.linear import load_tile
 
-# A row of dW is recomputed if |A|²/|S|² exceeds this threshold in one block of columns. A is the
-# row before the hidden rows are added, and S is the row afterwards.
+# Threshold of |A|²/|S|² above which a row of dW is recomputed. A is the row before the hidden rows
+# are added, and S is the row afterwards. The ratio is computed for each block of columns.
 CANCELS = tl.constexpr(1 / 16)
-# Number of hidden rows that a program adds per step, and number of their columns that it processes.
+# Number of hidden rows that a program adds per step, and number of columns that it processes.
 SEGMENT_ROWS, SEGMENT_H = 8, 256
 # Tile sizes of the product: columns of E, columns of `hidden`, and rows of both per step.
 BLOCK_U, BLOCK_H, BLOCK_T = 64, 64, 32
@@ -40,7 +40,7 @@ def add_targets_kernel(
     id_ptr, end_ptr, order_ptr, by_target_ptr, hidden_ptr, place_ptr, product_ptr, flag_ptr,
     out_ptr, H, stride_hidden_t, stride_out_v, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Add the hidden rows of one id to its row of dW, for BLOCK_H columns.
+    """Add the hidden rows of all targets with one id to the id's row of dW, for BLOCK_H columns.
 
     If `place_ptr` is given, only the ids at these positions are processed. Unused positions are -1.
     """
@@ -55,10 +55,10 @@ def add_targets_kernel(
     vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
     before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
     cancels = tl.full([], 0, tl.int32)
-    # If an id occurs several times, only the program of its first position continues. No other
-    # program then writes this row.
+    # Continue only in the program of the first position of an id, so that no other program writes
+    # the same row.
     if before != vocab_row:
-        # 2. Start from dW, or from the recomputed product.
+        # 2. Start from dW, or from the recomputed product in fp32.
         to = out_ptr + vocab_row * stride_out_v + cols
         if product_ptr is None:
             start = tl.load(to, mask=inside, other=0.0).to(tl.float32)
@@ -106,9 +106,9 @@ def column_product_kernel(
     columns_ptr, scaled_ptr, place_ptr, product_ptr, n_slots, n_rows, H, BLOCK_U: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the fp32 product of the gathered columns and `scaled`, for the slots in use.
+    """Compute the fp32 product of gathered columns of E and the scaled hidden states.
 
-    The result is product[slot] = Σ_t columns[slot, t]·scaled[t].
+    The result is product[slot] = Σ_t columns[slot, t]·scaled[t], for the slots in use.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H

@@ -1,4 +1,4 @@
-"""Select the rows that the gradient GEMMs need, with at most one asynchronous device read."""
+"""Selection of the rows that the gradient GEMMs need, with at most one asynchronous device read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Activity:
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
         self.active = active
         self.chunk_rows = chunk_rows
-        # During CUDA graph capture, the host cannot read the counts, so all rows count as active.
+        # During CUDA graph capture, the host cannot read the counts, so treat all rows as active.
         if active is None or is_capturing(active):
             self.active = None
             return
@@ -35,7 +35,7 @@ class Activity:
         self._counts = read_later(padded.view(-1, chunk_rows).sum(1))
 
     def keep(self, chunk: slice) -> Tensor | None:
-        """Return the (n,) int64 active rows of a chunk, or None if all are active."""
+        """Return the (n,) int64 indices of active rows in a chunk, or None if all are active."""
         if self.active is None:
             return None
         count = self._counts()[chunk.start // self.chunk_rows]
@@ -49,10 +49,10 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
     """Determine which rows may have a nonzero coefficient, before any logp is known.
 
     Returns:
-        (T,) bool, False where the coefficient is 0 or NaN whatever the logp is; None if every row
-        may have a nonzero coefficient.
+        (T,) bool, which is False where the coefficient is 0 or NaN for every value of the logp;
+        None if every row may have a nonzero coefficient.
     """
-    # With a KL or an entropy term, a row with advantage 0 also has a gradient.
+    # Keep rows with advantage 0 if there is a KL or entropy term, which also gives them a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
     if has_more or not OBJECTIVES[config.loss_type].follows_advantage:
         return None
@@ -60,7 +60,7 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """Return (T,) bool, True where a row has a nonzero coefficient."""
+    """Return which rows have a nonzero coefficient, (T,) bool."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 

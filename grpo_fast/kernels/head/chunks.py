@@ -31,16 +31,17 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Maximum number of targets, as a share of the vocabulary, for which a 16-bit dW is computed from
-# exponentials. Each row of dW that belongs to a target may need a second product
-# (gpu/target_rows.py).
+# Maximum number of targets, as a fraction of the vocabulary size, with which a 16-bit dW is
+# computed from exponentials. With more targets, too many rows of dW might need a second product
+# (see gpu/target_rows.py).
 TARGET_SHARE = 1 / 8
-# Rows of an exponential buffer start at multiples of this many elements (128 bytes in 16 bits).
+# Number of elements to whose multiples the row length of an exponential buffer is rounded up. 64
+# elements are 128 bytes in 16 bits.
 ROW_ELEMENTS = 64
 
 
 class LogitChunks:
-    """Chunks that store logits and overwrite them with d-logits."""
+    """Chunks that store logits, which a row kernel overwrites with d-logits."""
 
     has_entropy_gradient = True
 
@@ -49,16 +50,16 @@ class LogitChunks:
         self.bias = bias
         self.kernels = route.kernels
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        # On a GPU, the gradient GEMMs of a 16-bit weight need 16-bit d-logits. Let the row kernel
-        # write them in 16 bits, so that they are rounded once.
+        # On a GPU, the gradient GEMMs of a 16-bit weight need 16-bit d-logits. The row kernel then
+        # writes d-logits in 16 bits, so that they are rounded only once.
         self.has_16_bit_gradient = not is_full_precision(weight) and (
             weight.is_cuda or route.backend == "triton"
         )
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
-        # Compute loss and d-logits in one row kernel, unless `head_logps` exists. `head_logps`
-        # computes the logps of passes without gradient, so it must also compute them in passes with
-        # gradient. Otherwise the bits of both passes would differ.
+        # Compute loss and d-logits in one row kernel only if there is no `head_logps`. If there is,
+        # passes without gradient use it to compute logps. A pass with gradient must use it too,
+        # because the row kernel would give different bits.
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
@@ -72,9 +73,10 @@ class LogitChunks:
         return self.has_16_bit_gradient
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """Return a buffer of logits, (rows, V)."""
+        """Return one of the buffers for the logits of a chunk, (rows, V)."""
         if self._workspace is None:
-            # Allocate the workspace once, for the largest chunk. Smaller chunks use a part of it.
+            # Allocate the workspace once, for the largest chunk, so that smaller chunks can use a
+            # part of it.
             count = self.buffers * self.max_rows
             self._workspace = take_workspace(count, self.weight.shape[0], self.weight, self.dtype)
         return self._workspace[buffer * self.max_rows :][:rows]
@@ -85,7 +87,7 @@ class LogitChunks:
         self._workspace = self._gradient_16_bit = None
 
     def _gradient(self, rows: int) -> Tensor:
-        """Return the buffer of d-logits, (rows, V)."""
+        """Return the buffer to which d-logits are written, (rows, V)."""
         if not self.has_16_bit_gradient:
             return self.workspace(rows)
         if self._gradient_16_bit is None:
@@ -93,9 +95,9 @@ class LogitChunks:
         return self._gradient_16_bit[:rows]
 
     def raw_logits(self, h: Tensor) -> Tensor:
-        """Compute h·Wᵀ + bias into the workspace, in fp32.
+        """Compute the raw logits h·Wᵀ + bias in the workspace, in fp32.
 
-        If the weight has no rows, as in an empty vocabulary shard, the GEMM is skipped.
+        The GEMM is skipped if the weight has no rows, as in an empty vocabulary shard.
         """
         z = self.workspace(h.shape[0])
         if self.weight.shape[0]:
@@ -114,7 +116,7 @@ class LogitChunks:
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
-            # Compute no statistics of padding rows, which take part in the GEMM only.
+            # Compute statistics without the padding rows, which only the GEMM needs.
             z = self.raw_logits(h)[:count]
             return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
         return self.kernels.head_logps(
@@ -137,7 +139,8 @@ class LogitChunks:
                 return_entropy=has_entropy,
             )  # fmt: skip
             return ChunkGradients(d), part
-        # One kernel computes the statistics and another the gradient. Compute the loss in between.
+        # Compute the loss between two kernels: one computes the statistics, and the other the
+        # gradient.
         stats = self.logps(at, return_entropy=has_entropy)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
@@ -146,9 +149,10 @@ class LogitChunks:
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Compute the d-logits of Σ g·logp + g_entropy·entropy.
+        """Compute the gradient of Σ g·logp + g_entropy·entropy with respect to the logits.
 
-        With `cached`, the workspace still contains the logits of the last `logps` call.
+        With `cached`, the workspace still contains the logits of the last `logps` call, and they
+        are not recomputed.
         """
         h, target_ids, transform = at
         if not cached:
@@ -161,7 +165,7 @@ class LogitChunks:
 
 
 class ExponentialChunks(LogitChunks):
-    """Chunks that store exponentials, which are d-logits up to a coefficient per row."""
+    """Chunks that store exponentials, which become d-logits with a coefficient per row."""
 
     has_entropy_gradient = False  # E determines only the gradient of the logps
 
@@ -178,7 +182,7 @@ class ExponentialChunks(LogitChunks):
         return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
-        """Return the buffer of exponentials, (rows, V)."""
+        """Return the buffer for the exponentials of a chunk, (rows, V)."""
         vocab = self.weight.shape[0]
         if self._workspace is None:
             # Round up the row length, so that rows are aligned for TMA stores and vector loads.
@@ -189,7 +193,7 @@ class ExponentialChunks(LogitChunks):
     def _fill(
         self, at: ChunkRows, *, return_entropy: bool = False, known: RowStats | None = None
     ) -> RowStats:
-        """Compute the exponentials of a chunk into the workspace; return the statistics."""
+        """Compute the exponentials of a chunk in the workspace. Return the row statistics."""
         h, target_ids, transform = at
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
@@ -210,10 +214,10 @@ class ExponentialChunks(LogitChunks):
     def gradients(
         self, at: ChunkRows, known: RowStats, g: Tensor, g_entropy: Tensor | None, *, cached: bool
     ) -> ChunkGradients:
-        """Return the exponentials, with coefficients that turn them into d-logits of Σ g·logp.
+        """Return the exponentials, with coefficients that turn them into the d-logits of Σ g·logp.
 
         The gradient of an entropy is not supported. With `cached`, the workspace still contains the
-        exponentials of the last `logps` call.
+        exponentials of the last `logps` call, and they are not recomputed.
         """
         assert g_entropy is None
         if not cached:
@@ -221,7 +225,7 @@ class ExponentialChunks(LogitChunks):
         assert self._filled is not None
         _, *units, dominant = self._filled
         matrix = self.workspace(at.hidden.shape[0])
-        # On a CPU, compute the coefficients with torch. The coefficients of padding rows must be 0.
+        # On a CPU, compute the coefficients with torch, and set those of padding rows to 0.
         if self.kernels.gradients is None:
             by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
         else:

@@ -44,14 +44,14 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 # Type of a function that computes the policy loss of a chunk. It returns the d-logits (padded C,
-# V), dL/dlogp (C,), and dL/dentropy (C,) or None.
+# V), dL/dlogp (C,), and either dL/dentropy (C,) or None.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class DivergenceHead(LinearHead):
     """A `LinearHead` that also computes the divergences D of all rows.
 
-    Its gradients include the gradient of Σ weights·D.
+    The gradients of the head include the gradient of Σ weights·D.
 
     Args:
         tensors: hidden, weight and bias of the student.
@@ -80,8 +80,8 @@ class DivergenceHead(LinearHead):
         self.divergence = divergence
         self.weights = weights
         self.has_head = isinstance(teacher, TeacherHead)
-        # The logits of a teacher need a second buffer. So does the gradient of a top-k divergence
-        # if there is also a policy loss.
+        # Use a second buffer for the logits of the teacher. With a policy loss, a top-k teacher
+        # also needs a second buffer, for the gradient of the divergence.
         self.buffers = 2 if self.has_head or has_policy else 1
         self.row_kernels = kernel_module("divergence", route.backend)
         self.at: slice | None = None  # the chunk whose divergences are computed with its logits
@@ -94,14 +94,15 @@ class DivergenceHead(LinearHead):
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
-        chunk.on_logits = self._form
+        chunk.on_logits = self._compute_divergences
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute `LinearHead.logps` without caching a chunk.
+        """Compute (lse, logps, entropy) of all active rows.
 
-        `gradients` processes every chunk again, because it must compute the divergences.
+        No chunk is cached, and `keep` has no effect. `gradients` processes every chunk again,
+        because it must compute the divergences.
         """
         return super().logps(return_entropy=return_entropy)
 
@@ -135,9 +136,9 @@ class DivergenceHead(LinearHead):
         return self.sweep(wanted, policy)
 
     def sweep(self, wanted: Wanted, policy: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the divergences and the gradients (dH, dW, db).
+        """Compute the divergences and the gradients (dH, dW, db) of Σ weights·D.
 
-        The gradients are those of Σ weights·D, plus those of the policy loss if `policy` is given.
+        If `policy` is given, the gradients of the policy loss are added.
         """
         sums = self._sums(wanted)
         self.has_gradient = any(wanted)
@@ -146,39 +147,40 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute the chunk's logits. raw_logits calls _form as soon as it has computed them,
-            # and _form computes the divergences of the chunk in `self.at`.
+            # 1. Compute the chunk's logits. raw_logits then calls _compute_divergences, which uses
+            # the chunk in `self.at`.
             self.at = chunk
             if policy is None:
                 self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # On a GPU, do not search for inactive rows, because this would wait for the
-                # coefficients. Rows with coefficient 0 stay in the GEMMs as zeros.
+                # On a GPU, do not search for inactive rows, because the host would have to wait for
+                # the coefficients. Rows with coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
             # 2. Clear `self.at`, so that a later call of raw_logits computes no divergences.
             self.at = None
-            # 3. Add both gradients and accumulate dH, dW, db.
+            # 3. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
+            # and db.
             if not self.has_gradient:
                 continue
-            d = self._written(at.hidden.shape[0])
+            d = self._gradient_buffer(at.hidden.shape[0])
             if policy is not None:
                 d[:count] += d_policy[:count]
             sums.add(chunk, at.hidden, ChunkGradients(d), count, keep)
         return self._finished(sums)
 
-    def _written(self, rows: int) -> Tensor:
-        """Return the buffer that receives the d-logits of the divergences, (rows, V).
+    def _gradient_buffer(self, rows: int) -> Tensor:
+        """Return the buffer to which the d-logits of the divergences are written, (rows, V).
 
-        Before the d-logits are written, it contains the logits of a teacher that has an LM head.
+        If the teacher has an LM head, the buffer first contains the teacher's logits.
         """
         # Use the last buffer. A top-k teacher without a policy loss has one buffer only, so the
         # d-logits overwrite the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
-    def _form(self, z: Tensor) -> None:
+    def _compute_divergences(self, z: Tensor) -> None:
         """Compute the divergences of the current chunk from its raw logits (padded C, V)."""
         chunk = self.at
         if chunk is None:
@@ -187,29 +189,31 @@ class DivergenceHead(LinearHead):
         count = chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
         teacher = self.teacher.rows(at)
-        out = self._written(z.shape[0])
+        out = self._gradient_buffer(z.shape[0])
         transform = self.rows.transform.rows(chunk)
         w = self.weights[chunk]
         to = out[:count] if self.has_gradient else None
         if isinstance(teacher, TeacherHead):
             self._teacher_logits(teacher, out)
             of_rows = z[:count], out[:count], w, self.divergence, transform, teacher.transform
-            own = whole = self._join_ranks(self.row_kernels.row_divergence_, *of_rows)
-            if whole is None or (to is not None and z.shape[1]):
-                own = self.row_kernels.row_divergence_(*of_rows, out=to, known=whole)
-            values = (whole or own).values  # type: ignore[union-attr]
+            own = joined = self._join_ranks(self.row_kernels.row_divergence_, *of_rows)
+            if joined is None or (to is not None and z.shape[1]):
+                own = self.row_kernels.row_divergence_(*of_rows, out=to, known=joined)
+            values = (joined or own).values  # type: ignore[union-attr]
         else:
-            # A top-k teacher has no logits to compute. All backends use this function.
+            # For a top-k teacher, call the function that all backends share. There are no teacher
+            # logits.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
     def _teacher_logits(self, teacher: TeacherHead, out: Tensor) -> None:
-        """Compute the teacher's raw logits into `out`."""
+        """Compute the teacher's raw logits of the current chunk and write them to `out`."""
         if not out.shape[1]:
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
-        # If the teacher's dtype differs from the student's, compute in the teacher's dtype first.
+        # If the teacher has a higher precision than the student, compute its logits in a buffer of
+        # that precision and convert them afterwards.
         to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_logits(h, teacher.weight, out=to)
         if teacher.bias is not None:
@@ -220,21 +224,23 @@ class DivergenceHead(LinearHead):
     def _join_ranks(
         self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
     ) -> DivergenceRows | None:
-        """Compute sums over the full rows of a sharded vocabulary, with two all-gathers.
+        """Compute the sums of the divergences over full rows of a sharded vocabulary.
 
-        The result is None if the vocabulary is not sharded.
+        Two all-gathers exchange the sums of the shards. The result is None if the vocabulary is not
+        sharded.
         """
         if self.shard is None:
             return None
         has_columns = z.shape[1] > 0
         nothing = z.new_zeros(len(z), dtype=torch.float64)
         none = DivergenceRows(nothing, nothing, nothing - torch.inf, nothing - torch.inf)
-        # 1. Combine the lse of all ranks into the lse of the full rows.
+        # 1. Compute the lse of the full rows from the lse of all ranks.
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
-        whole = DivergenceRows(nothing, nothing, *lses)
-        # 2. Given the lse of the full rows, the values and centers of all ranks can be added.
-        own = row_divergence_(z, *of_rows, known=whole) if has_columns else none
+        full = DivergenceRows(nothing, nothing, *lses)
+        # 2. Compute this rank's values and centers with the lse of the full rows, and add those of
+        # all ranks.
+        own = row_divergence_(z, *of_rows, known=full) if has_columns else none
         sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
         return DivergenceRows(*sums, *lses)
 
@@ -258,13 +264,13 @@ def supported_divergence(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute divergences over token sets, and (dH, dW, db) of their weighted sum.
 
-    With small sets, the cost is 8·H·Σ|S| flops. Rows without a set are computed by a
-    `DivergenceHead`.
+    If the sets are small, the cost is 8·H·Σ|S| flops, where |S| is the size of a set. Rows without
+    a set are computed by a `DivergenceHead`.
 
     Returns:
         A pair of the divergences, (T,), and the gradients (dH, dW, db).
     """
-    # 1. Compute the rows without a set over the full vocabulary.
+    # 1. Some rows have no support set. Compute these rows over the full vocabulary.
     support = rows.support
     assert support is not None
     own = support.select

@@ -13,11 +13,11 @@ from grpo_fast.objective.config import LossConfig
 
 
 class FullEntropySweep:
-    """Two passes over the same rows. The first computes logps, and the second computes entropies.
+    """Two passes over the same rows: the first computes logps, and the second computes entropies.
 
     Args:
-        supported: the pass over the token sets; must not overwrite given logits.
-        full: the pass over the full vocabulary, which may overwrite given logits.
+        supported: the pass over the token sets, which must not overwrite logits of the caller.
+        full: the pass over the full vocabulary, which may overwrite logits of the caller.
     """
 
     has_entropy_gradient = True
@@ -31,7 +31,7 @@ class FullEntropySweep:
 
     @property
     def cached(self) -> RowStats | None:
-        """The statistics over the full vocabulary, which the backward pass need not recompute.
+        """Return the cached statistics over the full vocabulary, for the backward pass.
 
         Logits are not cached.
         """
@@ -46,7 +46,7 @@ class FullEntropySweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
-        """Compute the loss and all gradients."""
+        """Compute the policy loss and the gradients of both passes."""
         stats = self.logps(return_entropy=True)
         losses, g = self.supported.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -54,7 +54,7 @@ class FullEntropySweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy."""
+        """Compute the gradients of Σ g·logp + g_entropy·entropy with both passes, and add them."""
         gradients: tuple[Tensor, ...] = self.supported.gradients(
             g, None, (*known[:2], None), wanted
         )
@@ -65,5 +65,5 @@ class FullEntropySweep:
         more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.known, wanted
         )
-        # The total gradient is the sum of both. A gradient that was not requested is empty.
+        # Add the gradients of both passes. A gradient that was not requested is empty.
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

@@ -21,7 +21,7 @@ from grpo_fast.kernels.workspace import zeros
 
 
 class SupportGradient(NamedTuple):
-    """Gradient with respect to the logits of token sets."""
+    """Gradient of the loss with respect to the logits of the token sets."""
 
     d_logits: Tensor  # (nnz,)
     g: Tensor  # (R,) coefficient of each row's logp
@@ -29,7 +29,7 @@ class SupportGradient(NamedTuple):
 
 
 class GatheredHead:
-    """LM head of the rows with a token set, which reads only the weight rows in the sets.
+    """LM head for rows with a token set, which reads only the weight rows of the tokens.
 
     With `keep_fp32`, gradients are returned in the dtype of their sums.
     """
@@ -62,20 +62,25 @@ class GatheredHead:
         return found
 
     def no_gradients(self) -> tuple[Tensor, ...]:
-        """Return empty gradients."""
+        """Return empty tensors in place of the gradients."""
         return self.tensors.no_gradients()
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute (dH, dW, db), added to the gradients `others` of the remaining rows, if any."""
+        """Compute the gradients (dH, dW, db) of the rows with a token set.
+
+        If `others` is given, it contains the gradients of the rows without a set, and the new
+        gradients are added to it.
+        """
         d_hidden, d_weight, d_bias = self.no_gradients() if others is None else others
         d, g, slopes = of_rows
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                # Without slopes, compute all of dH from the d-logits and use a coefficient of 1.
-                # This is the case with an entropy gradient, as dH is not a multiple of the slopes.
+                # With an entropy gradient there are no slopes, because the gradient of the hidden
+                # states is then not a multiple of them. Compute it from the d-logits. They contain
+                # the coefficients already, so set the coefficients to 1.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
@@ -96,18 +101,19 @@ class GatheredHead:
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
-        """Allocate dW, and return whether it contains zeros to which the kernel must add."""
+        """Allocate dW, and return it and whether it contains zeros to which the kernel must add."""
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
-        # On a CPU, fresh pages already contain zeros, so the kernel writes only the rows in the
-        # sets.
+        # On a CPU, use fresh memory pages, which already contain zeros. The kernel then writes only
+        # the rows of tokens in the sets.
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
         return self.weight.new_empty(self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        """Scatter g·slopes into a new (N, H) tensor, or add them to `total` if given."""
+        """Compute dH from g·slopes, in a new (N, H) tensor or added to `total` if it is given."""
         if total is not None or self.repeats:
-            # Several rows may share a row of `hidden`, so the gradients must be added.
+            # Add the rows instead of copying them, because several rows may share a row of
+            # `hidden`.
             assert self.index is not None
             total = slopes.new_zeros(self.hidden.shape) if total is None else total
             add_rows_(total, self.index, scaled_rows(slopes, g))

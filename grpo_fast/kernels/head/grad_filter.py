@@ -6,8 +6,8 @@ the errors are bounded:
 
     ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
-The loss and the log-probabilities do not change. The dH of a row then depends on its chunk, so it
-is no longer bitwise independent of the batch. Runs are still reproducible.
+The loss and the log-probabilities do not change. The dH of a row depends on the chunk that contains
+the row, so it is no longer bitwise independent of the batch. A run is still reproducible.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import widened
 
-# Skip columns only if the share of the remaining columns is less than this number. Otherwise,
-# gathering the remaining columns costs more than the smaller GEMMs save.
+# Skip columns only if the share of the remaining columns is less than this value. Otherwise,
+# gathering the remaining columns costs more time than the smaller GEMMs save.
 WORTH_BELOW = 0.6
-# Number of rows per step when the masses are computed. It limits temporary memory.
+# Number of rows per step in the computation of the masses, which limits temporary memory.
 ROWS = 64
 
 
 class Filtered(NamedTuple):
-    """Statistics of the filter in one chunk."""
+    """Statistics of the gradient filter for one chunk."""
 
     dropped: Tensor  # 0-d fp64, the skipped mass
     total: Tensor  # 0-d fp64, the mass of all columns
@@ -66,8 +66,8 @@ def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Ten
         The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
         skipped columns, 0-d; and the sum of all masses, 0-d.
     """
-    # If a mass is NaN, the total is NaN and every comparison with it is False. Nothing is skipped
-    # then, so the NaN stays visible in the gradients.
+    # If a mass is NaN, the total is NaN, so the comparison below is False for every column. No
+    # column is skipped then, and the NaN stays visible in the gradients.
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
     total = summed[-1]

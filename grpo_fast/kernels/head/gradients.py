@@ -1,4 +1,4 @@
-"""Accumulate dH, dW and db from the d-logits of successive chunks."""
+"""Accumulation of dH, dW and db from the d-logits of successive chunks."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from grpo_fast.kernels.types import (
     pad_rows,
 )
 
-# If the share of active rows in a chunk is less than this value, the active rows are copied
-# together and the GEMMs run on the copy. Otherwise, the copy costs more time than it saves.
+# If the share of active rows in a chunk is less than this value, the active rows are copied and the
+# GEMMs run on the copy. With a larger share, the copy costs more time than it saves.
 GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
     """The d-logits of a chunk, as a matrix or as exponentials with coefficients.
 
-    Exponentials are finite, and 0 in the target column. Rows with coefficient 0 contribute nothing.
+    Exponentials are finite, and 0 in the target column. A row with coefficient 0 has no effect on
+    the gradients.
     """
 
     matrix: Tensor  # (padded C, V)
@@ -40,14 +41,14 @@ class ChunkGradients(NamedTuple):
 
 
 class GradientSums:
-    """Accumulators of dH, dW and db over all chunks, in fp32 (fp64 for fp64 inputs).
+    """Sums of dH, dW and db over all chunks, in fp32 (fp64 for fp64 inputs).
 
     Args:
         tensors: hidden, weight and bias.
         wanted: which gradients to compute.
-        index: (T,) row of `hidden` that predicts each target; None: row t.
-        repeats: one row of `hidden` may predict several targets, so its gradients are added.
-        is_single_chunk: all rows arrive in one call of `add`.
+        index: (T,) row of `hidden` that predicts each target; None: row t predicts target t.
+        repeats: whether a row of `hidden` may predict several targets, whose dH is then added.
+        is_single_chunk: whether all rows arrive in one call of `add`.
         keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of `hidden`,
             weight and bias.
         tolerance: share of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
@@ -81,19 +82,20 @@ class GradientSums:
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        # If dH is a sum of several parts, keep the parts in fp32 and round only the final result.
+        # Keep dH in fp32 if parts are still to be added to it, so that only the final result is
+        # rounded.
         in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        # 0-d tensor, which is NaN if a skipped row has a NaN coefficient, and 0 otherwise.
+        # This 0-d tensor is NaN if a skipped row has a NaN coefficient, and 0 otherwise.
         self.skipped_nan: Tensor | None = None
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
-        """Record NaN coefficients of skipped rows, which `finish` adds to the gradients.
+        """Record NaN coefficients of skipped rows, so that `finish` can add them to the gradients.
 
-        The coefficient of a skipped row is 0 unless its inputs were NaN.
+        A row is also skipped if its coefficient is NaN, which means that its inputs were NaN.
         """
         if keep is not None:
             nan = (0 * grad_logps).sum()
@@ -122,17 +124,18 @@ class GradientSums:
             return
         index = rows if self.index is None else self.index[rows]
         d, by = d_logits
-        if keep is not None and gathers(keep, count):
+        if keep is not None and should_gather(keep, count):
             # 1. Copy only the active rows if the smaller GEMMs save more time than the copy costs.
             h, d = (pad_rows(x.index_select(0, keep)) for x in (h, d))
             by = None if by is None else by.select(keep)
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # Padding rows contain old data of the workspace. Clear them, because 0·NaN would reach
-            # all of dW.
+            # Set the padding rows to zero. They contain old data of the workspace, and if it is
+            # NaN, all of dW would become NaN.
             d[count:].zero_()
-        # 2. Add the gradients of the chunk, which contains d-logits or exponentials.
+        # 2. Add the gradients of the chunk. It contains d-logits if there are no coefficients, and
+        # otherwise exponentials.
         if by is None:
             self._add_products(d, h, count, index)
         else:
@@ -142,21 +145,22 @@ class GradientSums:
         """Add the gradients of a chunk that contains d-logits."""
         d, weight, columns = self._filter(d, count, None)
         if self.wanted.hidden:
-            self._keep_hidden(matmul_d_hidden(d, weight)[:count], index)
-        self._keep_weight(d, h, columns)
+            self._accumulate_hidden(matmul_d_hidden(d, weight)[:count], index)
+        self._accumulate_weight(d, h, columns)
         if self.wanted.bias:
-            self._keep_bias(d.sum(0, dtype=self.sum_dtype), columns)
+            self._accumulate_bias(d.sum(0, dtype=self.sum_dtype), columns)
 
     def _add_weighted(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
         """Add the gradients of a chunk that contains exponentials.
 
-        The coefficients of the rows scale (C, H) matrices, and the targets are added in fp32.
+        The coefficients of the rows are applied to (C, H) matrices instead of the exponentials. The
+        contributions of the targets are added in fp32.
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
-        # Use the fused kernels only if no column was skipped, because they need all columns.
+        # Use the fused kernels only if no column was skipped, because they read all columns.
         fused = columns is None and self.fused_kernels is not None
         if fused:
             self._add_fused(d, by, h, count, index)
@@ -164,30 +168,30 @@ class GradientSums:
             added = AddedRows(target, self.weight, rows=by.target_ids)
             if by.rounding_errors is not None:
                 errors = by.rounding_errors
-                # A filtered column is not in the product, so its error must not be added.
+                # Drop the rounding errors of skipped columns, which are not part of the product.
                 errors = errors if columns is None else errors.of_columns(columns)
                 added = errors.added_to(added, by.by_row)
-            self._keep_hidden(
+            self._accumulate_hidden(
                 weighted_product(d, weight, by.by_row[:count], added, self.hidden_dtype), index
             )
         if self.wanted.weight and not fused:
-            self._keep_weight(
+            self._accumulate_weight(
                 d, h, columns, by.by_row, AddedRows(target, h[:count], ids=by.target_ids)
             )
         if self.wanted.bias:
-            self._keep_bias(weighted_column_sum(d, by.by_row), columns)
+            self._accumulate_bias(weighted_column_sum(d, by.by_row), columns)
             assert self.d_bias is not None
             add_rows_(self.d_bias, by.target_ids, target)
 
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Compute dH and dW of `_add_weighted` with the kernels of gpu/gradients.py."""
+        """Add one chunk's part of dH and dW, computed from its stored exponentials on the GPU."""
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
             self.fused_kernels.write_hidden_(out, product, *by[:3], self.weight)
-            self._keep_hidden(out, index)
+            self._accumulate_hidden(out, index)
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
             # A stable sort keeps equal ids in row order, which makes the sum reproducible.
@@ -204,7 +208,7 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Drop the columns of d with small masses, and the rows of W that belong to them.
+        """Drop the columns of d with small masses, and the corresponding rows of W.
 
         Returns:
             The remaining columns of d, the remaining rows of W, and their ids. The ids are None if
@@ -216,10 +220,11 @@ class GradientSums:
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
         columns, dropped, total = heavy_columns(masses, self.tolerance)
         if by is not None:
-            # The matrix of exponentials does not contain the gradient of the targets.
+            # Add the masses of the targets to the total, because their exponentials in the matrix
+            # are 0.
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
-        # Keep all columns if the filter would skip too few of them.
+        # Keep all columns if the filter would skip too few of them to save time.
         if kept >= WORTH_BELOW * vocab:
             kept = vocab
             dropped = torch.zeros_like(total)
@@ -228,12 +233,10 @@ class GradientSums:
             return d, self.weight, None
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
-    def _keep_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
-        """Write the dH of some rows into the full dH.
-
-        If rows of `hidden` predict several targets, the dH is added instead.
-        """
-        # If one chunk contains all rows in order, its dH is the full dH. No scatter is needed.
+    def _accumulate_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
+        """Write the dH of some rows into the full dH, or add it if rows of `hidden` repeat."""
+        # If one chunk contains all rows in order, its dH is already the full dH and need not be
+        # copied.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return
@@ -245,7 +248,7 @@ class GradientSums:
         else:
             self.d_hidden[index] = dh.to(self.hidden_dtype)
 
-    def _keep_weight(
+    def _accumulate_weight(
         self,
         d: Tensor,
         h: Tensor,
@@ -274,8 +277,8 @@ class GradientSums:
         if added is not None:
             added.add_to_(self.d_weight)
 
-    def _keep_bias(self, db: Tensor, columns: Tensor | None) -> None:
-        """Add the bias gradient of the given columns to the sum. None means all columns."""
+    def _accumulate_bias(self, db: Tensor, columns: Tensor | None) -> None:
+        """Add the bias gradient of some columns to the sum. `columns` is None for all columns."""
         if columns is not None:
             db = db.new_zeros(self.weight.shape[0]).index_copy_(0, columns, db)
         self.d_bias = db if self.d_bias is None else self.d_bias + db
@@ -296,11 +299,12 @@ class GradientSums:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
             results.append(sum_.to(dtype))
             if self.skipped_nan is not None:
-                # Adding 0 changes nothing. Adding NaN makes the gradient visibly NaN.
+                # Add the recorded value, which is 0 or NaN, so that a NaN in a skipped row becomes
+                # visible.
                 results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
 
 
-def gathers(keep: Tensor, count: int) -> bool:
-    """Return whether so few of `count` rows are active that gathering them saves time."""
+def should_gather(keep: Tensor, count: int) -> bool:
+    """Return whether so few of `count` rows are active that copying them together saves time."""
     return keep.shape[0] < GATHER_BELOW * count

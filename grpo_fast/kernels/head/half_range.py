@@ -13,21 +13,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Stored gradients are scaled so that their largest element is less than 2^13. This leaves a factor
-# of 8 to the maximum of fp16 (2^16).
+# Base-2 logarithm that bounds stored gradients: they are scaled so that their largest element is
+# less than 2^13. This leaves a factor of 8 to the maximum of fp16 (2^16).
 TOP_EXPONENT = 13
 
 
-def needs_range(dtype: torch.dtype) -> bool:
-    """Return whether gradients of this dtype are stored with a scale."""
+def needs_scaling(dtype: torch.dtype) -> bool:
+    """Return whether gradients of this dtype must be scaled when they are stored (fp16 only)."""
     return dtype == torch.float16
 
 
 def weight_unit(weights: Tensor) -> Tensor:
-    """Return a power of two that scales the largest of (T,) weights into [0.5, 1).
-
-    The result is 0-d fp32. The host does not wait for the device.
-    """
+    """Return the power of two, 0-d fp32, that multiplies the largest weight into [0.5, 1)."""
     return power_of_two(-largest_exponent(weights))
 
 
@@ -55,6 +52,6 @@ def largest_exponent(x: Tensor) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in fp32, for int32 exponents from -126 to 127."""
+    """Return 2^exponent as an fp32 tensor, for int32 exponents from -126 to 127."""
     # Build the bits of the float directly, because torch.ldexp is not exact on a GPU.
     return ((exponent + 127) << 23).view(torch.float32)

@@ -8,14 +8,14 @@ The cost is 6·N·V·H flops if the coefficients of a chunk depend on that chunk
 for token-level losses and for a single chunk. Otherwise, the last chunk is cached and the others
 are recomputed, which costs up to 8·N·V·H. Passes without gradient cost 2·N·V·H.
 
-The workspace holds one chunk and is bounded by `workspace_bytes()` for any N. 16-bit weights also
-need an fp32 dW. On a GPU, a single chunk needs no fp32 dW, and is preferred if it takes no more
-memory than a bounded chunk and an fp32 dW.
+The workspace holds one chunk. `workspace_bytes()` limits its size for any N. 16-bit weights also
+need an fp32 dW. On a GPU, all rows may instead form a single chunk, which needs no fp32 dW. This is
+done if it takes no more memory than a smaller chunk and an fp32 dW.
 
 The logp and dH of a row depend only on that row, W and its scalars, bit for bit. Each GEMM gets a
 multiple of ROW_MULTIPLE rows (zero-padded), so that small and large batches use the same GEMM
-kernel. On a GPU, this holds for logps, which a Triton kernel computes. It was not measured for dH,
-which the vendor's GEMM computes.
+kernel. On a GPU, a Triton kernel ensures this for logps. For dH, which the vendor's GEMM computes,
+it was not measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from grpo_fast.kernels.head.activity import Activity, active_rows, known_active
 from grpo_fast.kernels.head.chunks import ExponentialChunks, LogitChunks
 from grpo_fast.kernels.head.grad_filter import filtered_shares
-from grpo_fast.kernels.head.gradients import GradientSums, gathers
+from grpo_fast.kernels.head.gradients import GradientSums, should_gather
 from grpo_fast.kernels.head.vocabulary import VocabularyChunks, VocabularyShard
 from grpo_fast.kernels.route import Route
 from grpo_fast.kernels.types import (
@@ -90,7 +90,7 @@ class LinearHead:
         self.d_weight_16_bit = self.on_gpu and not keep_fp32 and allowed
         self.chunk_rows = self._chunk_rows(needs_d_weight)
         self.chunk.max_rows = padded(min(self.chunk_rows, self.num_rows))
-        # The chunk whose logits or exponentials `logps` left in the workspace.
+        # The chunk whose logits or exponentials the last `logps` call left in the workspace.
         self.cached: slice | None = None
         # The (2,) result of `filtered_shares`, set by the last gradient computation.
         self.filtered: Tensor | None = None
@@ -115,7 +115,7 @@ class LinearHead:
         device = self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
         row_bytes = max(columns, 1) * bytes_per_logit
-        # The gradient filter accumulates dW in fp32.
+        # Do not write dW in 16 bits with the gradient filter, which adds up dW in fp32.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
         # A single chunk does not need the fp32 dW, so logits may use the memory that it would take.
@@ -123,18 +123,19 @@ class LinearHead:
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))
         most = max(workspace_bytes(device, bytes_per_logit) // row_bytes, 1)
-        # Divide the rows evenly, because a small last chunk would waste a pass over W and dW.
+        # Divide the rows evenly, because a small last chunk would need a full pass over W and dW
+        # for a few rows.
         chunks = -(-self.num_rows // most) or 1
         return max(padded(-(-self.num_rows // chunks)), padded(1))
 
     def chunks(self) -> Iterator[slice]:
-        """Yield the chunks of rows."""
+        """Yield the range of rows of each chunk."""
         for start in range(0, self.num_rows, self.chunk_rows):
             yield slice(start, min(start + self.chunk_rows, self.num_rows))
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """True if the gradient of an entropy can be computed from the stored chunk."""
+        """True if the representation of a chunk supports the gradient of an entropy."""
         return self.chunk.has_entropy_gradient
 
     @property
@@ -151,7 +152,7 @@ class LinearHead:
         return ChunkRows(h, self.rows.target_ids[chunk], self.rows.transform.rows(chunk))
 
     def _sums(self, wanted: Wanted) -> GradientSums:
-        """Create the accumulators for the gradients of this head."""
+        """Create the object that sums the gradients of this head over all chunks."""
         return GradientSums(
             self.tensors, wanted, index=self.rows.hidden_index,
             repeats=self.rows.repeats, keep_fp32=self.keep_fp32, tolerance=self.tolerance,
@@ -170,12 +171,13 @@ class LinearHead:
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of all active rows, (T,) fp32, with 2·T·V·H flops.
 
-        With `keep`, the last chunk stays in the workspace for `gradients`.
+        With `keep`, the last chunk stays in the workspace, and `gradients` can use it.
         """
         parts = []
         chunks = list(self.chunks())
         if self.head_logps is not None and not keep and self.num_rows:
-            # Process all rows at once, because `head_logps` stores no logits and needs no chunks.
+            # Process all rows at once if only statistics are needed. `head_logps` stores no logits,
+            # so its memory does not grow with the number of rows.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
             # 1. Compute only the statistics of a chunk that need not be cached.
@@ -185,8 +187,8 @@ class LinearHead:
                 head = self._hidden(chunk), self.weight, self.bias
                 stats = self.head_logps(*head, targets, transform, return_entropy=return_entropy)
             else:
-                # 2. Otherwise, also store logits or exponentials in the workspace. After the loop,
-                # the workspace contains the last chunk.
+                # 2. If there is no `head_logps`, or if this last chunk must be cached, also store
+                # its logits or exponentials in the workspace.
                 stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
                 self.cached = chunk
             parts.append(stats)
@@ -204,9 +206,9 @@ class LinearHead:
         """
         sums = self._sums(wanted)
         parts = []
-        # On a GPU, select rows by advantages and weights, which are known now. A row that becomes
-        # inactive by its logp (by clipping) stays in the GEMMs as zeros. Finding such rows would
-        # require waiting for the GPU.
+        # On a GPU, select rows by advantages and weights, which are known now. A row whose
+        # coefficient is 0 because of its logp (by clipping) stays in the GEMMs as zeros. The host
+        # would have to wait for the GPU to find such rows.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
@@ -236,7 +238,7 @@ class LinearHead:
         chunks = list(self.chunks()) if any(wanted) else []
         activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
         index: slice | Tensor
-        # Start with the last chunk, which may be cached.
+        # Start with the last chunk, because its data may still be in the workspace.
         for chunk in reversed(chunks):
             keep = activity.keep(chunk)
             # 1. Skip chunks without active rows.
@@ -246,8 +248,8 @@ class LinearHead:
             index = chunk
             is_cached = chunk == self.cached
             self.cached = None
-            # If few rows are active, recompute the logits of these rows only.
-            if not is_cached and keep is not None and gathers(keep, len(at.target_ids)):
+            # If few rows are active, recompute the logits of only the active rows.
+            if not is_cached and keep is not None and should_gather(keep, len(at.target_ids)):
                 h, targets, transform = at
                 at = ChunkRows(
                     pad_rows(h.index_select(0, keep)), targets[keep], transform.rows(keep)

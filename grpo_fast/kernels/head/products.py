@@ -1,4 +1,4 @@
-"""The three matrix products of a chunk. Dtype and device select the GEMM implementation."""
+"""The three matrix products of a chunk. Dtype and device determine the GEMM that is used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Number of vocabulary rows that are converted to fp32 at a time if there is no 16-bit GEMM with
-# fp32 output.
+# Number of vocabulary rows that are converted to fp32 at a time. This is necessary if there is no
+# 16-bit GEMM with fp32 output.
 WIDEN_ROWS = 16384
 # Minimum number of elements for which a GPU's GEMM may write 16-bit output. For a smaller output,
-# the vendor's GEMM may split the inner dimension and add parts that are already rounded, so it must
-# write fp32.
+# the vendor's GEMM may split the inner dimension and add parts that were already rounded to 16
+# bits. It must then write fp32.
 NARROW_FROM = 16 << 20
 # Number of rows of exponentials that are converted to fp32 at a time, to limit temporary memory.
 COLUMN_SUM_ROWS = 64
@@ -44,7 +44,7 @@ def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
 
     `d` is fp32 or has the 16-bit dtype of the weight. If a CPU multiplies in 16 bits, an fp32 `d`
     keeps 16 significant bits. The output is never 16-bit, because a GPU might split the sum over V
-    and round its parts.
+    into parts and round each part.
     """
     if uses_csrc_gemm(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
@@ -84,7 +84,7 @@ def weighted_product(
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a·b to `total` in place."""
+    """Add the matrix product a·b to `total` in place."""
     return gemm.mm_(a, b, total, add=True) if uses_csrc_gemm(b) else total.addmm_(a, b)
 
 
@@ -115,7 +115,8 @@ def accumulate_outer(
         h = scaled_rows(h, scales).to(h.dtype)
         scales = None
     if is_own:
-        # The first chunk overwrites the uninitialised `total`. Later chunks are added to it.
+        # Overwrite `total` in the first chunk, because it is uninitialised. Add the later chunks to
+        # it.
         is_new = total is None
         if total is None:
             is_rounded_once = is_single_chunk and weight.dtype == torch.bfloat16
@@ -133,11 +134,12 @@ def accumulate_outer(
 def _accumulate_outer(
     total: Tensor | None, d: Tensor, h: Tensor, weight: Tensor, *, is_single_chunk: bool
 ) -> Tensor:
-    """Implement `accumulate_outer` with torch."""
+    """Add dᵀ·h to `total` with torch. `accumulate_outer` documents the arguments."""
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
-        # If one GEMM computes all of dW, it rounds its fp32 sums only once and may write 16 bits.
+        # Write dW in 16 bits if a single GEMM computes it, because the fp32 sums are then rounded
+        # only once.
         if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
         if total is None:
@@ -149,8 +151,8 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    # With a single chunk, the fp32 product of each block of rows of dW is final. Copy it into the
-    # 16-bit dW, which rounds it once.
+    # A single chunk adds nothing more to dW. Compute dW in fp32, one block of rows at a time, and
+    # round each block by copying it into the 16-bit result.
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
@@ -166,7 +168,7 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
             rows = slice(t, t + COLUMN_SUM_ROWS)
             total += coefficients[rows] @ widened(matrix[rows])
         return total
-    # Represent each fp32 coefficient as a sum of three 16-bit numbers, so that the GEMM has 16-bit
+    # Split each fp32 coefficient into a sum of three 16-bit numbers, so that the GEMM has 16-bit
     # operands. With fp32 coefficients, it would need an fp32 copy of the matrix.
     parts = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype)
     left = coefficients

@@ -1,8 +1,8 @@
-"""Pass over rows with a token set, combined with rows over the full vocabulary.
+"""LM head pass over rows with a token set, combined with a pass over the rows without one.
 
 A row with a set of k ids costs 6·k·H instead of 6·V·H flops, and the row kernels process k logits.
 The logits have one of three sources: gathered weight rows (gathered.py), a dense product with all
-of W if the sets are so large that it is cheaper, or logits that the caller gives.
+of W if it is cheaper because the sets are large, or logits that the caller provides.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Estimated time of a gathered logit, divided by the time of a logit of a dense product. On one core
-# of an Intel Xeon (fp32, H = 896), we measured 11 to 18 with few distinct ids, and 28 to 33 if each
-# weight row comes from memory.
+# Estimated time of a gathered logit, divided by the time of a logit in a dense product. We measured
+# it on one core of an Intel Xeon (fp32, H = 896): 11 to 18 if there are few distinct ids, and 28 to
+# 33 if each weight row is read from memory.
 GATHERED_COST = 32
-# The same ratio on a GPU. It was estimated from L2 bandwidth and tensor-core flops, not measured.
+# The same ratio for a GPU. It is an estimate from L2 bandwidth and tensor-core flops, not a
+# measurement.
 GATHERED_COST_GPU = 128
 
 
@@ -57,9 +58,9 @@ def linear_sweep(
     if rows.support is None:
         return LinearHead(tensors, rows, route, **options)
     if full_entropy:
-        inside = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
-        whole = LinearHead(tensors, rows._replace(support=None), route, **options)
-        return FullEntropySweep(inside, whole)
+        supported = linear_sweep(tensors, rows, route, **options | {"entropy_gradient": False})
+        full = LinearHead(tensors, rows._replace(support=None), route, **options)
+        return FullEntropySweep(supported, full)
     support = rows.support
     dense = None
     keep_fp32 = options.pop("keep_fp32", False)
@@ -75,17 +76,18 @@ def linear_sweep(
 def supported_head(
     tensors: HeadTensors, rows: ActiveRows, route: Route, *, keep_fp32: bool
 ) -> GatheredHead:
-    """Return the cheaper head for these token sets: gathered weight rows, or the dense product."""
+    """Return the cheaper head for these token sets, `GatheredHead` or `DenseHead`."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    # Use the dense product if its R·V logits cost less than the gathered logits, one for each id.
+    # Use the dense product if its R·V logits take less time than the gathered logits, one for each
+    # id.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
     return form(tensors, rows, route, keep_fp32=keep_fp32)
 
 
 class SupportSweep:
-    """Pass over all active rows, which merges rows with a token set and rows without one.
+    """Pass over all active rows, which merges the results of rows with and without a token set.
 
     Args:
         source: computes the logits of the token sets, and gradients from their d-logits.
@@ -123,7 +125,7 @@ class SupportSweep:
 
     @property
     def has_entropy_gradient(self) -> bool:
-        """True if the gradient of an entropy can be computed from the cached data."""
+        """True if this pass can compute the gradient of an entropy."""
         return self.dense is None or self.dense.has_entropy_gradient
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
@@ -132,7 +134,7 @@ class SupportSweep:
         With `keep`, the logits are cached for `gradients`.
         """
         # Compute slopes, so that the backward pass need not read the weight rows again. With an
-        # entropy gradient it must read them anyway, so slopes would be useless.
+        # entropy gradient, it must read them anyway, so do not compute slopes.
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -148,7 +150,7 @@ class SupportSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor, ...]]:
-        """Compute the loss and all gradients."""
+        """Compute the policy loss and its gradients."""
         stats = self.logps(return_entropy=config.needs_entropy, keep=True)
         losses, g = self.row_coefficients(stats[1], terms, config)
         return RowLoss(*stats, losses, g), self.gradients(g, terms.grad_entropy, stats, wanted)
@@ -188,10 +190,10 @@ DenseChunk = tuple[slice, Tensor, slice, tuple[Tensor, Tensor], Tensor]
 
 
 class DenseHead(GatheredHead):
-    """LM head of rows with large token sets, which uses the dense product with all of W."""
+    """LM head for rows with large token sets, which multiplies with all of W."""
 
     def _chunks(self) -> Iterator[DenseChunk]:
-        """Yield the chunks of rows, with hidden (padded C, H) and a logit buffer (padded C, V)."""
+        """Yield the chunks of the rows, each with its hidden states and a logit buffer."""
         hidden = self.hidden
         weight = self.weight
         dtype = self.sum_dtype
@@ -206,8 +208,8 @@ class DenseHead(GatheredHead):
             h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
             if workspace is None:
                 workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
-            # Read the number of ids in the chunk, which determines shapes. On a GPU, this waits for
-            # the device.
+            # Read the number of ids in the chunk, which determines tensor shapes. On a GPU, this
+            # waits for the device.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
             at = support.rows[first:end] - start, support.ids[first:end]
             yield rows, h, slice(first, end), at, workspace[: h.shape[0]]
@@ -231,17 +233,18 @@ class DenseHead(GatheredHead):
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Compute (dH, dW, db) of the rows with a token set.
+        """Compute the gradients (dH, dW, db) of the rows with a token set.
 
-        If `others` is given, it contains the gradients of the other rows, which are added.
+        If `others` is given, it contains the gradients of the rows without a set, and the new
+        gradients are added to it.
         """
         keep_fp32 = self.keep_fp32 or others is not None
         sums = GradientSums(
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Start with the gradients of the rows without a set, to which those of this head are
-            # added.
+            # Start from the gradients of the rows without a set. Those of the rows with a set are
+            # added below.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
@@ -252,7 +255,7 @@ class DenseHead(GatheredHead):
 
 
 class GivenLogits:
-    """Rows with a token set whose logits are taken from a given matrix.
+    """Source of the logits of rows with a token set: a matrix that the caller provides.
 
     Args:
         logits: (N, V), rows contiguous.
@@ -268,27 +271,27 @@ class GivenLogits:
         self.support = rows.support
         self.kernels = route.kernels
         index = rows.active_index
-        # Positions of the active rows in the given logits.
+        # Without an index, the active rows are all rows of the given logits, in order.
         index = torch.arange(rows.num_rows, device=logits.device) if index is None else index
         self.at = self.support.select(index)[self.support.rows], self.support.ids
 
     def rows(
         self, transform: LogitTransform, *, return_entropy: bool, return_slopes: bool
     ) -> HeadRows:
-        """Look up the logits and compute the statistics of every row."""
+        """Look up the logits at the ids of every set, and compute the statistics of every row."""
         raw = self.logits[self.at].to(torch.promote_types(self.logits.dtype, torch.float32))
         return _head_rows(self, raw, transform, return_entropy)
 
     def no_gradients(self) -> tuple[Tensor, ...]:
-        """Return an empty gradient."""
+        """Return an empty tensor in place of the gradient."""
         return (self.logits.new_empty(0),)
 
     def gradients(
         self, of_rows: SupportGradient, wanted: Wanted, others: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...]:
-        """Return (d-logits,).
+        """Write the d-logits of the rows with a token set into a matrix, and return (matrix,).
 
-        If `others` is given, it already contains the d-logits of the rows without a set.
+        If `others` is given, it is the matrix with the d-logits of the rows without a set.
         """
         if others is not None:
             out = others[0]
@@ -303,7 +306,7 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
-    """Return ragged logits together with their statistics."""
+    """Select the logits of the token sets, and compute the statistics of every row."""
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps

@@ -40,27 +40,27 @@ class VocabularyShard(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """The size of the full vocabulary."""
+        """Return the size of the full vocabulary."""
         return sum(self.sizes)
 
     @property
     def widest(self) -> int:
-        """The size of the largest shard, from which all ranks compute the same chunk size."""
+        """Return the size of the largest shard, which determines the chunk size on all ranks."""
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
-        """Convert target ids to local ids of this shard, or ELSEWHERE."""
+        """Convert target ids to local ids of this shard. Ids of other shards become ELSEWHERE."""
         places = target_ids - sum(self.sizes[: self.rank])
         is_own = (places >= 0) & (places < self.sizes[self.rank])
         return torch.where(is_own, places, ELSEWHERE)
 
     def owners(self, target_ids: Tensor) -> Tensor:
-        """Return the rank whose shard contains each target."""
+        """Return for each target the rank whose shard contains it."""
         ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
         return torch.searchsorted(ends, target_ids, right=True)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return the tensors x of all ranks, stacked in a new first dimension."""
+        """Gather x from all ranks, and stack the tensors in a new first dimension."""
         everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
@@ -72,8 +72,9 @@ class VocabularyShard(NamedTuple):
         return x
 
     def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
-        """Join the statistics of all shards into fp32 statistics over the full vocabulary."""
-        # Use fp64, so that the join does not lose digits that a full row would keep.
+        """Combine the statistics of all shards into fp32 statistics over the full vocabulary."""
+        # Use fp64, because fp32 would lose digits that the statistics of an unsharded row would
+        # have.
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
         total = lse.logsumexp(0)
@@ -84,13 +85,14 @@ class VocabularyShard(NamedTuple):
         # target.
         others = lse.scatter(0, owner, -torch.inf).logsumexp(0) - own
         logp = logp - torch.logaddexp(torch.zeros_like(others), others)
-        # Set logp to -inf for a target with probability 0. The formula gives NaN in this case,
-        # because it subtracts -inf from -inf.
+        # Set logp to -inf for a target with probability 0. The formula would subtract -inf from
+        # -inf, which gives NaN.
         logp = torch.where(own == -torch.inf, own, logp)
         if not entropies:
             return total.float(), logp.float(), None
         share = (lse - total).exp()
-        # An empty shard has lse -inf and would give 0·(-inf).
+        # Set the term of an empty shard to 0. Its lse is -inf, so the product would be 0·(-inf) =
+        # NaN.
         terms = torch.where(share == 0, 0.0, share * (entropies[0] + (total - lse)))
         return total.float(), logp.float(), terms.sum(0).float()
 
@@ -100,8 +102,8 @@ def unrounded_statistics(
 ) -> RowStats:
     """Compute `reference.row_logps` without the final rounding to fp32.
 
-    If all columns of a row are -inf, its lse is -inf, so that the row adds nothing to those of
-    other shards.
+    If all columns of a row are -inf, its lse is -inf, so the row contributes nothing when the
+    statistics of all shards are combined.
     """
     z, _ = reference.final_logits(logits, transform)
     lse, logps, entropy = reference.row_statistics(z, target_ids, return_entropy=return_entropy)
@@ -115,8 +117,8 @@ class VocabularyChunks(LogitChunks):
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
-        # The ranks exchange statistics before the loss and the gradient can be computed, so one
-        # kernel cannot do everything.
+        # Do not compute loss and gradient in one kernel, because the ranks must exchange statistics
+        # in between.
         self.shard = shard
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
@@ -124,14 +126,14 @@ class VocabularyChunks(LogitChunks):
             self.row_logps = unrounded_statistics
 
     def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute the statistics of this shard, and join them with those of all ranks."""
+        """Compute the statistics of this shard, and combine them with those of other shards."""
         h, target_ids, transform = at
         z = self.raw_logits(h)[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
         else:
-            # A shard without columns has no exponentials to sum, so its lse is log 0 = -inf.
+            # A shard without columns sums no exponentials, so set its lse to log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
         return self.shard.join_ranks(stats, target_ids)

@@ -213,6 +213,9 @@ def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
                     assert size["width"] == width, page
                     color = "getComputedStyle(document.body).backgroundColor"
                     seen.add(browser.evaluate(color))
+                    if page == "losses":  # the table of losses is not cut, either
+                        box = "document.querySelector('table').getBoundingClientRect().right"
+                        assert browser.evaluate(box) <= width
                 assert len(seen) == 2, page
 
 

@@ -47,6 +47,7 @@ GROUPS = (
 napoleon_custom_sections = [(group, "params_style") for group in GROUPS]
 
 README = re.compile(r"```\{readme\} (\S+)\n```\n")
+WORD_CELL = re.compile(r"(?<=\| )\w+(?= \|)")  # cell of a table that holds one word
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -89,7 +90,9 @@ def put_readme(app: object, docname: str, source: list[str]) -> None:
 
     def read(stated: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join("docs", stated[1]))
-        return turned((ROOT / path).read_text(encoding="utf-8"), posixpath.dirname(path))
+        text = turned((ROOT / path).read_text(encoding="utf-8"), posixpath.dirname(path))
+        # On a telephone, a long name in a cell may break after an underscore.
+        return WORD_CELL.sub(lambda cell: cell[0].replace("_", "_<wbr>"), text)
 
     source[0] = README.sub(read, source[0])
 

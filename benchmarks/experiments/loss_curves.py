@@ -3,8 +3,9 @@
     python -m benchmarks.experiments.loss_curves grpo,cispo [epsilon_low=0.2 …] [-o losses.png]
 
 The curves are computed for a completion of one token, with the function `token_loss` that training
-also uses. `key=value` sets an option of LossConfig. Losses with equal curves share one line, whose
-label has all their names.
+also uses. `key=value` sets an option of LossConfig. Each loss gets a row with two panels. Losses
+with equal curves share one row, whose title has all their names. A thin gray line shows the loss
+`unclipped` for comparison.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.objective.tokens import Tokens
 from grpo_fast.train.report.curves import GRID, INK, picture, picture_path
 
-DEFAULT = "grpo,cispo,sapo,unclipped"
+DEFAULT = "grpo,cispo,sapo,gmpo"
 DASHES = ("-", "--", "-.", ":")
+REFERENCE = "unclipped"
+REFERENCE_COLOR = "#aab0bb"
 POINTS = 401
 SMALLEST_RATIO = 1e-3  # not 0, because the logarithm of the ratio must be finite
 BOUNDS = ("epsilon_low", "epsilon_high", "cispo_bound")  # They determine ratio_min and ratio_max.
@@ -78,13 +82,16 @@ def plot_losses(
     ratio: Sequence[float] = (0.0, 2.0),
     old_prob: float = 0.4,
 ) -> Path:
-    """Draw the losses, with a column of panels for each advantage.
+    """Draw the losses, with a row of two panels for each.
+
+    The left panel shows the loss, and the right panel its gradient. Both have a line for each
+    advantage.
 
     Args:
         losses: Loss types.
         out: The file of the picture.
         options: Options of LossConfig. Each is passed to the losses that use it.
-        advantages: The token's advantages. Each gets a column.
+        advantages: The token's advantages.
         ratio: The first and the last importance ratio of the x axis.
         old_prob: The token's probability under the old policy. Some losses depend on it.
 
@@ -93,44 +100,54 @@ def plot_losses(
     """
     path = picture_path(out)
     ratios = torch.linspace(max(ratio[0], SMALLEST_RATIO), ratio[1], POINTS)
-    configs = [config_of(loss, options) for loss in dict.fromkeys(losses)]
-    same: dict[bytes, tuple[list[str], list[Curve]]] = {}  # names and curves
-    for config in configs:
-        curves = [curve(config, ratios, advantage, old_prob) for advantage in advantages]
+
+    def curves_of(config: LossConfig) -> list[Curve]:
+        return [curve(config, ratios, advantage, old_prob) for advantage in advantages]
+
+    same: dict[bytes, tuple[list[LossConfig], list[Curve]]] = {}
+    for loss in dict.fromkeys(losses):
+        config = config_of(loss, options)
+        curves = curves_of(config)
         bits = torch.stack([part + 0.0 for each in curves for part in each]).numpy().tobytes()
-        same.setdefault(bits, ([], curves))[0].append(config.loss_type)
-    named = {" = ".join(names): curves for names, curves in same.values()}
-    ranges = sorted(set(filter(None, map(clip_range, configs))))
-    size = max(4.6 * len(advantages), 6.4), 6.4
-    with picture(path, size, (2, len(advantages)), sharex=True) as (figure, grid):
-        for index, axes in enumerate(grid.flat):
-            row, column = divmod(index, len(advantages))
-            lines = {label: curves[column][row] for label, curves in named.items()}
-            _draw(axes, lines, ratios, ranges)
-            title = f"loss, A = {advantages[column]:g}".replace("-", "−")
-            axes.set_title("its gradient to the log-prob" if row else title)
-            axes.set_xlabel("ratio p / p_old" if row else "")
+        same.setdefault(bits, ([], curves))[0].append(config)
+    reference = curves_of(config_of(REFERENCE, options))
+    rows = len(same)
+    with picture(path, (7.2, 1.9 * rows + 0.8), (rows, 2), sharex=True) as (figure, grid):
+        for (configs, curves), panels in zip(same.values(), grid, strict=True):
+            names = " = ".join(config.loss_type for config in configs)
+            panels[0].set_title(textwrap.fill(names, 44))
+            for column, what in enumerate(("loss", "gradient")):
+                axes = panels[column]
+                lines = [each[column] for each in curves]
+                _draw(axes, ratios, lines, [each[column] for each in reference], advantages)
+                for left, right in sorted(set(filter(None, map(clip_range, configs)))):
+                    if left > ratio[0] or right < ratio[1]:  # otherwise it covers the panel
+                        start, end = max(left, ratio[0]), min(right, ratio[1])
+                        axes.axvspan(start, end, color=GRID, alpha=0.45, linewidth=0)
+                axes.set_ylabel(what)
+        for axes in grid[-1]:
+            axes.set_xlabel("ratio p / p_old")
         handles, labels = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
     return path
 
 
 def _draw(
     axes: Any,
-    curves: dict[str, Tensor],  # label → (POINTS,)
     ratios: Tensor,  # (POINTS,)
-    ranges: list[tuple[float, float]],
+    curves: list[Tensor],  # (POINTS,), one for each advantage
+    reference: list[Tensor],  # (POINTS,), the curves of the loss REFERENCE
+    advantages: Sequence[float],
 ) -> None:
-    """Draw one panel. Earlier lines are thicker, so that they stay visible under later lines."""
-    for index, (label, points) in enumerate(curves.items()):
-        width = 1.4 + min(0.9, 5 / len(curves)) * (len(curves) - 1 - index)
-        dash = DASHES[index % len(DASHES)]
-        axes.plot(ratios, points, dash, color=f"C{index}", linewidth=width, label=label)
-    low, high = ratios[0].item(), ratios[-1].item()
-    for left, right in ranges:
-        if left > low or right < high:  # shading the whole panel would show nothing
-            axes.axvspan(max(left, low), min(right, high), color=GRID, alpha=0.45, linewidth=0)
+    """Draw one panel, with a line for each advantage above the reference lines."""
     axes.axhline(0.0, color=INK, linewidth=0.6)
+    for index, points in enumerate(reference):
+        label = REFERENCE if index == 0 else None
+        axes.plot(ratios, points, color=REFERENCE_COLOR, linewidth=0.9, label=label)
+    for index, points in enumerate(curves):
+        label = f"A = {advantages[index]:g}".replace("-", "−")
+        dash = DASHES[index % len(DASHES)]
+        axes.plot(ratios, points, dash, color=f"C{index}", linewidth=1.9, label=label)
 
 
 def main(words: Sequence[str] | None = None) -> None:

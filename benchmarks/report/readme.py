@@ -101,8 +101,12 @@ def tables() -> str:
     """Return the tables of the page in Markdown, one for each operation."""
     files = [file_of(step.name) for step in STEPS if step.out == "--out"]
     cases = cases_of(file for file in files if file.is_file())
-    heads = {f"{machine(case['hardware'])}; commit {case['commit']}." for case in cases}
-    lines = [*sorted(heads), ""]
+    commits: dict[str, set[str]] = {}
+    for case in cases:
+        commits.setdefault(machine(case["hardware"]), set()).add(case["commit"])
+    lines = []
+    for name in sorted(commits):
+        lines += [f"{name};", f"commits: {', '.join(sorted(commits[name]))}.", ""]
     for operation in dict.fromkeys(case["operation"] for case in cases):
         chosen = [case for case in cases if case["operation"] == operation]
         rows = [row for case in chosen for row in case["rows"].items()]

@@ -113,8 +113,10 @@ def _worker_path(name: str, in_process: bool) -> str | None:
     if name not in REWARDS:
         close = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(KNOWN)}"
-        custom = "A custom function is 'package.module:function' or 'file.py:function'"
-        raise ValueError(f"rewards: got the unknown name {name!r}; {hint} {custom}")
+        custom = "a custom function is 'package.module:function' or 'file.py:function'"
+        if name.endswith(".py"):
+            hint = f"name a function of the file, for example '{name}:reward'"
+        raise ValueError(f"rewards: got the unknown name {name!r}; {hint}; {custom}")
     return None
 
 
@@ -123,7 +125,9 @@ def _loaded(name: str, function: IsolatedReward) -> Loaded:
         return function.load()
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
-        raise ValueError(f"rewards: {name} cannot be used: {error}{extra}") from None
+        # The worker's error is a text, which begins with its class and with "rewards".
+        message = str(error).removeprefix("ValueError: rewards: ")
+        raise ValueError(f"rewards: {name} cannot be used: {message}{extra}") from None
 
 
 def _checked_needs(name: str, parameters: Parameters, options: dict[str, Any]) -> list[str]:

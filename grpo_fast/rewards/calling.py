@@ -65,7 +65,10 @@ def import_function(path: str) -> RewardFunction:
     if not (module_name and attribute):
         expected = "expected 'package.module:function' or 'file.py:function'"
         raise ValueError(f"rewards: {expected}, got {path!r}")
-    load = _run_file if module_name.endswith(".py") else importlib.import_module
+    is_file = module_name.endswith(".py")
+    if is_file and not os.path.exists(os.path.expanduser(module_name)):
+        raise ValueError(f"rewards: no such file: {module_name!r}")
+    load = _run_file if is_file else importlib.import_module
     try:
         module = load(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
@@ -74,7 +77,9 @@ def import_function(path: str) -> RewardFunction:
     function = getattr(module, attribute, None)
     if not callable(function):
         expected = f"expected a function {attribute!r} in {module_name}"
-        raise ValueError(f"rewards: {expected}, got {text_of(function)}")
+        known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        came = f"got {text_of(function)}" if function is not None else "found no such name"
+        raise ValueError(f"rewards: {expected}, {came}; functions: {', '.join(known) or 'none'}")
     return function
 
 

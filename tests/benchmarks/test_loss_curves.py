@@ -24,17 +24,35 @@ def test_the_clipped_objective_is_the_tutorials_drawing(advantage):
     torch.testing.assert_close(slopes, torch.where(is_flat, 0.0, -RATIOS * advantage))
 
 
-def test_every_loss_is_drawn_and_equal_curves_share_a_label(tmp_path, monkeypatch, capsys):
+def panels_of(words, monkeypatch):
+    """Draw a picture and return its axes."""
     from matplotlib.figure import Figure
 
-    shown = []
-    monkeypatch.setattr(Figure, "legend", lambda self, handles, labels, **_: shown.extend(labels))
+    figures = []
+    monkeypatch.setattr(Figure, "legend", lambda self, *args, **_: figures.append(self))
     monkeypatch.setattr(loss_curves, "POINTS", 21)
+    main(words)
+    return figures[0].axes
+
+
+def test_every_loss_is_drawn_and_equal_curves_share_a_row(tmp_path, monkeypatch, capsys):
     out = tmp_path / "a" / "all.png"
-    main([",".join(OBJECTIVES), "beta=0.1", "delta=4", "-o", str(out)])
+    words = [",".join(OBJECTIVES), "beta=0.1", "delta=4", "-o", str(out)]
+    axes = panels_of(words, monkeypatch)
     assert capsys.readouterr().out.strip() == str(out) and out.stat().st_size > 20_000
-    assert sorted(name for label in shown for name in label.split(" = ")) == sorted(OBJECTIVES)
-    assert "kimi = dro" in shown and any("grpo = bnpo" in label for label in shown)
+    titles = [each.get_title(loc="left").replace("\n", " ") for each in axes[::2]]
+    assert sorted(name for title in titles for name in title.split(" = ")) == sorted(OBJECTIVES)
+    assert "kimi = dro" in titles and any("grpo = bnpo" in title for title in titles)
+
+
+def test_every_line_of_a_panel_can_be_told_apart(tmp_path, monkeypatch):
+    """Check that a panel has one line per advantage, and that no two lines of it are equal."""
+    words = ["grpo,cispo,sapo", "-o", str(tmp_path / "a.png")]
+    for axes in panels_of(words, monkeypatch):
+        lines = [line for line in axes.lines if line.get_linewidth() > 1]
+        assert [line.get_label() for line in lines] == ["A = 1", "A = −1"]
+        assert len({line.get_color() for line in lines}) == 2
+        assert abs(lines[0].get_ydata() - lines[1].get_ydata()).max() > 0.5
 
 
 def test_the_shaded_range_follows_from_the_options():

@@ -105,8 +105,9 @@ def test_a_file_is_found_without_being_importable(file, build, monkeypatch, tmp_
     assert ask(rewards, "a", "b").total.tolist() == [0.5, 0.25]
     rewards.rewards[0].function.close()
     for wrong, why in (
-        (f"{file}:nothing", "expected a function 'nothing'"),
-        (f"{tmp_path}/no.py:f", "could not import"),
+        (f"{file}:nothing", "function 'nothing' in .*found no such name; functions: pid"),
+        (f"{tmp_path}/no.py:f", "/no.py:f cannot be used: no such file: "),
+        (str(file), "name a function of the file, for example .*py:reward'; a custom function"),
         (f"{file}:unnamed", "expected parameters that can be given by name"),
         ("no_such_module:f", "could not import 'no_such_module'"),
     ):

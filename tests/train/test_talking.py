@@ -1,5 +1,6 @@
 """Tests of the messages of a run: closing lines, labels of curves, and displayed numbers."""
 
+import io
 import socket
 import sys
 from pathlib import Path
@@ -104,6 +105,18 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     )  # weights, gradients and two moments in fp32
     small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
     assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "sort"])
+def test_no_cell_of_a_plan_is_cut_in_80_columns(model):
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*render(plan(model, ["gpu=80", "group=16"])), sep="")
+    said = console.export_text()
+    assert "checkpointing" in said and "groups" in said and "…" not in said
+    assert all(line.endswith("┃") for line in said.splitlines() if line.startswith("┃"))
+    assert " 0M parameters" not in said
 
 
 @pytest.fixture

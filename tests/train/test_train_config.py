@@ -23,7 +23,7 @@ def test_every_shipped_recipe_is_valid(tmp_path):
     assert set(recipe_names()) == {
         "sort", "variance", "ppo-gsm8k", "ppo-sort", "distill-sort", "notebook",
         "gsm8k-tiny", "gsm8k-smollm2-1.7b", "gsm8k-qwen2.5-0.5b", "gsm8k-longcontext",
-        "capitals", "gsm8k-smollm2-135m",
+        "capitals", "gsm8k-smollm2-135m", "own-data",
     }  # fmt: skip
     for name in recipe_names():
         config = load_recipe(name)

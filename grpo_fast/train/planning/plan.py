@@ -160,15 +160,18 @@ def render(plan: Plan) -> list[Any]:
     from rich.table import Table
 
     where = "" if plan.device == "cuda" else " of this machine, which has no GPU,"
+    millions = plan.shape.parameters / 1e6
+    count = f"{millions:,.0f}" if millions >= 10 else f"{millions:.2g}"
     table = Table(
-        title=f"{plan.name}: {plan.shape.parameters / 1e6:,.0f}M parameters in {plan.gb:.3g} GB"
+        title=f"{plan.name}: {count}M parameters in {plan.gb:.3g} GB"
         f"{where} ({plan.share:.0%} planned with)",
         caption=f"{plan.dtypes}\n"
         "tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
     )
     table.add_column("options")
-    largest = f"largest prompt\n(C = {plan.completion}, G = {plan.size})"
-    for name in ("fixed GB", "kB per token", "largest tokens", largest, "groups"):
+    # Short lines, so that 80 columns have room for the options.
+    largest = f"largest prompt\nC={plan.completion}, G={plan.size}"
+    for name in ("fixed GB", "kB per\ntoken", "largest\ntokens", largest, "groups"):
         table.add_column(name, justify="right")
     for label in plan.ranked:
         memory = plan.memory[label]

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -24,6 +24,9 @@ from grpo_fast.doctor.recompute import cast
 from grpo_fast.rollout import Samples, Sampling
 from grpo_fast.rollout.ranges import select_support
 from grpo_fast.train.models.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Sampling settings in the order in which samplers apply them. The value is the transformers class
 # that applies the setting, and the setting's neutral value.
@@ -223,7 +226,7 @@ def with_config(policy: Policy, field: str, value: Any) -> Policy:
     return with_model(policy, model)
 
 
-def with_model(policy: Policy, model: Any) -> Policy:
+def with_model(policy: Policy, model: PreTrainedModel) -> Policy:
     """Return a shallow copy of the policy that contains a different model."""
     twin = copy.copy(policy)
     twin.model = twin.lm = model

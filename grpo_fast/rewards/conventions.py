@@ -170,11 +170,11 @@ class RunLog:
 
 
 def columns_of_others(
-    prompts: Sequence[Any],
+    prompts: Sequence[object],
     completions: Sequence[str],
     answers: Sequence[str | None],
     columns: Mapping[str, Sequence[Any]],
-    labels: Sequence[Any],
+    labels: Sequence[object],
     prompt_texts: Sequence[str],
 ) -> dict[str, dict[str, Sequence[Any]]]:
     """Return the columns that functions of TRL, verl and OpenRLHF receive, for each convention.

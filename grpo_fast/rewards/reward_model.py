@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from grpo_fast.data.example import Prompt
 from grpo_fast.data.hub import check_files, read_fields
 from grpo_fast.errors import require
 from grpo_fast.rollout.own.model import positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class RewardModel:
@@ -62,7 +65,7 @@ class RewardModel:
         return self.model(**batch).logits[:, 0].float()
 
 
-def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tensor]:
+def padded(ids: Sequence[list[int]], pad_id: int, device: torch.device | str) -> dict[str, Tensor]:
     """Pad lists of token ids on the right and return the model's inputs.
 
     Args:
@@ -82,7 +85,7 @@ def padded(ids: Sequence[list[int]], pad_id: int, device: Any) -> dict[str, Tens
 
 
 def encode_pairs(
-    tokenizer: Any, prompts: Sequence[Prompt], completions: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[list[int]]:
     """Return the token ids of each prompt joined with its completion.
 
@@ -106,7 +109,7 @@ def encode_pairs(
     return encoded
 
 
-def set_padding(model: Any, tokenizer: Any) -> int:
+def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Set the model's padding token to the tokenizer's padding token, and return its id.
 
     The model reads the score at the last token that is not padding. If the pad token is EOS, this
@@ -121,7 +124,7 @@ def set_padding(model: Any, tokenizer: Any) -> int:
     return int(pad)
 
 
-def _load(path: str) -> tuple[Any, Any]:
+def _load(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:

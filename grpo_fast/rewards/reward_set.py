@@ -112,12 +112,12 @@ class RewardSet:
 
     def __call__(
         self,
-        prompts: Sequence[Any],
+        prompts: Sequence[object],
         completions: Sequence[str],
         answers: Sequence[str | None],
         columns: Mapping[str, Sequence[Any]] | None = None,
         *,
-        labels: Sequence[Any] | None = None,
+        labels: Sequence[object] | None = None,
         prompt_texts: Sequence[str] | None = None,
     ) -> RewardResult:
         """Score N completions.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,17 +18,21 @@ from grpo_fast.rollout.ranges import join_supports
 from grpo_fast.rollout.sampler import Sampling
 from grpo_fast.rollout.samples import COMPLETION, PROMPT, Samples
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 Prompt = str | list[dict[str, str]] | list[int]  # text, chat messages or token ids
 
 
 def generate(
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     prompts: Sequence[Prompt],
     options: Sampling | None = None,
     *,
     group_size: int = 1,
     seed: Seed = 0,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     engine: Engine | None = None,
     places: Sequence[int] | None = None,
     **sampling: Any,
@@ -91,7 +95,7 @@ def generate(
     return table_of(ids, done, texts, places)
 
 
-def decoded(tokenizer: Any, completions: list[list[int]]) -> list[str]:
+def decoded(tokenizer: PreTrainedTokenizerBase, completions: list[list[int]]) -> list[str]:
     """Return the text of each completion without special tokens, or "" without a tokenizer."""
     if tokenizer is None:
         return [""] * len(completions)
@@ -147,7 +151,7 @@ def table_of(
 # ---- prompts
 
 
-def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+def check_prompts(policy: SampledModel, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Raise a ValueError, before a run starts, if `generate` would refuse one of these prompts.
 
     To save time, only prompts that may be too long are encoded. No prompt that is too long is
@@ -159,7 +163,9 @@ def check_prompts(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -
     encode_for(policy, long, max_new_tokens)
 
 
-def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+def encode_for(
+    policy: SampledModel, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[list[int]]:
     """Return the token ids of each prompt, after checking that the policy's model accepts them.
 
     Raises:
@@ -184,7 +190,9 @@ def encode_for(policy: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> l
 
 
 def encode_prompts(
-    tokenizer: Any, prompts: Sequence[Prompt], template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    template_kwargs: Mapping[str, object] | None = None,
 ) -> list[list[int]]:
     """Return the token ids of each prompt.
 
@@ -215,7 +223,7 @@ def encode_prompts(
     return ids
 
 
-def prompt_texts(policy: Any, prompts: Sequence[Prompt]) -> list[str]:
+def prompt_texts(policy: SampledModel, prompts: Sequence[Prompt]) -> list[str]:
     """Return the text of each prompt. Chat messages are formatted by the chat template.
 
     Without a tokenizer, the text of a prompt of token ids is "".
@@ -224,7 +232,9 @@ def prompt_texts(policy: Any, prompts: Sequence[Prompt]) -> list[str]:
     return [_text_of(tokenizer, prompt, policy.template_kwargs) for prompt in prompts]
 
 
-def _text_of(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None) -> str:
+def _text_of(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, object] | None
+) -> str:
     if isinstance(prompt, str):
         return prompt
     if _is_encoded(prompt):
@@ -239,7 +249,9 @@ def _text_of(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | N
     )
 
 
-def _encoded(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None) -> list[int]:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, object] | None
+) -> list[int]:
     if _is_encoded(prompt):
         return list(prompt)
     # A chat template already writes special tokens such as BOS, so do not add them again.

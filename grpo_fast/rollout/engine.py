@@ -8,13 +8,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout.sampler import Sampling, seed_of
+
+if TYPE_CHECKING:
+    from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +119,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def update(self, policy: Any, version: int) -> None:
+    def update(self, policy: SampledModel, version: int) -> None:
         """Make the engine sample with the weights of this policy from now on.
 
         Args:
@@ -141,7 +144,7 @@ class Engine(ABC):
         self.close()
 
 
-def build_engine(policy: Any, options: Any = None) -> Engine:
+def build_engine(policy: SampledModel, options: Any = None) -> Engine:
     """Build the engine that `options.engine` names.
 
     Args:
@@ -157,7 +160,7 @@ def build_engine(policy: Any, options: Any = None) -> Engine:
 
 
 @contextmanager
-def awake(engine: Engine, policy: Any, version: int) -> Iterator[Engine]:
+def awake(engine: Engine, policy: SampledModel, version: int) -> Iterator[Engine]:
     """Wake the engine and update its weights on entry, and put it to sleep on exit."""
     engine.wake()
     engine.update(policy, version)

@@ -81,7 +81,7 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write one line for each row.
 
         Raises:

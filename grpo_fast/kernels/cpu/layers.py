@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
-from grpo_fast.kernels.types import contiguous_rows
+from grpo_fast.kernels.types import Context, contiguous_rows
 
 # With fewer rows, packing the weight takes longer than the faster product saves.
 LEAST_ROWS = 24
@@ -260,14 +260,14 @@ def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wants_x, needs_d_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_d_weight else None, weight if wants_x else None)
         return _product(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         by_torch = _in_transform(grad)
         rows = grad.reshape(-1, grad.shape[-1])
@@ -281,7 +281,7 @@ class _Linear(torch.autograd.Function):
 
 class _Linear16(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wants_x, needs_d_weight, _ = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1]).to(BF16)
         narrow = _narrow(weight)
@@ -293,7 +293,7 @@ class _Linear16(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         by_torch = _in_transform(grad)
         rows = grad.reshape(-1, grad.shape[-1])
@@ -307,7 +307,7 @@ class _Linear16(torch.autograd.Function):
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scales = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
         ctx.eps = eps
@@ -315,7 +315,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scales = ctx.saved_tensors
         if _in_transform(grad):
             dx, dw = _torch_gradients(lambda x, w: _torch_norm(x, w, ctx.eps), (x, weight), grad)
@@ -327,13 +327,13 @@ class _RmsNorm(torch.autograd.Function):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return _gated(gate, up)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         if _in_transform(grad):
             dgate, dup = _torch_gradients(lambda g, u: F.silu(g) * u, (gate, up), grad)
@@ -345,13 +345,15 @@ class _SwiGLU(torch.autograd.Function):
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         return _rotated(q, k, cos, sin, False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Context, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         if _in_transform(dq) or _in_transform(dk):
             # The gradient of a rotation is linear in dq and dk, so it needs neither q nor k.

@@ -43,7 +43,7 @@ def cached_attention(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, H_kv, T, D)
     value: Tensor,  # (1, H_kv, T, D)
-    attention_mask: Any,  # in prefill: the result of `window_as_mask`
+    attention_mask: object,  # in prefill: the result of `window_as_mask`
     *,
     rollout_cache: RolloutCache,
     scaling: float | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.rollout.own.cache import RolloutCache, register
 from grpo_fast.rollout.own.decoder import decoder_of
 from grpo_fast.rollout.sampler import Draw, Sampling, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from grpo_fast.rollout.own.model import SampledModel
 
 PREFILL_TOKENS = 1 << 14  # most prompt tokens in one forward pass, unless one prompt is longer
 # Number of tokens between two checks for ended completions. On a GPU a check costs a sync.
@@ -93,7 +98,7 @@ class Decoded(NamedTuple):
 
 @torch.inference_mode()  # about 10% faster than no_grad for small models
 def decode(
-    policy: Any,
+    policy: SampledModel,
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     options: Sampling,
@@ -164,7 +169,10 @@ def decode(
 
 
 def prefill(
-    policy: Any, prompts: Sequence[Sequence[int]], cache: RolloutCache, starts: Sequence[int] = ()
+    policy: SampledModel,
+    prompts: Sequence[Sequence[int]],
+    cache: RolloutCache,
+    starts: Sequence[int] = (),
 ) -> Tensor:
     """Fill the cache with the prompts.
 
@@ -195,7 +203,7 @@ def chunks(prompts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     yield chunk
 
 
-def forward(trunk: Any, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
+def forward(trunk: PreTrainedModel, ids: Tensor, positions: Tensor, cache: RolloutCache) -> Tensor:
     """Compute the hidden states of T tokens with the model's modules.
 
     Args:

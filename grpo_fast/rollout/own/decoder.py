@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,11 @@ from grpo_fast.kernels.cpu.modules import (
 )
 from grpo_fast.rollout.own.cache import RolloutCache
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # A function (trunk, (B,) token ids, (B,) positions, cache) -> (B, H) final hidden states.
-Step = Callable[[Any, Tensor, Tensor, RolloutCache], Tensor]
+Step = Callable[["PreTrainedModel", Tensor, Tensor, RolloutCache], Tensor]
 
 # Largest accepted difference between decoder and modules, relative to the largest entry of a hidden
 # state. The two differ slightly, because they add fp32 numbers in different orders. In bf16, they
@@ -62,7 +65,7 @@ class Decoder:
         places: (P,) int64, all positions that may occur. Calls receive indices into this vector.
     """
 
-    def __init__(self, trunk: Any, head: Head, places: Tensor) -> None:
+    def __init__(self, trunk: PreTrainedModel, head: Head, places: Tensor) -> None:
         self.trunk = trunk
         self.head = head
         self.dtype = head.weight.dtype
@@ -98,7 +101,9 @@ class Decoder:
         return self.trunk.norm(x)
 
 
-def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> Decoder | None:
+def decoder_of(
+    trunk: PreTrainedModel, head: Head, cache: RolloutCache, forward: Step
+) -> Decoder | None:
     """Return a decoder for the model, or None if the decoder does not support it.
 
     Args:
@@ -120,7 +125,7 @@ def decoder_of(trunk: Any, head: Head, cache: RolloutCache, forward: Step) -> De
     return None
 
 
-def is_supported(trunk: Any, head: Head, cache: RolloutCache) -> bool:
+def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> bool:
     """Return whether the decoder supports this model, and its kernels are available."""
     dtype = head.weight.dtype
     if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != layers.in_bf16():
@@ -156,7 +161,7 @@ def is_observed(trunk: nn.Module) -> bool:
     return is_untouched(bare)
 
 
-def configuration_of(trunk: Any) -> Hashable:
+def configuration_of(trunk: PreTrainedModel) -> Hashable:
     """Return a description of a model, which is the key of its cached comparison result."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
@@ -204,7 +209,7 @@ def weights_of(layer: Any, dtype: torch.dtype) -> cpp.LayerWeights:
     )  # fmt: skip
 
 
-def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
+def agrees(trunk: PreTrainedModel, head: Head, device: torch.device, forward: Step) -> bool:
     """Return whether decoder and modules agree on the hidden states of random tokens.
 
     The comparison uses random weights. It uses only the model's first layers, as many as are
@@ -242,7 +247,7 @@ def agrees(trunk: Any, head: Head, device: torch.device, forward: Step) -> bool:
     return True
 
 
-def different_layers(trunk: Any) -> int:
+def different_layers(trunk: PreTrainedModel) -> int:
     """Return the smallest n for which the first n layers include the settings of all layers."""
     kinds = getattr(trunk.config, "layer_types", None) or [None] * len(trunk.layers)
     needed = 0

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,9 @@ from grpo_fast.errors import NonFiniteLogits
 from grpo_fast.rollout.engine import EOS, LENGTH, Completion, Engine, Request, uniforms
 from grpo_fast.rollout.own.decode import Decoded, SupportRecorder, decode
 from grpo_fast.rollout.sampler import Sampler, Sampling
+
+if TYPE_CHECKING:
+    from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +39,13 @@ class TransformersEngine(Engine):
         options: ignored; all engines have this parameter.
     """
 
-    def __init__(self, policy: Any, options: Any = None) -> None:
+    def __init__(self, policy: SampledModel, options: object = None) -> None:
         self.policy = policy
         self.version = 0
         with policy.generation():
             self.fallback = why_unsuited(policy)
 
-    def update(self, policy: Any, version: int) -> None:
+    def update(self, policy: SampledModel, version: int) -> None:
         self.policy = policy
         self.version = version
 
@@ -85,7 +88,7 @@ class TransformersEngine(Engine):
 
 
 def by_transformers(
-    policy: Any,
+    policy: SampledModel,
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     options: Sampling,
@@ -117,7 +120,7 @@ def by_transformers(
     return Decoded(tokens, sampler.logps, support)
 
 
-def why_unsuited(policy: Any) -> str | None:
+def why_unsuited(policy: SampledModel) -> str | None:
     """Return why the decoding loop does not support this model, or None if it does.
 
     The first call for a model compares the loop with one forward pass. Call this inside
@@ -136,7 +139,7 @@ def why_unsuited(policy: Any) -> str | None:
     return _unsuited[policy.lm]
 
 
-def compare(policy: Any) -> str | None:
+def compare(policy: SampledModel) -> str | None:
     """Compare the decoding loop's log-probabilities with the log-probabilities of one forward pass.
 
     The trial samples greedily from random prompts and ignores EOS. It covers the first positions
@@ -159,7 +162,7 @@ def compare(policy: Any) -> str | None:
     return f"its logits differ by {worst:.2g} nats between our loop and one pass"
 
 
-def largest_gap(policy: Any, starts: Sequence[int]) -> float:
+def largest_gap(policy: SampledModel, starts: Sequence[int]) -> float:
     """Return the largest difference of log-probabilities between decoding loop and forward pass.
 
     Args:

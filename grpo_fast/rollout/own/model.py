@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from torch import Tensor
 from grpo_fast.attention import Head, head_of
 from grpo_fast.errors import require
 from grpo_fast.kernels.cpu import layers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class SampledModel:
@@ -34,12 +38,12 @@ class SampledModel:
             prompt learning.
     """
 
-    template_kwargs: Mapping[str, Any] = MappingProxyType({})  # arguments of the chat template
+    template_kwargs: Mapping[str, object] = MappingProxyType({})  # arguments of the chat template
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         eos_ids: Iterable[int] | None = None,
         attn: str = "auto",
@@ -126,7 +130,7 @@ class SampledModel:
         logits = self.lm(input_ids=ids, use_cache=False, **places).logits[:, :-1].float()
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[object]:
         on = self.autocast is not None  # False also disables an autocast of the caller
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=on)
 
@@ -139,7 +143,9 @@ def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
     return frozenset(listed)
 
 
-def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
+def special_ids(
+    lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[frozenset[int], int]:
     """Return all EOS ids of the tokenizer and the generation config, and the id for padding."""
     found: set[Any] = set()
     for value in (tokenizer.eos_token_id, getattr(lm.generation_config, "eos_token_id", None)):
@@ -150,7 +156,7 @@ def special_ids(lm: Any, tokenizer: Any) -> tuple[frozenset[int], int]:
     return eos, min(eos) if pad is None else pad
 
 
-def positions(config: Any) -> float:
+def positions(config: PreTrainedConfig) -> float:
     """Return the number of positions of a model, or inf if its configuration has no limit."""
     bound = getattr(config, "max_position_embeddings", None)
     if not isinstance(bound, int):

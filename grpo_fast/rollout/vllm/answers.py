@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +13,9 @@ from grpo_fast.errors import EngineError, NonFiniteLogits, require
 from grpo_fast.kernels.support import Support
 from grpo_fast.rollout import engine
 from grpo_fast.rollout.engine import Completion, Request
+
+if TYPE_CHECKING:
+    from grpo_fast.rollout.own.model import SampledModel
 
 CLAMPED = -9999.0  # servers report this value for a log-probability that is NaN or -inf
 BODY = 1 << 23  # most bytes of a response without completions
@@ -147,7 +150,7 @@ class VLLMRequest(NamedTuple):
         adapter: name of the adapter that vLLM adds to its weights, or None.
     """
 
-    policy: Any
+    policy: SampledModel
     request: Request
     version: int
     label: str

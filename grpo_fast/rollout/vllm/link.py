@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,11 @@ from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMReques
 from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, START, Missing, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.transfer import GlooGroup, Named, NCCLGroup, started
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ class Link:
         self.loads_adapters = False
         self.adapters: set[str] = set()  # names of the adapters that the server has loaded
 
-    def check(self, policy: Any) -> None:
+    def check(self, policy: SampledModel) -> None:
         """Check that the server's options and model fit the policy. Changes nothing on the server.
 
         Raises:
@@ -213,7 +218,7 @@ class Link:
         return joined.result(remaining(self.deadline))
 
 
-def check_model(lm: Any, served: str, url: str) -> None:
+def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
     """Raise a ValueError if the server's model has a different embedding size or layer count.
 
     vLLM refuses weights of other shapes while it loads them, but does not notice missing layers.

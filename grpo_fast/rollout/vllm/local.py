@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import tempfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,6 +23,9 @@ from grpo_fast.rollout.vllm.adapter import Adapters
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
+
+if TYPE_CHECKING:
+    from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,9 @@ class VLLMEngine(Engine):
             the adapter at every update.
     """
 
-    def __init__(self, policy: Any, llm: Any, level: int, *, with_lora: bool = False) -> None:
+    def __init__(
+        self, policy: SampledModel, llm: Any, level: int, *, with_lora: bool = False
+    ) -> None:
         self.policy = policy
         self.llm = llm
         self.level = level
@@ -55,7 +60,7 @@ class VLLMEngine(Engine):
         self.asleep = False
         self.without_cache = False
 
-    def update(self, policy: Any, version: int) -> None:
+    def update(self, policy: SampledModel, version: int) -> None:
         self.policy = policy
         if self.version == version:
             return
@@ -76,7 +81,7 @@ class VLLMEngine(Engine):
         self.llm.update_weight_version(str(version))
         self.version = version
 
-    def _load_adapter(self, policy: Any) -> Any:
+    def _load_adapter(self, policy: SampledModel) -> Any:
         """Let vLLM load the policy's adapter, and return vLLM's LoRARequest."""
         from vllm.lora.request import LoRARequest
 
@@ -143,7 +148,7 @@ def _as_response(output: Any) -> dict[str, Any]:
     return {"choices": choices}
 
 
-def build(policy: Any, options: Any) -> VLLMEngine:
+def build(policy: SampledModel, options: Any) -> VLLMEngine:
     """Build the engine `vllm`. It has no weights until `update` is called.
 
     Args:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
 from grpo_fast.rollout.vllm.transfer import Named, buckets
+
+if TYPE_CHECKING:
+    from grpo_fast.rollout.own.model import SampledModel
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class VLLMServers(Engine):
 
     is_apart = True
 
-    def __init__(self, policy: Any, options: VLLMOptions, *, ahead: bool = False) -> None:
+    def __init__(self, policy: SampledModel, options: VLLMOptions, *, ahead: bool = False) -> None:
         self.policy = policy
         self.options = options
         self.ahead = ahead
@@ -94,7 +97,7 @@ class VLLMServers(Engine):
             what = "servers receive whole weights with the adapter merged"
             log.info("%s: %s started without --enable-lora", what, ", ".join(without))
 
-    def update(self, policy: Any, version: int) -> None:
+    def update(self, policy: SampledModel, version: int) -> None:
         """Send the weights to all servers that do not have them.
 
         All ranks must call this, but only rank 0 sends. A server that becomes available later
@@ -219,7 +222,7 @@ class VLLMServers(Engine):
         return done
 
 
-def build(policy: Any, options: Any) -> VLLMServers:
+def build(policy: SampledModel, options: Any) -> VLLMServers:
     """Return the engine `vllm-server`.
 
     Args:

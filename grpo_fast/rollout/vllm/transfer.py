@@ -7,18 +7,23 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from grpo_fast.rollout.own.model import SampledModel
 
 BUCKET = 1 << 28  # most bytes of a bucket, unless one tensor is larger
 Named = list[tuple[str, Tensor]]
 Result = TypeVar("Result")
 
 
-def buckets(policy: Any, *, merged: bool = True) -> Iterator[Named]:
+def buckets(policy: SampledModel, *, merged: bool = True) -> Iterator[Named]:
     """Yield all weights of a `Policy` in buckets.
 
     If the weights are sharded, this is a collective call. Every rank must iterate over all buckets.
@@ -43,7 +48,7 @@ def buckets(policy: Any, *, merged: bool = True) -> Iterator[Named]:
 
 
 @torch.no_grad()
-def checkpoint_tensors(lm: Any, *, merged: bool) -> dict[str, Tensor]:
+def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
     """Return all weights by the names that a checkpoint uses. Tied weights occur once.
 
     Args:
@@ -80,7 +85,7 @@ def repack_heads(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def dtype_of(policy: Any) -> str:
+def dtype_of(policy: SampledModel) -> str:
     """Return the dtype in which the policy computes, such as "bfloat16"."""
     return str(policy.autocast or policy.lm.get_output_embeddings().weight.dtype)[len("torch.") :]
 

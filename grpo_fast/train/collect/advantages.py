@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,11 @@ class Advantages:
     """
 
     def __init__(
-        self, mode: str, options: Mapping[str, Any], group_size: int, weights: Mapping[str, float]
+        self,
+        mode: str,
+        options: Mapping[str, object],
+        group_size: int,
+        weights: Mapping[str, float],
     ) -> None:
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.mode = mode
@@ -72,10 +75,10 @@ class Advantages:
         if self.baseline is not None:
             self.baseline.update(rewards)
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> dict[str, float | None] | None:
         return None if self.baseline is None else dict(self.baseline.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, float | None] | None) -> None:
         if self.baseline is not None and state is not None:
             self.baseline.load_state_dict(state)
 

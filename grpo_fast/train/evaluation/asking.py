@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpo_fast.data import FILES, TRACES, Prompt
 from grpo_fast.data.tokenizer import has_chat_template
 from grpo_fast.rollout import encode_prompts
 from grpo_fast.train.config import DataConfig
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SHOWN_PROMPT = 1200  # most characters of a prompt that a line shows
 
 
 def asking_lines(
-    data: DataConfig, tokenizer: Any, prompt: Prompt, key: str = "data.chat"
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, key: str = "data.chat"
 ) -> list[str]:
     """Return lines that report whether the chat template is used, and show the first prompt.
 
@@ -39,7 +42,9 @@ def asking_lines(
     return [f"questions are asked {way}; the first prompt:", *shown]
 
 
-def prompt_lines(tokenizer: Any, prompt: Prompt, template_kwargs: Mapping[str, Any]) -> list[str]:
+def prompt_lines(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: Mapping[str, object]
+) -> list[str]:
     """Return the lines of a prompt as the model receives it, including special tokens."""
     text = tokenizer.decode(encode_prompts(tokenizer, [prompt], template_kwargs)[0])
     half = SHOWN_PROMPT // 2

@@ -22,7 +22,7 @@ from grpo_fast.train.evaluation.statistics import paired
 from grpo_fast.train.files import plain_json
 from grpo_fast.train.models import loading
 
-Say = Callable[..., Any]  # function that receives lines of text
+Say = Callable[..., object]  # function that receives lines of text
 
 RESULTS_BEGIN = b'{\n  "greedy": {'  # a file that begins differently is not overwritten
 

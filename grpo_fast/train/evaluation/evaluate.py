@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_fast import rollout
 from grpo_fast.data import TRACES, Example, Prompt
@@ -21,6 +21,9 @@ from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.rollout import Engine, Samples
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
+
+if TYPE_CHECKING:
+    from grpo_fast.rollout.own.model import SampledModel
 
 SHOWN_SAMPLE = 200  # most characters of a completion that the sample line shows
 # Signature: generate(prompts, samples=, temperature=, seed=). The samples of a prompt are adjacent.
@@ -192,7 +195,7 @@ def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str,
 
 
 def evaluate_policy(
-    policy: Any,
+    policy: SampledModel,
     examples: Sequence[Example],
     rewards: RewardSet,
     task: str,
@@ -216,7 +219,7 @@ def evaluate_policy(
 
 
 def build_evaluation(
-    asked: EvalConfig, splits: Splits, policy: Any, rewards: RewardSet, max_new_tokens: int
+    asked: EvalConfig, splits: Splits, policy: SampledModel, rewards: RewardSet, max_new_tokens: int
 ) -> Callable[[Engine], dict[str, float]]:
     """Return the evaluation function of a run, which uses the same prompts and seed at each call.
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpo_fast.data import hub, reason
 from grpo_fast.train.config import LoraConfig, require
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
 
 FILE = "adapter_config.json"
 FRESH = "add model.lora={r: 16} to merge it and train a new one"
 
 
-def adapter_at(path: str) -> Any | None:
+def adapter_at(path: str) -> PeftConfig | None:
     """Return the peft configuration of the adapter in a folder or at a hub id.
 
     Returns:
@@ -52,7 +56,7 @@ def _is_on_hub(path: str) -> bool:
         return False
 
 
-def check_trainable(found: Any, path: str) -> None:
+def check_trainable(found: PeftConfig, path: str) -> None:
     """Raise a ValueError if an adapter has parts that cannot be trained further.
 
     These parts are DoRA, biases and saved modules.
@@ -62,7 +66,13 @@ def check_trainable(found: Any, path: str) -> None:
     require(is_plain, "model.path", "an adapter of low-rank matrices alone", came)
 
 
-def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty: bool) -> Any:
+def with_saved(
+    model: PreTrainedModel | PeftModel,
+    path: str,
+    found: PeftConfig,
+    lora: LoraConfig | None,
+    empty: bool,
+) -> PeftModel:
     """Add a saved adapter to a base model.
 
     Args:
@@ -87,7 +97,7 @@ def with_saved(model: Any, path: str, found: Any, lora: LoraConfig | None, empty
     return adapted if lora is None else adapted.merge_and_unload(safe_merge=True)
 
 
-def with_new(model: Any, lora: LoraConfig) -> Any:
+def with_new(model: PreTrainedModel | PeftModel, lora: LoraConfig) -> PeftModel:
     import peft
 
     settings = peft.LoraConfig(

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,12 +25,17 @@ from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy, in_silence
 from grpo_fast.train.models.self_check import self_check
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 log = logging.getLogger(__name__)
 
 BPE_TEXTS = 4000  # training examples from which a BPE tokenizer is built
 
 
-def load_policy(config: ModelConfig, tokenizer: Any = None, *, empty: bool = False) -> Policy:
+def load_policy(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, *, empty: bool = False
+) -> Policy:
     """Return the policy that a configuration describes.
 
     If `config.path` is a LoRA adapter, the base model is loaded and the adapter is trained. If
@@ -95,7 +100,7 @@ def _check_vocabulary(policy: Policy) -> None:
     require(largest < rows, "tokenizer", expected, came)
 
 
-def _load_model(config: ModelConfig, empty: bool) -> Any:
+def _load_model(config: ModelConfig, empty: bool) -> PreTrainedModel:
     """Load a model with transformers, and check that the files contained all weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,7 +142,7 @@ def _check_keys(path: str, report: dict[str, Any]) -> None:
         log.warning("%s: %d weights have no place in the model: %s", path, len(extras), names)
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model.
 
     An adapter without a tokenizer uses the tokenizer of its base model.
@@ -155,7 +160,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         )
 
 
-def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
+def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase:
     """Build a tokenizer from the questions. Return None if the model has its own tokenizer."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
@@ -166,7 +171,7 @@ def build_tokenizer(model: ModelConfig, splits: Splits) -> Any:
     return build_bpe_tokenizer(texts, model.vocab_size)
 
 
-def _from_config(fields: dict[str, Any], tokenizer: Any) -> Any:
+def _from_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return a model with random weights from the fields of a transformers config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,11 +13,14 @@ from grpo_fast.attention import memory, offload_checkpoints
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.base import named_in
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Do not save the state of the random generator, because dropout is off everywhere in the trainer.
-RECOMPUTE: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+RECOMPUTE: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-def apply_options(model: Any, config: ModelConfig) -> None:
+def apply_options(model: PreTrainedModel, config: ModelConfig) -> None:
     """Apply the options of the section `model` to a model."""
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.gradient_checkpointing == "offload")
@@ -25,7 +28,7 @@ def apply_options(model: Any, config: ModelConfig) -> None:
         tile_mlps(model, config.tiled_mlp)
 
 
-def enable_checkpointing(model: Any, offload: bool = False) -> None:
+def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
     """Recompute every layer in the backward pass instead of storing its activations.
 
     Args:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from grpo_fast.attention import (
 from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
 
@@ -43,8 +48,8 @@ class Policy(SampledModel):
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         autocast: torch.dtype | None = None,
         home: torch.device | None = None,
@@ -127,7 +132,7 @@ class Policy(SampledModel):
 
         return self.inside(logps)
 
-    def shard(self, mesh: Any) -> None:
+    def shard(self, mesh: DeviceMesh) -> None:
         """Shard the weights of the model over a device mesh with FSDP2."""
         sharding.shard(self.lm, mesh, self.device)
         self.is_sharded = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from grpo_fast.attention import Head, PackedTree
 from grpo_fast.train.config import KLConfig, ModelConfig, ReferenceConfig, require
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_RELATIVE_ERROR = 0.2  # limit of |kl / target - 1|; larger errors of a step are clipped
 
@@ -114,7 +117,7 @@ def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) ->
     return other
 
 
-def _check_vocabulary(tokenizer: Any, other: Any) -> None:
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
     """Raise a ValueError unless two tokenizers have the same tokens with the same ids."""
     ours = tokenizer.get_vocab()
     theirs = other.get_vocab()

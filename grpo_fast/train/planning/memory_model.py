@@ -29,13 +29,16 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,7 @@ class Shape:
     tied: bool
 
     @classmethod
-    def of(cls, config: Any, parameters: int) -> Shape:
+    def of(cls, config: PreTrainedConfig, parameters: int) -> Shape:
         """Return the shape that a transformers config describes.
 
         Args:
@@ -235,7 +238,7 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
     )  # fmt: skip
 
 
-def predict_model(lm: Any, config: RunConfig) -> Memory | None:
+def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
     """Predict the memory of a run with a loaded transformers model.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 import yaml
@@ -25,6 +25,9 @@ from grpo_fast.train.planning.memory_model import (
     host_memory,
     predict_run,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 GPUS: dict[str, float] = _KNOWN["gpus"]
@@ -155,7 +158,7 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     return Plan(model, shape, device, gb, memory, own.prompt, completion, size, dtypes)
 
 
-def render(plan: Plan) -> list[Any]:
+def render(plan: Plan) -> list[object]:
     """Return a rich table of a plan, followed by its verdict."""
     from rich.table import Table
 
@@ -194,7 +197,9 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     return read_words(RunConfig, words, settings, PlanSettings.model_fields)
 
 
-def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> tuple[Any, int]:
+def _config_and_parameters(
+    model: ModelConfig, data: DataConfig, name: str
+) -> tuple[PreTrainedConfig, int]:
     """Return the transformers config and the number of parameters, without allocating weights."""
     from transformers import AutoModelForCausalLM
 
@@ -210,7 +215,7 @@ def _config_and_parameters(model: ModelConfig, data: DataConfig, name: str) -> t
     return config.get_text_config(), sum(p.numel() for p in empty.parameters())
 
 
-def _transformers_config(model: ModelConfig, data: DataConfig) -> Any:
+def _transformers_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     path = str(model.path)

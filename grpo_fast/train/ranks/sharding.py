@@ -10,15 +10,22 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from grpo_fast.train.ranks import distributed
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
-def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None) -> None:
+
+def shard_all(
+    models: Iterable[PreTrainedModel], device: torch.device, replicas: int | None
+) -> None:
     """Shard models, and give all ranks the random state of rank 0. Collective call.
 
     Args:
@@ -38,7 +45,7 @@ def shard_all(models: Iterable[Any], device: torch.device, replicas: int | None)
     torch.set_rng_state(distributed.from_main(torch.get_rng_state))
 
 
-def shard(model: Any, mesh: Any, device: torch.device) -> None:
+def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Give each rank its shard of rank 0's weights. Collective call.
 
     Rank 0 sends one tensor at a time.
@@ -123,7 +130,7 @@ def _take_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 @contextmanager
-def unsharded(model: Any) -> Iterator[None]:
+def unsharded(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Gather all weights on every rank, and shard them again at the end. Collective call.
 
     Forward passes inside the context do not communicate with other ranks.

@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_fast.train.config import RolloutConfig
 
@@ -33,7 +32,7 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def opening_lines(
-    rollout: RolloutConfig, kernels: Mapping[str, Any], fallback: str | None
+    rollout: RolloutConfig, kernels: Mapping[str, object], fallback: str | None
 ) -> list[str]:
     """Return lines that name the kernels and the sampler, with the reason if a slower one is used.
 

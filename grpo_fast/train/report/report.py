@@ -40,14 +40,14 @@ SHOWN = (  # metric, label and format of each value in a progress line
     ("perf/train_tok_s", "tok/s", "{:.0f}"),
 )
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def by_rank_0(method: Method) -> Method:
     """Decorate a method so that it runs on rank 0 only. It returns None on the other ranks."""
 
     @functools.wraps(method)
-    def guarded(self: RunReport, *arguments: Any) -> Any:
+    def guarded(self: RunReport, *arguments: object) -> object:
         return method(self, *arguments) if self._is_writer else None
 
     return guarded  # type: ignore[return-value]
@@ -116,7 +116,7 @@ class RunReport(AbstractContextManager[Any]):
         self.close()
 
     @by_rank_0
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row of numbers or 0-d tensors to metrics.jsonl, and show the progress."""
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
@@ -153,7 +153,7 @@ class RunReport(AbstractContextManager[Any]):
                 os.dup2(self._stream.fileno(), lost.fileno())
 
     @by_rank_0
-    def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def completions(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Write completions/step_….parquet, and add the rows to completions.html."""
         path = self.folder / "completions" / f"step_{int(step):06d}.parquet"
         with written(path):

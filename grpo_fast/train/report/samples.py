@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,13 +15,16 @@ from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer, turns
 from grpo_fast.rollout import Samples
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def rows_of(
     samples: Samples,
     advantages: Sequence[Tensor],  # of each completion's tokens, shape (tokens,)
     examples: Sequence[Example],  # the example of each completion
     sent: Sequence[str],  # the prompt of each completion as the model received it
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     scorer: Callable[[Example], Scorer],
     *,
     group_size: int,
@@ -56,7 +59,7 @@ def rows_of(
     return rows
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds.
 
     If a character consists of several tokens, the last of these tokens has the text.
@@ -75,7 +78,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def write_parquet(rows: Sequence[Mapping[str, Any]], step: int, path: str | Path) -> None:
+def write_parquet(rows: Sequence[Mapping[str, object]], step: int, path: str | Path) -> None:
     """Write the rows as a parquet table with a column `step`. The file is replaced atomically."""
     import pyarrow
     from pyarrow import parquet

@@ -27,7 +27,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def start_trackers(
-    names: Sequence[str], folder: str | Path, settings: Mapping[str, Any]
+    names: Sequence[str], folder: str | Path, settings: Mapping[str, object]
 ) -> list[Any]:
     """Start the experiment trackers of a run.
 
@@ -56,7 +56,7 @@ def start_trackers(
     return accelerator.trackers
 
 
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, Any]:
     """Flatten settings to dotted keys. Values become numbers or texts, which trackers accept."""
     flattened: dict[str, Any] = {}
     for key, value in settings.items():

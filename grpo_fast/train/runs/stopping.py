@@ -9,10 +9,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 from grpo_fast.errors import Stopped
 from grpo_fast.kernels.cpu.modules import Observer
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -28,14 +32,16 @@ class Stopping:
         self.number: int | None = None  # number of the first signal
         self.may_stop: Callable[[], bool] = lambda: True
 
-    def raise_if_asked(self, *_: Any) -> None:
+    def raise_if_asked(self, *_: object) -> None:
         """Raise `Stopped` if a signal was received and the run may stop now."""
         if self.number is not None and self.may_stop():
             raise Stopped(self.number)
 
     @contextmanager
     def listening(
-        self, model: Any, agreed: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        model: PreTrainedModel | PeftModel,
+        agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[None]:
         """Handle signals inside this context. Outside of Python's main thread it has no effect.
 
@@ -51,11 +57,11 @@ class Stopping:
         # nohup ignores SIGHUP so that a run continues when its terminal closes. Keep it ignored.
         handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
 
-        def ask(*_: Any) -> None:
+        def ask(*_: object) -> None:
             with agreed():
                 self.raise_if_asked()
 
-        def remember(number: int, _: Any) -> None:
+        def remember(number: int, _: object) -> None:
             self.number = number
             for each in handled:  # the next signal ends the process immediately
                 signal.signal(each, signal.SIG_DFL)

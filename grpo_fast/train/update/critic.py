@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from grpo_fast.train.ranks.distributed import sum_
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.micro_batch import MicroBatch
 from grpo_fast.train.update.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 HEAD_FILE = "value_head.safetensors"
 
@@ -193,7 +196,7 @@ class Critic:
         samples.token_advantages = advantages[is_token].to(batch.device)
         samples.returns = returns[is_token].to(batch.device)
 
-    def shard(self, mesh: Any) -> None:
+    def shard(self, mesh: DeviceMesh) -> None:
         """Shard the head, and the separate model if there is one, over a device mesh."""
         sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:

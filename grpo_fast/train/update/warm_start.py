@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.data import Example
@@ -23,7 +22,7 @@ def warm_start(
     config: WarmStartConfig,
     *,
     seed: int,
-    log: Callable[[int, dict[str, float]], Any],
+    log: Callable[[int, dict[str, float]], object],
 ) -> None:
     """Train on the gold solutions, each followed by EOS.
 

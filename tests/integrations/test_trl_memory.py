@@ -70,7 +70,9 @@ def measured(folder: Path, **more: Any) -> tuple[int, int, dict[str, torch.Tenso
     peak = peak_bytes(lambda: trainer._compute_loss(trainer.model, batch).backward())
     assert trainer.fast_path["forward"] == "packed"
     shape = Shape.of(trainer.model.config, sum(p.numel() for p in trainer.model.parameters()))
-    settings = ModelConfig(path="x", dtype="float32", gradient_checkpointing=True, **more)
+    kept = "offload" if more.get("checkpoint_offload") else True
+    tiled = more.get("tiled_mlp")
+    settings = ModelConfig(path="x", dtype="float32", gradient_checkpointing=kept, tiled_mlp=tiled)
     memory = predict(shape, settings, OptimConfig(), device="cuda", gpu=80 * 10**9)
     tokens = 4 * (4 + LENGTH - 1)  # the last token of a completion is not computed
     return peak, memory.peak(tokens, rows=0) - memory.fixed, gradients
@@ -83,9 +85,9 @@ def test_the_documented_plan_counts_the_options():
     words = shlex.split(command)
     done = invoke("plan", *words)
     assert done.exit_code == 0 and f"{words[0]} fits" in " ".join(done.output.split())
-    assert "model.checkpoint_offload=true" in words and "model.tiled_mlp=2048" in words
+    assert "model.gradient_checkpointing=offload" in words and "model.tiled_mlp=2048" in words
     per_token = []
-    for dropped in ("nothing", "model.checkpoint_offload=true", "model.tiled_mlp=2048"):
+    for dropped in ("nothing", "model.gradient_checkpointing=offload", "model.tiled_mlp=2048"):
         found = plan(words[0], [word for word in words[1:] if word != dropped])
         per_token.append(found.memory["as configured"].per_token)
     assert per_token[0] < 0.8 * min(per_token[1:])

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from grpo_fast.errors import conflict
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -45,6 +46,12 @@ class DataConfig(Section):
         needed = self.task in ("gsm8k", "jsonl", "traces")
         expected = f"{'a source' if needed else 'none'} for task {self.task}"
         require(needed == bool(self.path), "path", expected, repr(self.path))
+        if self.task not in ("gsm8k", "jsonl"):
+            # Only questions from a file have columns, templates and worked examples.
+            for name in ("columns", "prompt_template", "system_prompt", "chat", "template_kwargs",
+                         "shots_tokens"):  # fmt: skip
+                value = getattr(self, name)
+                require(not value, name, f"none for task {self.task}", repr(value))
         return self
 
 
@@ -80,6 +87,10 @@ class RewardConfig(Section):
         needed = self.name == "reward_model"
         expected = f"{'a folder or hub id' if needed else 'none'} for {self.name}"
         require(needed == (self.path is not None), "path", expected, repr(self.path))
+        if ":" not in self.name and (self.convention is not None or self.in_process):
+            why = "only package.module:function and file.py:function have this setting"
+            setting = "in_process" if self.in_process else f"convention={self.convention}"
+            raise conflict(setting, f"name={self.name}", why)
         return self
 
 

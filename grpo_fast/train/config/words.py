@@ -151,7 +151,8 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     if error["type"] == "extra_forbidden":
         known = [*section.model_fields, *getattr(section, "more_keys", ())]
         known += also if len(path) == 1 else ()
-        return f"{where}: unknown key" + nearest(path[-1], known, list(dotted_keys(kind)))
+        name = where if where in other_names() else path[-1]
+        return f"{where}: unknown key" + nearest(name, known, list(dotted_keys(kind)))
     if error["type"] == "missing":
         return f"{where}: is missing"
     # 3. Describe an invalid value. Messages of a section's validators already name the field.

@@ -151,18 +151,16 @@ def test_a_bf16_rollout_packs_the_weights_of_this_moment(steps):
     assert sampled(policy).completion_ids != first.completion_ids and all(steps())
 
 
-@NEEDS_BF16
-def test_the_decoder_calls_observers_of_the_model(steps):
-    """Check that a run that stops by a hook uses the decoder in bf16, and the modules in fp32."""
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=NEEDS_BF16)])
+def test_the_decoder_calls_observers_of_the_model(steps, dtype):
+    """Check that the decoder calls an observer for each token, and refuses every other hook."""
     calls: list[int] = []
-    policy = bf16_policy()
+    make = bf16_policy if dtype == "bf16" else policy_of
+    policy = make()
     policy.lm.model.register_forward_pre_hook(Observer(lambda *_: calls.append(1)))
     sampled(policy, 1, 12)
     assert isinstance(steps()[-1], decoder.Decoder) and len(calls) >= 12
-    policy.autocast = None
-    sampled(policy, 1, 12)
-    assert steps()[-1] is None
-    policy = bf16_policy()
+    policy = make()
     policy.lm.model.register_forward_pre_hook(lambda *_: None)
     sampled(policy, 1, 12)
     assert steps()[-1] is None

@@ -148,12 +148,12 @@ def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> boo
 
 
 def is_observed(trunk: nn.Module) -> bool:
-    """Return whether the only hooks are observers, which the decoder calls. Used in bf16 only.
+    """Return whether the only hooks of the trunk are observers, which the decoder calls.
 
-    In fp32, the decoder would change the last bits of the rollouts of every training run.
+    A training run registers an observer that stops the run after a signal.
     """
     hooks = trunk._forward_pre_hooks
-    if not layers.in_bf16() or any(type(hook) is not Observer for hook in hooks.values()):
+    if any(type(hook) is not Observer for hook in hooks.values()):
         return False
     # Look at the trunk without its observers.
     bare = copy.copy(trunk)

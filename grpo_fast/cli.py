@@ -206,7 +206,9 @@ def config(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …")],
+    model: Annotated[
+        str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …; or all models.")
+    ] = "",
     settings: Annotated[
         Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 optim.states=8bit …")
     ] = None,
@@ -215,13 +217,18 @@ def plan(
     """Predict how many tokens of a micro-batch fit into memory under each option.
 
     The weights are not loaded. Without gpu=… the plan is for this machine's GPU or main memory.
+    Without a model, the command says for each known model what fits.
     """
     from rich.console import Console
 
     from grpo_fast.train.planning.plan import plan as predict
-    from grpo_fast.train.planning.plan import render
+    from grpo_fast.train.planning.plan import render, verdicts
 
     with told(debug):
+        if not model or "=" in model:
+            words = [word for word in (model, *(settings or [])) if word]
+            typer.echo("\n".join(verdicts(words)))
+            return
         Console().print(*render(predict(model, settings or [])), sep="", highlight=False)
 
 

@@ -105,6 +105,8 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
     axes = {key: values for key, values in parsed if len(values) > 1}
     common = [word for word, (_, values) in zip(words, parsed, strict=True) if len(values) == 1]
     recipes = recipe.split(",")
+    example = "KEY=A,B, two recipes, or --seeds 2, for example compare sort optim.lr=1e-3,3e-3"
+    require(axes or len(recipes) > 1 or seeds > 1, "settings", example, words or "no grid")
     arms = []
     for chosen, *values in itertools.product(recipes, *axes.values()):
         setting = dict(zip(axes, values, strict=True))

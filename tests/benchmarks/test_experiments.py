@@ -112,7 +112,8 @@ def test_a_comma_separates_values_outside_of_brackets_and_quotes(word, values):
     [(["advantages=rloo,"], "grid: expected a value between the commas"),
      (["advantages=rloo,nonsense"], "nonsense"), (["stepz=1,2"], "nearest: steps"),
      (["steps=1,1"], "grid: expected settings that differ"),
-     (["steps=1,2", "steps=3"], "settings: expected each key once")],
+     (["steps=1,2", "steps=3"], "settings: expected each key once"),
+     (["steps=3"], "settings: expected KEY=A,B, two recipes, or --seeds 2")],
 )  # fmt: skip
 def test_a_refusal_comes_before_the_first_run(tmp_path, ran, words, message):
     with pytest.raises(ValueError, match=re.escape(message)):

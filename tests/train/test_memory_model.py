@@ -15,6 +15,7 @@ from grpo_fast.train.models.memory_options import apply_options
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.planning.memory_model import Shape, predict, predict_run, trainable_parameters
 from grpo_fast.train.planning.plan import KNOWN_MODELS, OPTIONS, plan, render
+from tests.command_line import invoke
 from tests.tiny import SYMBOLS, tiny_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -265,6 +266,9 @@ def test_a_config_json_that_is_none(tmp_path, content):
         plan(str(path), ["gpu=8"])
 
 
-def test_a_plan_without_a_model_shows_an_example():
-    with pytest.raises(ValueError, match="MODEL: expected a model before the settings"):
-        plan("gpu=H100", [])
+def test_a_plan_without_a_model_is_for_every_known_model():
+    """Check that `plan gpu=H100` prints one verdict per model, and first what fits."""
+    done = invoke("plan", "gpu=H100", "group=8")
+    fits = [" fits " in line for line in done.output.splitlines()]
+    assert done.exit_code == 0 and len(fits) == len(KNOWN_MODELS)
+    assert fits == sorted(fits, reverse=True) and any(fits)

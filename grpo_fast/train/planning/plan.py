@@ -13,7 +13,6 @@ from pydantic import BeforeValidator, Field
 
 from grpo_fast.data import reason, task_symbols
 from grpo_fast.data.hub import check_fields, check_files, read_fields
-from grpo_fast.errors import require
 from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
@@ -136,8 +135,6 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     Raises:
         ValueError: `model` is none of these, or a key is unknown.
     """
-    example = "a model before the settings, for example grpo-fast plan qwen2.5-7b gpu=H100"
-    require("=" not in model, "MODEL", example, repr(model))
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
     shape = Shape.of(*_config_and_parameters(run.model, run.data, model))
@@ -156,6 +153,12 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     computed = run.model.autocast or stored
     dtypes = f"weights and gradients {stored}, {moments}, computed in {computed}"
     return Plan(model, shape, device, gb, memory, own.prompt, completion, size, dtypes)
+
+
+def verdicts(settings: Sequence[str]) -> list[str]:
+    """Return the verdict of every known model. The models that fit come first."""
+    plans = [plan(model, settings) for model in KNOWN_MODELS]
+    return [each.verdict for each in sorted(plans, key=lambda p: p.groups(p.ranked[0]) == 0)]
 
 
 def render(plan: Plan) -> list[object]:

@@ -269,7 +269,9 @@ class RolloutCache:
         return keys, values
 
     def masked_places(self, window: int | None) -> Tensor | None:
-        """Return which prompt positions are padding or outside the window of the next token.
+        """Return a mask of the prompt positions that the next token does not attend to.
+
+        These positions are padding or outside of the token's window.
 
         Returns:
             (N, 1, 1, L) bool, True at positions to mask. None if no position is masked.

@@ -148,21 +148,22 @@ def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> boo
 
 
 def is_observed(trunk: nn.Module) -> bool:
-    """Return whether the only hooks are observers, which the decoder calls. Used in bf16 only.
+    """Return whether the only hooks of the trunk are observers, which the decoder calls itself.
 
-    In fp32, the decoder would change the last bits of the rollouts of every training run.
+    In fp32, return False. Training runs have an observer, so using the decoder there would change
+    the last bits of all their rollouts.
     """
     hooks = trunk._forward_pre_hooks
     if not layers.in_bf16() or any(type(hook) is not Observer for hook in hooks.values()):
         return False
-    # Look at the trunk without its observers.
+    # Check a copy of the trunk without the observers, because `is_untouched` allows no hooks.
     bare = copy.copy(trunk)
     vars(bare)["_forward_pre_hooks"] = {}
     return is_untouched(bare)
 
 
 def configuration_of(trunk: PreTrainedModel) -> Hashable:
-    """Return a description of a model, which is the key of its cached comparison result."""
+    """Return the key under which the result of a model's comparison is cached."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 

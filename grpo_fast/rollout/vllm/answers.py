@@ -67,7 +67,7 @@ class Results(Reply):
 
 
 class LoRAInfo(Reply):
-    """vLLM's options for adapters, which it has with --enable-lora."""
+    """LoRA settings that a server reports if it was started with --enable-lora."""
 
     max_lora_rank: int
     target_modules: list[str] | None

@@ -130,11 +130,11 @@ class RolloutCache:
         self.seat(counts)
 
     def seat(self, counts: Sequence[int]) -> None:
-        """Arrange the B completions in a grid with one line for each prompt.
+        """Assign each of the B completions a cell in a grid with one row for each prompt.
 
-        Every line has as many places as the largest group has completions. This method
-        sets `taken`, the grid index of each completion, (B,) int64. If all groups have equal size,
-        `taken` is None, because the completions form the grid without a copy.
+        Every row has as many cells as the largest group has completions. This method sets `taken`,
+        the cell of each completion, (B,) int64. If all groups have equal size, `taken` is None:
+        the completions then fill the grid, so they need not be copied into it.
         """
         self.counts = list(counts)
         self.seats = max(counts)

@@ -151,8 +151,8 @@ class Link:
         """Make the server load the adapter named `label`, and unload those without a folder."""
         folder = adapters.folders[label].name
         advice = f"the server must be able to read the trainer's folder {folder} (see TMPDIR)"
-        # If the server was excluded after it had loaded this adapter, it still has the adapter. vLLM
-        # would then refuse a request without load_inplace.
+        # If the server was excluded after it had loaded this adapter, it still has the adapter.
+        # vLLM would then refuse a request without load_inplace.
         body = {"lora_name": label, "lora_path": folder, "load_inplace": True}
         seconds = self.options.timeout
         self.server.fetch("POST", LOAD, seconds, body, missing=(ValueError, advice))

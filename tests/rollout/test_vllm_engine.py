@@ -210,7 +210,7 @@ def test_a_refusal_of_the_adapter_is_explained(vllm, monkeypatch):
 
 
 def test_a_tied_head_is_packed_again():
-    """Check that `repack_heads` renews the packed weights of the LM head and of no other layer.
+    """Check that `repack_heads` renews the packed weights of the LM head only.
 
     On a CPU, vLLM computes the head from packed weights. Loading tied weights does not renew them.
     """

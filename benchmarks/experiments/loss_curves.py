@@ -82,10 +82,10 @@ def plot_losses(
     ratio: Sequence[float] = (0.0, 2.0),
     old_prob: float = 0.4,
 ) -> Path:
-    """Draw the losses, with a row of two panels for each.
+    """Draw a row of two panels for each loss.
 
-    The left panel shows the loss, and the right panel its gradient. Both have a line for each
-    advantage.
+    The left panel shows the loss, and the right panel shows its gradient. Each panel has one line
+    per advantage.
 
     Args:
         losses: Loss types.
@@ -121,7 +121,8 @@ def plot_losses(
                 lines = [each[column] for each in curves]
                 _draw(axes, ratios, lines, [each[column] for each in reference], advantages)
                 for left, right in sorted(set(filter(None, map(clip_range, configs)))):
-                    if left > ratio[0] or right < ratio[1]:  # otherwise it covers the panel
+                    # Shading the full panel would show nothing.
+                    if left > ratio[0] or right < ratio[1]:
                         start, end = max(left, ratio[0]), min(right, ratio[1])
                         axes.axvspan(start, end, color=GRID, alpha=0.45, linewidth=0)
                 axes.set_ylabel(what)
@@ -139,7 +140,7 @@ def _draw(
     reference: list[Tensor],  # (POINTS,), the curves of the loss REFERENCE
     advantages: Sequence[float],
 ) -> None:
-    """Draw one panel, with a line for each advantage above the reference lines."""
+    """Draw one panel: a line for each advantage, on top of the gray lines of `REFERENCE`."""
     axes.axhline(0.0, color=INK, linewidth=0.6)
     for index, points in enumerate(reference):
         label = REFERENCE if index == 0 else None

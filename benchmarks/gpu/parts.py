@@ -15,7 +15,7 @@ from benchmarks import ROOT
 PY = sys.executable
 VISIT_SECONDS = {1: 300, 2: 330}  # a session has 900 s, of which machine starts take up to 240
 BY_NAME = 0  # the visit of a part that runs by its name only
-PROCESSES = 16  # that run tests, one for each core of the machine
+PROCESSES = 16  # processes that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
 

@@ -42,8 +42,8 @@ class Card(NamedTuple):
 
 
 CARDS = {"H100": Card(798e12, 3.0e12, 78 << 30), "H200": Card(785e12, 4.3e12, 139 << 30)}
-TRITON_GEMM = 0.9  # assumed: rate of slice_kernel's inner loop over the vendor library's
-START = 3e-6  # assumed: seconds before a program's first product
+TRITON_GEMM = 0.9  # assumed rate of slice_kernel's inner loop / rate of the vendor library
+START = 3e-6  # assumed seconds until the first product of a program
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
 # Seconds between two tiles, if nothing overlaps: 8 warps on 4 schedulers at 1.755 GHz. A thread
 # executes 1030 instructions in a tile without target columns, and 2060 in a tile with target
@@ -136,7 +136,7 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
     """
     n, h, v = shape
     chunks, chunk_rows = chunk_plan(card, rows, h, v)
-    narrow = chunks == 1 and rows <= TARGET_SHARE * v  # dW leaves its product in 16 bits
+    narrow = chunks == 1 and rows <= TARGET_SHARE * v  # the product writes dW in 16 bits
     stored = STORED * v / card.copy_bytes  # seconds to write or read a row
     gathers = kept < GATHER_BELOW * rows
     parts = {

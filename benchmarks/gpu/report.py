@@ -33,7 +33,7 @@ def rendered(path: Path) -> str:
     """Return the text of the report. Without a file of results, nothing is shown as measured.
 
     Raises:
-        ValueError: the file is no result of a session, or its results have no commit.
+        ValueError: the file was not written by a session, or its results have no commit.
     """
     paths = [path] if path.is_file() else []
     reports = [report for file in paths for report in load(file)]

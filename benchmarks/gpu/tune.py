@@ -221,7 +221,7 @@ def time_all(arch: str, plan: list, options: argparse.Namespace) -> int:
         report["settings"].append(tune_setting(setting, [c for c in chosen if c not in refused]))
         torch.cuda.empty_cache()
         print(table_line(arch, report["settings"][-1]), flush=True)
-        if number + 1 == decisive:  # slices decide the bars, too, so the other settings wait
+        if number + 1 == decisive:  # bars.py depends on slices, too
             report["slices"] = tune_slices()
         write(path, report)
     return 0

@@ -97,7 +97,7 @@ class Plan:
         return [name for name in BACKENDS if name != self.auto_backend()]
 
     def auto_backend(self) -> str:
-        if self.device == "cuda" and not torch.cuda.is_available():  # a dry run elsewhere
+        if self.device == "cuda" and not torch.cuda.is_available():  # a dry run without a GPU
             return "triton"
         return route.rows_route("auto", torch.empty(0, device=self.device)).backend
 

@@ -263,7 +263,7 @@ def draw_bars(paths: list[str], out: Path) -> Path:
     tokens, width, vocabulary = BARS_SHAPE
     shape = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, fp32"
     title = f"Loss and gradients, {shape}: lower is better"
-    # One column: side by side, the labels are too small to read on a telephone.
+    # Put one panel below the other. Side by side, their labels would be too small on a phone.
     with picture(out, (7, 5.4), (2, 1), title, commits_of(cases)) as axes:
         bars(axes[0], times, "Time relative to three bare matrix products", "{:.2f}×")
         bars(axes[1], memory, "Memory besides inputs and gradients", "{:.0f} MiB")

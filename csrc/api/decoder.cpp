@@ -32,7 +32,7 @@ Problem<T, T> problem_of(int64_t rows, int64_t width, int64_t depth, const T* x,
   return {rows, width, depth, {x, depth, false}, {weight, stride, false}};
 }
 
-// Returns the number of elements of a packed weight (width, depth).
+// Returns the number of elements that a weight (width, depth) has after packing.
 template <class T>
 int64_t packed_size(int64_t width, int64_t depth) {
   const Problem<T, T> p = problem_of<T>(0, width, depth, nullptr, nullptr, 0);
@@ -49,14 +49,14 @@ Tensor packed_as(const Tensor& weight) {
   return packed;
 }
 
-// Packs a weight (N, K) into panels. Returns a vector of their elements with the same dtype.
+// Packs a weight (N, K) into panels. Returns the panels as one vector with the dtype of the weight.
 Tensor pack(Tensor weight) {
   check_operand(weight, "weight");
   STD_TORCH_CHECK(weight.numel() > 0, "weight: expected some numbers");
   return is_fp32(weight) ? packed_as<float>(weight) : packed_as<Bfloat16>(weight);
 }
 
-// Rounds `count` numbers to bf16.
+// Rounds `count` numbers to bf16 in place.
 void round_to_bf16(float* x, int64_t count) {
   by_vectors(count, [&](int64_t j, int64_t here) GRPO_FAST_BODY {
     Bfloat16 narrow[kLanes];
@@ -65,14 +65,15 @@ void round_to_bf16(float* x, int64_t count) {
   });
 }
 
-// View of a packed weight, which has the unpacked shape (width, depth).
+// View of a packed weight, whose shape before packing was (width, depth).
 struct Packed {
   const uint32_t* panels;
   int64_t width, depth;
   bool is_fp32, tiles;  // tiles: multiply with torch's AMX product
 
   // Computes x (rows, depth) times the transposed weight. The result is stored in out (rows,
-  // width), or added to it. A bf16 product is rounded to bf16 first if `round` is set.
+  // width), or added to it. If the weight is bf16 and `round` is set, the product is first rounded
+  // to bf16.
   void multiply(const float* x, int64_t rows, float* out, bool add, bool round = true) const {
     const auto store = [&](const Block& block, float* sums, int64_t stride) {
       for (int64_t row = 0; !is_fp32 && round && row < block.rows; ++row)
@@ -93,7 +94,7 @@ struct Packed {
   }
 };
 
-// Checks that a tensor has the size of a packed (width, depth) weight.
+// Checks the dtype and the size of a packed (width, depth) weight, and returns a view of it.
 Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t depth,
                       bool tiles) {
   const bool is_wide = is_fp32(x);

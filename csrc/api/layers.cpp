@@ -42,7 +42,7 @@ Matrix<const T> like(const Tensor& x, const char* name, int64_t rows, int64_t co
   return numbers;
 }
 
-// Calls run(T{}) with the storage type of x, bf16 or fp32.
+// Calls run(T{}), where T is the storage type of x: bf16 or fp32.
 template <class Run>
 auto with_type(const Tensor& x, const Run& run) {
   return x.scalar_type() == ScalarType::BFloat16 ? run(Bfloat16{}) : run(float{});

@@ -154,9 +154,9 @@ def table_of(
 def check_prompts(policy: SampledModel, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Raise a ValueError, before a run starts, if `generate` would refuse one of these prompts.
 
-    To save time, only prompts that may be too long are encoded. No prompt that is too long is
-    missed: a token has at least one byte, and a chat template is assumed to add less than half of
-    the model's positions.
+    To save time, encode only prompts whose text has more than half as many bytes as there is room
+    for tokens. A shorter prompt fits, because a token has at least one byte, and the chat template
+    is assumed to fill at most the other half.
     """
     room = policy.positions - max_new_tokens
     long = [p for p in prompts if 2 * len(str(p).encode()) > room]

@@ -1,4 +1,4 @@
-"""Select segments from flat tensors, where offsets mark the start of each segment."""
+"""Selection of segments of flat tensors. Offsets mark where each segment starts."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Sampling(BaseModel):
     @field_validator("temperature")
     @classmethod
     def _divides(cls, temperature: float) -> float:
-        if 0 < temperature < MIN_TEMPERATURE:  # logits divided by less overflow fp32
+        if 0 < temperature < MIN_TEMPERATURE:  # division by a smaller number overflows fp32
             raise ValueError(f"expected 0 (greedy) or at least {MIN_TEMPERATURE:g}")
         return temperature
 

@@ -48,7 +48,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     blocks = BLOCK.findall(page.read_text())
     assert blocks
     known: dict = {}
-    if page.stem == "index":  # the reader must define its variables
+    if page.stem == "index":  # do not run its code, which uses the reader's variables
         blocks = [f"{NOT_RUN}them\n{block}" for block in blocks]
     for block in blocks:
         code = compile(block, page.name, "exec")
@@ -213,7 +213,7 @@ def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
                     assert size["width"] == width, page
                     color = "getComputedStyle(document.body).backgroundColor"
                     seen.add(browser.evaluate(color))
-                    if page == "losses":  # the table of losses is not cut, either
+                    if page == "losses":  # the table must not be cut off
                         box = "document.querySelector('table').getBoundingClientRect().right"
                         assert browser.evaluate(box) <= width
                 assert len(seen) == 2, page

@@ -184,7 +184,7 @@ def compute(
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
-    del wrapped  # until backward, DDP must exist to reduce gradients
+    del wrapped  # not earlier: DDP reduces gradients in backward
     found = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     return loss.item(), {name: whole(gradient) for name, gradient in found.items()}
 

@@ -1,4 +1,4 @@
-"""Tests of the memory that `FastGRPOTrainer(checkpoint_offload=, tiled_mlp=)` saves in TRL."""
+"""Tests of the memory that `checkpoint_offload` and `tiled_mlp` of `FastGRPOTrainer` save."""
 
 import importlib
 import shlex
@@ -21,7 +21,7 @@ steps = importlib.import_module("tests.integrations.test_trl_trainer")
 
 SIZES = {"num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 512,
          "max_position_embeddings": 1024}  # fmt: skip
-LENGTH = 252  # tokens of each of four completions
+LENGTH = 252  # tokens per completion
 OFFLOAD = {"checkpoint_offload": True}
 TILED = {"tiled_mlp": 128}
 
@@ -29,8 +29,9 @@ TILED = {"tiled_mlp": 128}
 def keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store offloaded tensors as numpy arrays.
 
-    On a CPU, offloaded tensors stay where they are. torch's allocator does not count numpy arrays,
-    so its peak becomes the peak of the device.
+    This simulates a GPU. On a CPU, offloaded tensors would stay in the memory that torch's
+    allocator counts. The allocator does not count numpy arrays, so its peak excludes them, as the
+    peak of a GPU would.
     """
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -46,7 +47,7 @@ def keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def micro_batch() -> dict[str, Any]:
-    """Return four completions of four prompts that share no token."""
+    """Return a micro-batch of four prompts with one completion each. The prompts share no token."""
     prompts = torch.arange(2, 18).view(4, 4)
     random = torch.Generator().manual_seed(5)
     ids = torch.randint(2, 200, (4, LENGTH), generator=random)
@@ -57,16 +58,24 @@ def micro_batch() -> dict[str, Any]:
 
 
 def measured(folder: Path, **more: Any) -> tuple[int, int, dict[str, torch.Tensor]]:
-    """Return the peak of forward and backward, the predicted peak, and the gradients."""
+    """Measure the memory of one forward and backward pass in TRL.
+
+    Args:
+        folder: The folder for the model and the trainer's output.
+        **more: Options of `FastGRPOTrainer`.
+
+    Returns:
+        The measured peak and the predicted peak, in bytes, and the gradients.
+    """
     path = cases.folder(folder / "model", "llama", **SIZES)
-    with pytest.MonkeyPatch.context() as patch:  # test a GPU's layers; a CPU's store less
+    with pytest.MonkeyPatch.context() as patch:  # use the layers of a GPU, which save more tensors
         patch.setattr(fast, "fast_layers", lambda model: None)
         options = {"gradient_checkpointing": True, "max_steps": 1, "learning_rate": 0.0}
         trainer = steps.build(path, folder, more=more, **options)
-    trainer.train()  # enables checkpointing
+    trainer.train()  # enables gradient checkpointing
     trainer.model.train()
     batch = micro_batch()
-    _, gradients = steps.gradients(trainer, batch)  # and create the layout's cached tensors
+    _, gradients = steps.gradients(trainer, batch)  # caches tensors that are not part of the peak
     peak = peak_bytes(lambda: trainer._compute_loss(trainer.model, batch).backward())
     assert trainer.fast_path["forward"] == "packed"
     shape = Shape.of(trainer.model.config, sum(p.numel() for p in trainer.model.parameters()))
@@ -74,12 +83,15 @@ def measured(folder: Path, **more: Any) -> tuple[int, int, dict[str, torch.Tenso
     tiled = more.get("tiled_mlp")
     settings = ModelConfig(path="x", dtype="float32", gradient_checkpointing=kept, tiled_mlp=tiled)
     memory = predict(shape, settings, OptimConfig(), device="cuda", gpu=80 * 10**9)
-    tokens = 4 * (4 + LENGTH - 1)  # the last token of a completion is not computed
+    tokens = 4 * (4 + LENGTH - 1)  # the model does not read a completion's last token
     return peak, memory.peak(tokens, rows=0) - memory.fixed, gradients
 
 
 def test_the_documented_plan_counts_the_options():
-    """Check that the command in the README runs, and that both of its settings save memory."""
+    """Check that the `grpo-fast plan` command in the README runs.
+
+    Each of the two settings in the command must lower the predicted memory per token.
+    """
     text = Path(fast.__file__).parents[1].joinpath("README.md").read_text()
     command = text.partition("grpo-fast plan ")[2].partition("```")[0].replace("\\\n", " ")
     words = shlex.split(command)
@@ -94,7 +106,10 @@ def test_the_documented_plan_counts_the_options():
 
 
 def test_the_options_save_what_the_plan_counts(tmp_path, monkeypatch):
-    """Check the peak of a step against the memory model, and that no gradient changes."""
+    """Check that the peak memory of a step is within 12% of the prediction of `grpo-fast plan`.
+
+    Each option must lower the peak and must not change the gradients.
+    """
     plain = measured(tmp_path)
     on_a_cpu = measured(tmp_path, **OFFLOAD)
     keep_apart(monkeypatch)
@@ -113,5 +128,6 @@ def test_the_options_save_what_the_plan_counts(tmp_path, monkeypatch):
             torch.testing.assert_close(gradients[key], gradient, rtol=1e-5, atol=1e-7)
     assert max(peaks["offload"], peaks["tiled"]) < 0.8 * peaks["checkpointing"]
     assert peaks["both"] < 0.6 * min(peaks["offload"], peaks["tiled"])
-    # On a CPU the offloaded tensors stay where they are, so nothing is saved.
+    # Without numpy arrays, offloading on a CPU must not save memory, because the tensors stay where
+    # they are.
     assert on_a_cpu[0] == pytest.approx(plain[0], rel=0.01)

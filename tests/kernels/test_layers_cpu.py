@@ -68,7 +68,7 @@ NEEDS_BF16 = pytest.mark.skipif(gemm.unavailable(BF16) is not None, reason="no b
 @NEEDS_BF16
 @pairs(shape=[(40, 33), (2, 5, 33), (1, 33)], has_bias=[True, False], dtype=[torch.float32, BF16])
 def test_bf16_products_have_an_fp32_gradient_of_the_weight(shape, has_bias, dtype):
-    """Check that autocast rounds the operands once, and that dW is not rounded to bf16."""
+    """Check that autocast rounds x, weight and bias to bf16 once, and that dW stays in fp32."""
     x = draw(*shape, dtype=dtype).requires_grad_()
     weight = draw(19, 33, seed=1).requires_grad_()
     bias = draw(19, seed=2).requires_grad_() if has_bias else None
@@ -207,10 +207,7 @@ def test_swiglu_at_the_ends_of_its_range():
 
 
 def rotated_halves(q, k, cos, sin):
-    """Rotate q and k as transformers' models do: multiply (low, high) by (cos + i sin).
-
-    The low and the high half have separate angles.
-    """
+    """Rotate q and k with the formula of transformers, x·cos + (−x_high, x_low)·sin."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return [x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k)]
 

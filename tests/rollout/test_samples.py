@@ -185,10 +185,10 @@ def test_places_of_ranges():
 
 
 def test_every_column_has_its_kind():
-    """Check that this test knows all columns of `Samples`.
+    """Check that every column of `Samples` is listed in this test or in `PER_COMPLETION_TOKEN`.
 
-    A new column must be added here or to `PER_COMPLETION_TOKEN`, if it has a value per completion
-    token.
+    A new column belongs in `PER_COMPLETION_TOKEN` if it has a value for each completion token.
+    Otherwise, add the column to this test.
     """
     columns = {each.name for each in dataclasses.fields(Samples)}
     assert {*PER_COMPLETION_TOKEN} <= columns

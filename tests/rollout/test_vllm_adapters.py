@@ -1,4 +1,7 @@
-"""Tests of LoRA adapters that are sent to stand-ins for vLLM without their base weights."""
+"""Tests of the LoRA adapters that the engine `vllm-server` sends to simulated vLLM servers.
+
+A server receives the base weights once. Each later update sends only the adapter.
+"""
 
 import threading
 from pathlib import Path
@@ -21,11 +24,13 @@ from tests.rollout.vllm_stand_in import FINISH, LOAD, UNLOAD, UPDATE, StandIn, d
 from tests.tiny import SYMBOLS, tiny_model
 
 WEIGHTS = "rollout.vllm.urls"
-CLOSE = 1e-4  # the stand-in merges the adapter, which rounds differently
+# Largest allowed difference of log-probs, in nats. It is not 0, because the simulated server merges
+# the adapter into its weights, which rounds differently.
+CLOSE = 1e-4
 
 
 def adapted(**settings) -> Policy:
-    """Return a policy with a random LoRA adapter."""
+    """Return a tiny policy with a random LoRA adapter. `settings` are fields of `LoraConfig`."""
     torch.manual_seed(0)
     given = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": False}
     model = peft.get_peft_model(
@@ -47,7 +52,7 @@ def policy() -> Policy:
 
 @pytest.fixture
 def servers(impatient):
-    """Two servers with --enable-lora and other base weights than the policy."""
+    """Yield two servers with --enable-lora, whose base weights differ from those of the policy."""
     base = Policy(tiny_model("llama", vocab_size=14), build_symbol_tokenizer(SYMBOLS))
     made = [StandIn(base), StandIn(base)]
     for server in made:
@@ -77,7 +82,7 @@ def test_the_base_weights_are_sent_once(policy, server):
     assert difference(policy, generate(policy, engine)) > 0.01
     assert server.calls[UPDATE] == server.calls[FINISH] == 1 and server.versions == [engine.base]
     assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 1
-    # The newest two versions are alive, and so are their folders.
+    # The server still has the newest two versions of the adapter, and their folders exist.
     assert list(server.adapters) == labels[1:] == list(engine.adapters.folders)
     assert all(Path(folder).is_dir() for folder in server.adapters.values())
 
@@ -111,7 +116,7 @@ def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
 
 def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server):
     first, second = checked(policy, server), checked(policy, server)
-    second.run, second.rank = first.run, 1  # all ranks of a run use the same name
+    second.run, second.rank = first.run, 1  # all ranks of a run use the same names for weights
     late = threading.Timer(0.2, first.update, (policy, 0))
     late.start()
     second.update(policy, 0)  # waits for the first rank
@@ -127,7 +132,7 @@ def test_another_policy_is_sent_whole(policy, server):
     engine.update(plain, 1)
     assert difference(plain, generate(plain, engine)) < CLOSE
     other = adapted(r=2)
-    engine.update(other, 1)  # the same version of an adapter with another base
+    engine.update(other, 1)  # the same version number, but an adapter of a different model
     assert difference(other, generate(other, engine)) < CLOSE
     assert server.calls[UPDATE] == 3
 
@@ -181,7 +186,10 @@ def test_weights_that_vllm_would_not_receive_are_refused(policy, server):
 
 
 def test_renamed_modules_are_refused(policy, monkeypatch):
-    """vLLM ignores matrices of a name that it does not know, so the sampler would be the base."""
+    """Check that an adapter is refused if vLLM has no module with the name of an adapted module.
+
+    vLLM ignores matrices with unknown names, so it would sample with the base weights alone.
+    """
 
     def renamed(lm, *, merged):
         state = transfer.checkpoint_tensors(lm, merged=merged)
@@ -209,7 +217,10 @@ def test_a_refusal_of_the_server_is_quoted(policy, server):
 
 
 def test_the_files_of_an_adapter(policy):
-    """The files hold the active adapter as peft writes them, and the oldest folder is deleted."""
+    """Check that a folder contains the active adapter in peft's format.
+
+    Only the newest two folders may exist. With `is_writer=False`, the folder must stay empty.
+    """
     policy.model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
     adapters = Adapters()
     for name in ("a", "b", "c"):

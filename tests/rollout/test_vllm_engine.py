@@ -1,4 +1,4 @@
-"""Tests of the engine `vllm` with a stand-in for vLLM's class LLM."""
+"""Tests of the engine `vllm` with a simulation of the class `vllm.LLM`."""
 
 import json
 import sys
@@ -60,7 +60,7 @@ class StandIn:
         self.repacked += 1
 
     def collective_rpc(self, method, kwargs):
-        self.adapters.clear()  # as vLLM does, because they may not fit the new weights
+        self.adapters.clear()  # vLLM does the same: adapters may not fit the new weights
         self.calls.append(method)
         state = self.copy.lm.state_dict()
         for name, tensor in kwargs["weights_iterator"]:
@@ -100,7 +100,7 @@ class StandIn:
 
 @pytest.fixture
 def vllm(policy, monkeypatch):
-    """Replace the modules `vllm` and `vllm.distributed` with simulations. Return the first."""
+    """Replace `vllm` and two of its submodules with simulations. Return the simulated `vllm`."""
     StandIn.policy = policy
     found, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
     found.LLM, found.SamplingParams = StandIn, SimpleNamespace
@@ -154,7 +154,10 @@ def test_it_sleeps_while_the_policy_trains(policy, vllm, level, moved):
      (2, ["reload_weights", "adapter", "reload_weights", "adapter"])],
 )  # fmt: skip
 def test_it_receives_the_adapter_alone(vllm, level, sent):
-    """Check that base weights are sent again only after sleep has discarded them."""
+    """Check that every update sends the adapter, but only the first sends base weights.
+
+    Sleep level 2 discards the base weights, so the engine must send them again after it.
+    """
     policy = adapted()
     StandIn.policy = Policy(tiny_model("llama", vocab_size=14), policy.tokenizer)
     engine = VLLMEngine(policy, llm := StandIn(), level, with_lora=True)
@@ -168,7 +171,7 @@ def test_it_receives_the_adapter_alone(vllm, level, sent):
     assert llm.repacked == sent.count("reload_weights")
     plain = StandIn.policy.frozen_copy()
     spoil(plain)
-    with awake(engine, plain, 3):  # without an adapter
+    with awake(engine, plain, 3):  # this policy has no adapter
         assert difference(plain, generate(plain, engine)) < 1e-5
     with awake(engine, policy, 4):
         assert difference(policy, generate(policy, engine)) < CLOSE
@@ -207,7 +210,10 @@ def test_a_refusal_of_the_adapter_is_explained(vllm, monkeypatch):
 
 
 def test_a_tied_head_is_packed_again():
-    """On a CPU, vLLM computes the LM head from a packed copy, which a reload may not renew."""
+    """Check that `repack_heads` renews the packed weights of the LM head only.
+
+    On a CPU, vLLM computes the head from packed weights. Loading tied weights does not renew them.
+    """
     packed = []
     method = SimpleNamespace(process_weights_after_loading=packed.append)
 
@@ -274,8 +280,11 @@ def test_arguments_of_the_llm(policy, vllm, monkeypatch):
 
 
 def test_the_model_that_vllm_builds_has_an_lm_head(policy, vllm):
-    """vLLM takes a configuration of qwen3 without a class for that of an embedding model."""
-    assert policy.lm.config.architectures is None  # because the weights were never saved
+    """Check that the configuration that vLLM receives names a model class with an LM head.
+
+    If it named no class, vLLM would treat a qwen3 model as an embedding model.
+    """
+    assert policy.lm.config.architectures is None  # no class, because the model was never saved
     found = []
 
     class Reader(StandIn):

@@ -53,7 +53,7 @@ PROMPTS = [LONG, "3 1 =", LONG.replace("1 =", "2 ="), "2 ="]
 
 
 def policy_of(family: str = "llama", *words: str) -> Any:
-    """Return a policy with random weights. Those of `llama` and of `qwen3` are tied."""
+    """Return a policy with random weights. The LM head is tied, except in the family `qwen2`."""
     tied = [] if family == "qwen2" else [TIED]
     config = load_recipe("sort", [*SORT, f"model.config.model_type={family}", *tied, *words])
     tokenizer = build_tokenizer(config.model, Splits(config.data, 0))
@@ -86,13 +86,13 @@ def readme_words() -> list[str]:
 
 
 def lora_words() -> list[str]:
-    """Return the options for adapters of `vllm serve MODEL` in the README."""
+    """Return the options with which the README enables LoRA adapters in `vllm serve MODEL`."""
     text = (Path(rollouts.__file__).parent / "README.md").read_text()
     return re.findall(r"--enable-lora --max-lora-rank 16", text)[0].split()
 
 
 class Process:
-    """A real vLLM server in a subprocess, started with the command of the README."""
+    """Real vLLM server in a subprocess, which is started with the command in the README."""
 
     def __init__(self, model: Path, dtype: str = "float32", *words: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
@@ -133,14 +133,14 @@ def server(tmp_path_factory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("vllm") / "model"
     policy_of().save(folder)
     process = Process(folder)
-    process.wait()  # some tests have no patience
+    process.wait()  # some tests do not wait until the server has started
     yield process
     process.kill()
 
 
 @pytest.fixture(scope="module")
 def lora_server(tmp_path_factory) -> Iterator[Process]:
-    """A server of the same model that loads adapters."""
+    """Start a server with the same model that can load LoRA adapters, and yield it."""
     folder = tmp_path_factory.mktemp("lora") / "model"
     policy_of().save(folder)
     process = Process(folder, "float32", *lora_words())
@@ -372,7 +372,10 @@ LORA = "model.lora={r: 12}"
 
 
 def sent_bytes(monkeypatch: Any) -> list[int]:
-    """Record the bytes of the whole weights that are sent to servers from now on."""
+    """Return a list to which each later transfer of a weight bucket appends its size in bytes.
+
+    Adapters are not counted, because they are sent as files.
+    """
     sizes: list[int] = []
     send = Link.send
 
@@ -385,7 +388,11 @@ def sent_bytes(monkeypatch: Any) -> list[int]:
 
 
 def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
-    """Check the base weights are sent once, and that two versions of the adapter are alive."""
+    """Check that a server receives the base weights once, and then only the adapter.
+
+    The server must be able to sample with the newest two versions of the adapter, but not with
+    older ones.
+    """
     policy = policy_of("llama", LORA)
     whole = sum(tensor.nbytes for bucket in buckets(policy) for _, tensor in bucket)
     sizes = sent_bytes(monkeypatch)
@@ -409,11 +416,11 @@ def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
         engine.update(policy, 2)
         assert difference(policy, generate(policy, engine, options)) < EXACT
         assert difference(policy, generate(policy, engine, options, temperature=0.7), 0.7) < EXACT
-        assert sum(sizes) == whole  # the second update has sent no whole weights
+        assert sum(sizes) == whole  # the second update has sent only the adapter
         file = Path(engine.adapters.folders[engine.label].name) / "adapter_model.safetensors"
         print(f"an update sends {file.stat().st_size} bytes in place of {whole}")
         assert file.stat().st_size < whole / 2
-        # The version before this one still samples.
+        # The server can still sample with version 1 of the adapter.
         samples = sampled_by(old, engine, f"{engine.label[:-1]}1")
         logps = [all_logps(old, [*PROMPT, *one.ids])[len(PROMPT) - 1 :] for one in samples]
         for one, rows in zip(samples, logps, strict=True):
@@ -421,14 +428,14 @@ def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
             assert (ours - one.logps).abs().max() < EXACT
         engine.update(policy, 3)
         with pytest.raises(StaleWeights, match="the adapter is sent again"):
-            sampled_by(old, engine, f"{engine.label[:-1]}1")  # the server has deleted it
+            sampled_by(old, engine, f"{engine.label[:-1]}1")  # the server has deleted version 1
 
 
 PROMPT = [3, 5, 4]
 
 
 def sampled_by(policy: Any, engine: Any, adapter: str) -> Any:
-    """Sample with one version of the adapter, whichever is the newest."""
+    """Sample completions of `PROMPT` with the named adapter, which may be an older version."""
     request = Request([PROMPT], Sampling(max_new_tokens=6), 3, 0)
     wanted = VLLMRequest(policy, request, 1, engine.base, adapter)
     (parameters,) = wanted.parameters()
@@ -487,7 +494,7 @@ def test_in_process_it_samples_with_the_weights_it_is_given():
 
 
 def test_in_process_it_loads_the_adapter_alone():
-    policy = policy_of("qwen3", LORA)  # with tied weights
+    policy = policy_of("qwen3", LORA)  # its LM head is tied
     words = "enforce_eager: true, max_num_seqs: 32, enable_lora: true"
     options = load_recipe("sort", [
         "rollout.engine=vllm", f"rollout.vllm.options={{{words}}}",
@@ -498,7 +505,7 @@ def test_in_process_it_loads_the_adapter_alone():
         engine.llm.collective_rpc = lambda name, **given: sent.append(name) or rpc(name, **given)
         check_engine(policy, engine, options)
         assert sent.count("reload_weights") == 1
-        other = policy_of("qwen3")  # without an adapter
+        other = policy_of("qwen3")  # this policy has no adapter
         with awake(engine, other, 2):
             assert difference(other, generate(other, engine, options)) < EXACT
         with awake(engine, policy, 3):

@@ -104,7 +104,7 @@ def test_weights_of_the_same_version_are_sent_once_and_sampling_waits(policy, se
 
 def test_of_several_ranks_the_first_one_sends(policy, server):
     first, second = engine_of(policy, server), engine_of(policy, server)
-    second.run, second.rank = first.run, 1  # all ranks of a run use the same name
+    second.run, second.rank = first.run, 1  # all ranks of a run use the same names for weights
     spoil(policy)
     late = threading.Timer(0.2, first.update, (policy, 0))
     late.start()
@@ -250,7 +250,7 @@ def test_a_call_that_fails_is_repeated(policy, server, path, faults, monkeypatch
     engine.update(policy, 1)
     assert difference(policy, generate(policy, engine)) < 1e-5
     assert not server.faults[path]
-    assert BUSY not in faults or not caplog.text  # a busy server is not left out
+    assert BUSY not in faults or not caplog.text  # a busy server is not excluded
 
 
 def test_an_error_that_stays_is_quoted(policy, server):

@@ -77,7 +77,7 @@ def engine_of(
 
 
 def with_adapter(policy: Any, folder: str) -> Any:
-    """Return a copy of the policy to whose weights a saved adapter has been added."""
+    """Return a copy of the policy, with a saved LoRA adapter merged into its weights."""
     twin = policy.frozen_copy()
     fields = json.loads((Path(folder) / "adapter_config.json").read_text())
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
@@ -89,7 +89,7 @@ def with_adapter(policy: Any, folder: str) -> Any:
 
 
 class NotFound(Exception):
-    """The stand-in does not have what was requested."""
+    """Error for a request that names an adapter or a model that the server does not have."""
 
 
 class Raw:
@@ -119,7 +119,7 @@ class StandIn:
         self.calls: Counter[str] = Counter()
         self.prompts: list[list[int]] = []
         self.mode, self.dtype = "processed_logprobs", "torch.float32"
-        self.lora: dict[str, Any] | None = None  # vLLM's options for adapters
+        self.lora: dict[str, Any] | None = None  # LoRA settings, or None without --enable-lora
         self.environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
         self.start()
 

@@ -18,7 +18,7 @@ from tests.train import ranks
 from tests.train.resuming import Leave, config_of, run
 
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
-PROMPT_S = 60  # longer than any test
+PROMPT_S = 60  # seconds; no test takes this long
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

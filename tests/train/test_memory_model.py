@@ -34,7 +34,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, **options):
     model = tiny_model(family, vocab_size=13, **fields).to(getattr(torch, dtype))
     config = ModelConfig(path="x", dtype=dtype, device="cpu", **options)
     apply_options(model, config)
-    with pytest.MonkeyPatch.context() as patch:  # test a GPU's layers; a CPU's store less
+    with pytest.MonkeyPatch.context() as patch:  # use the layers of a GPU, which save more tensors
         patch.setattr(policies, "fast_layers", lambda model: None)
         policy = Policy(model, build_symbol_tokenizer(SYMBOLS))
     policy.model.train()
@@ -66,7 +66,7 @@ def kept_bytes(policy, packed):
 
 def peak_bytes(step):
     """Call `step`, and return by how many bytes the memory grows at most during the call."""
-    gc.collect()  # garbage of other tests, if freed later, would lower the peak
+    gc.collect()  # if `step` freed garbage of other tests, the peak would be too low
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         step()

@@ -149,7 +149,7 @@ def test_without_a_network_one_sentence_and_no_retries(online, monkeypatch, tmp_
     monkeypatch.setattr(socket, "create_connection", refuse)
     model = invoke(
         "train", "notebook", f"output_dir={tmp_path / 'run'}"
-    )  # loads the reference first
+    )  # the reference is loaded before the policy
     result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
     assert len(asked) == 1 and asked[0][1] in (80, 443)
     for found, key in ((result, "data.path"), (model, "model.path")):

@@ -27,7 +27,7 @@ Tiles = tuple[Tensor, Tensor]
 def runs(x: Tensor) -> bool:
     """Return whether the C++ decoding step is available and supports the device and dtype of x.
 
-    It computes bf16 numbers in fp32.
+    x may be fp32 or bf16. Numbers in bf16 are computed in fp32.
     """
     is_supported = x.is_cpu and x.dtype in (torch.float32, torch.bfloat16)
     return is_supported and loader.unavailable("decode") is None
@@ -68,8 +68,8 @@ def decode_(
     v: Tensor,  # (H_kv, B, D) fp32
     prompts: Tiles,  # of N prompts
     completions: Tiles,  # of B completions
-    lengths: Tensor,  # (N,) int64 of the prompts
-    counts: Tensor,  # (N,) int64: the completions of each, side by side
+    lengths: Tensor,  # (N,) int64, tokens of each prompt
+    counts: Tensor,  # (N,) int64, completions of each prompt
     time: int,
     scale: float,
     window: int | None,
@@ -103,7 +103,7 @@ def decode_(
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one decoder layer, in which `pack` has packed the weights of the linear layers."""
+    """Weights of one decoder layer. `pack` has packed the weights of its linear layers."""
 
     norm: Tensor  # (hidden,) RMSNorm before the attention
     qkv: Tensor  # queries, keys and values, concatenated
@@ -115,9 +115,9 @@ class LayerWeights(NamedTuple):
     gate_up: Tensor
     down: Tensor
     heads: int
-    inner: int  # columns of gate, and of up
-    eps: float  # of all norms
-    tiles: bool = False  # multiply bf16 weights on AMX
+    inner: int  # number of columns of gate, which up has, too
+    eps: float  # epsilon of all norms
+    tiles: bool = False  # True multiplies bf16 weights with AMX
 
 
 def pack(*weights: Tensor) -> Tensor:
@@ -132,9 +132,10 @@ def pack(*weights: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, width: int) -> Tensor:  # (B, K) fp32, packed -> (B, width)
-    """Compute x·weightᵀ, (B, width) fp32, with a packed weight. bf16 weights round x to bf16.
+    """Compute the product x·weightᵀ, (B, width) fp32, with a packed weight.
 
-    The weight must be the result of `pack` for a single (width, K) matrix.
+    The weight must be the result of `pack` for a single (width, K) matrix. If the weight is bf16, x
+    is rounded to bf16, too.
     """
     operator = loader.operator("decoder", "linear")
     out: Tensor = operator(x.contiguous(), weight, width, uses_tiles(weight))

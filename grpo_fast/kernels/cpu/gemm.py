@@ -79,7 +79,7 @@ def _is_right(tiles: bool) -> bool:
 
 def mm_(
     a: Tensor,  # (M, K) fp32, bf16 or POSITIVE16; or the transpose of such a matrix
-    b: Tensor,  # (K, N) fp32 or bf16, likewise
+    b: Tensor,  # (K, N) fp32 or bf16; or the transpose of such a matrix
     out: Tensor,  # (M, N) fp32 or bf16, contiguous rows
     *,
     add: bool = False,

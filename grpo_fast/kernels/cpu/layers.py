@@ -28,7 +28,8 @@ LEAST_ROWS = 24
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 BF16 = torch.bfloat16
 
-# id of a weight -> the weight, its version and address, and its copy in bf16. None: store no copies
+# Maps the id of a weight to the weight, its (version, address), and its bf16 copy. The variable is
+# None outside of `shared_copies`, where no copies are stored.
 _copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
 _copies = ContextVar("_copies", default=None)
 
@@ -37,8 +38,8 @@ _copies = ContextVar("_copies", default=None)
 def shared_copies() -> Iterator[None]:
     """Convert each weight to bf16 only once while this context is open.
 
-    A copy takes 2 bytes per weight until the context ends. Do not change weights inside of the
-    context through `.data`, which a copy would not notice.
+    A copy takes 2 bytes per weight until the context ends. Do not change weights through
+    `.data` while the context is open, because the layers would still use the old copies.
     """
     token = _copies.set({})
     try:
@@ -48,9 +49,10 @@ def shared_copies() -> Iterator[None]:
 
 
 def in_bf16() -> bool:
-    """Return whether layers of fp32 models compute in bf16, by autocast and with 16-bit products.
+    """Return whether the fast layers of fp32 models multiply in bf16.
 
-    Autocast alone is not sufficient. CPUs without 16-bit products use the original layers.
+    They do under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
+    Otherwise, models under autocast use their original layers.
     """
     return (
         torch.is_autocast_enabled("cpu")
@@ -63,8 +65,9 @@ def in_bf16() -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
 
-    Under autocast to bf16, csrc is always used. Torch's bf16 product would keep compiled kernels
-    for every number of rows that occurs, about 6 MiB each for a model of 135M parameters.
+    If `in_bf16` is true, the csrc product is used for all sizes. Torch's bf16 product would cache
+    compiled kernels for each number of rows that occurs. For a model of 135M parameters, this
+    takes about 6 MiB for each number.
 
     Args:
         x: (…, K).
@@ -201,7 +204,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _narrow(weight: Tensor) -> Tensor:
-    """Return a copy of a weight in bf16, which `shared_copies` stores."""
+    """Return a bf16 copy of a weight. Inside of `shared_copies`, store the copy and reuse it."""
     stored = _copies.get()
     state = weight._version, weight.data_ptr()
     if stored is not None and id(weight) in stored:

@@ -46,7 +46,11 @@ class OurForward(functools.partial):
 
 
 class Observer(functools.partial):
-    """A forward pre-hook that changes nothing. Code that bypasses the module may call the hook."""
+    """Forward pre-hook that does not change the module or its inputs.
+
+    Code that computes a module without calling it, such as the C++ decoder, may call the hook
+    directly.
+    """
 
 
 def fast_layers(model: nn.Module) -> None:

@@ -130,11 +130,11 @@ class RolloutCache:
         self.seat(counts)
 
     def seat(self, counts: Sequence[int]) -> None:
-        """Arrange the B completions in a grid with one line for each prompt.
+        """Assign each of the B completions a cell in a grid with one row for each prompt.
 
-        Every line has as many places as the largest group has completions. This method
-        sets `taken`, the grid index of each completion, (B,) int64. If all groups have equal size,
-        `taken` is None, because the completions form the grid without a copy.
+        Every row has as many cells as the largest group has completions. This method sets `taken`,
+        the cell of each completion, (B,) int64. If all groups have equal size, `taken` is None:
+        the completions then fill the grid, so they need not be copied into it.
         """
         self.counts = list(counts)
         self.seats = max(counts)
@@ -269,7 +269,9 @@ class RolloutCache:
         return keys, values
 
     def masked_places(self, window: int | None) -> Tensor | None:
-        """Return which prompt positions are padding or outside the window of the next token.
+        """Return a mask of the prompt positions that the next token does not attend to.
+
+        These positions are padding or outside of the token's window.
 
         Returns:
             (N, 1, 1, L) bool, True at positions to mask. None if no position is masked.

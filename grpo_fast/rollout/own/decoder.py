@@ -1,11 +1,12 @@
 """Decoding steps of Llama-like models, with one C++ call per layer.
 
 In a small model, calling a layer's modules takes longer than computing the layer. The decoder
-supports transformers models with fp32 weights on a CPU whose layers have Llama's parameters and no
-hooks. Under autocast to bf16, it multiplies in bf16 and rounds where the modules round.
-Biases and norms of queries and keys are optional. Before its first use, the decoder is compared
-with the model's modules on random tokens and weights. The comparison includes positions before and
-after every position limit in the configuration.
+supports transformers models on a CPU with fp32 weights. Their layers must have Llama's parameters
+and no hooks. Biases, and norms of queries and keys, are optional. Under autocast to bf16, the
+decoder multiplies in bf16 and rounds where the modules round.
+
+Before its first use, the decoder is compared with the model's modules on random tokens and weights.
+The comparison includes positions before and after every position limit in the configuration.
 """
 
 from __future__ import annotations
@@ -155,14 +156,14 @@ def is_observed(trunk: nn.Module) -> bool:
     hooks = trunk._forward_pre_hooks
     if any(type(hook) is not Observer for hook in hooks.values()):
         return False
-    # Look at the trunk without its observers.
+    # Check a copy of the trunk without the observers, because `is_untouched` allows no hooks.
     bare = copy.copy(trunk)
     vars(bare)["_forward_pre_hooks"] = {}
     return is_untouched(bare)
 
 
 def configuration_of(trunk: PreTrainedModel) -> Hashable:
-    """Return a description of a model, which is the key of its cached comparison result."""
+    """Return the key under which the result of a model's comparison is cached."""
     shapes = tuple((name, p.shape) for name, p in trunk.named_parameters())
     return str(vars(trunk.config)), *map(settings_of, trunk.modules()), shapes
 

@@ -136,7 +136,7 @@ class SampledModel:
 
 
 def checked_ids(name: str, ids: Iterable[Any]) -> frozenset[int]:
-    """Return token ids as a set, or raise a ValueError that names the argument if they are bad."""
+    """Return token ids as a set, or raise a ValueError that names the invalid argument."""
     listed = [*ids]
     are_ids = all(type(token) is int and token >= 0 for token in listed)
     require(are_ids, name, "token ids", ", ".join(map(repr, listed)))

@@ -13,8 +13,9 @@ from torch import Tensor
 from grpo_fast.errors import require
 from grpo_fast.rollout.vllm.transfer import checkpoint_tensors
 
-KEPT = 2  # newest versions whose folders exist: running requests may need the one before the last
-# Fields of peft's LoraConfig that change more than a module's weight by a low-rank product.
+# Number of adapter versions whose folders are kept. Running requests may use the previous version.
+KEPT = 2
+# Fields of peft's LoraConfig that do more than add a low-rank product to the weight of a module.
 UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices",
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config",
@@ -23,7 +24,7 @@ FIELDS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def adapted_modules(policy: Any) -> dict[str, Any]:
-    """Return the modules that have LoRA matrices, by name. Empty without an adapter."""
+    """Return the modules with LoRA matrices, keyed by name. The dict may be empty."""
     return {n: m for n, m in policy.lm.named_modules() if hasattr(m, "get_delta_weight")}
 
 
@@ -40,7 +41,7 @@ def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: s
         policy: a policy with an adapter.
         max_rank: vLLM's `max_lora_rank`.
         targets: vLLM's `lora_target_modules`, or None for all modules.
-        argument: what has enabled LoRA in vLLM, for the message.
+        argument: the setting that enabled LoRA in vLLM, for the error message.
 
     Raises:
         ValueError: the rank is too large, vLLM would ignore a module, or the adapter is not a
@@ -70,10 +71,10 @@ def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: s
 
 
 class Adapters:
-    """Folders of the newest versions of the policy's adapter.
+    """Folders that contain the newest versions of the policy's adapter.
 
     Attributes:
-        folders: the folder of each version, by the version's name.
+        folders: the folder of each version, keyed by the name of the version.
     """
 
     def __init__(self) -> None:
@@ -82,8 +83,8 @@ class Adapters:
     def write(self, policy: Any, name: str, *, is_writer: bool = True) -> None:
         """Write the policy's adapter into a new folder, and delete the oldest folder.
 
-        A version that has a folder is not written again. If the weights are sharded, this is a
-        collective call.
+        If the version already has a folder, nothing is written. If the weights are sharded, this is
+        a collective call.
 
         Args:
             policy: the policy.
@@ -109,7 +110,7 @@ class Adapters:
 
 
 def _tensors(lm: Any, adapter: str) -> dict[str, Tensor]:
-    """Return an adapter's matrices by the names that peft uses in files, on the CPU."""
+    """Return an adapter's matrices on the CPU, keyed by their names in peft's files."""
     tensors = {}
     for name, tensor in lm.state_dict().items():
         plain = name.removesuffix(f".{adapter}.weight")

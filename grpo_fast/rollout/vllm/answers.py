@@ -67,7 +67,7 @@ class Results(Reply):
 
 
 class LoRAInfo(Reply):
-    """vLLM's options for adapters, which it has with --enable-lora."""
+    """LoRA settings that a server reports if it was started with --enable-lora."""
 
     max_lora_rank: int
     target_modules: list[str] | None
@@ -278,7 +278,10 @@ class VLLMRequest(NamedTuple):
         return Support(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
-        """Return `group_size` completions for each prompt. Greedy completions are repeated."""
+        """Return `group_size` completions for each prompt, in one list.
+
+        vLLM samples a greedy completion only once per prompt, so this method repeats it.
+        """
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]
         if self.request.sampling.needs_support and any(x.support is None for x in completions):

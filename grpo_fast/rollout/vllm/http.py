@@ -55,7 +55,7 @@ class Server:
         self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
         max_bytes: int = BODY, missing: Missing = (ValueError, START),
     ) -> R:  # fmt: skip
-        """Send a request and return the parsed response. Arguments as in `fetch`.
+        """Send a request and return the parsed response. `fetch` documents the other arguments.
 
         Args:
             kind: class of the response.
@@ -113,7 +113,11 @@ class Server:
     def _send(
         self, method: str, path: str, deadline: float, body: Any = None, max_bytes: int = BODY
     ) -> tuple[int, float, bytes]:
-        """Send one request. Return the status, the wait in seconds if busy, and the body."""
+        """Send one request, and return the response.
+
+        Returns:
+            The HTTP status, the seconds to wait before a retry, and the body.
+        """
         seconds = deadline - time.monotonic()
         exchange = self._exchange(method, path, seconds, body, max_bytes)
         try:

@@ -95,7 +95,7 @@ class Link:
         """Request the completions of one prompt and return them after checks."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         missing: Missing = (ValueError, START)
-        if request.adapter is not None:  # a server that was restarted has lost it
+        if request.adapter is not None:  # a restarted server lacks the adapter
             body["model"] = request.adapter
             missing = (StaleWeights, "the adapter is sent again")
         seconds = deadline - time.monotonic()
@@ -148,16 +148,17 @@ class Link:
         return False
 
     def load_adapter(self, label: str, adapters: Adapters) -> None:
-        """Let the server load the adapter named `label`, and forget adapters without a folder."""
+        """Make the server load the adapter named `label`, and unload those without a folder."""
         folder = adapters.folders[label].name
         advice = f"the server must be able to read the trainer's folder {folder} (see TMPDIR)"
-        # The name may be loaded already, if the server was excluded after it had loaded it.
+        # If the server was excluded after it had loaded this adapter, it still has the adapter.
+        # vLLM would then refuse a request without load_inplace.
         body = {"lora_name": label, "lora_path": folder, "load_inplace": True}
         seconds = self.options.timeout
         self.server.fetch("POST", LOAD, seconds, body, missing=(ValueError, advice))
         self.adapters.add(label)
         for name in self.adapters - adapters.folders.keys():
-            with suppress(EngineError, ValueError):  # a restarted server does not have it
+            with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
                 self.server.fetch("POST", UNLOAD, CHECK_S, {"lora_name": name})
         self.adapters &= adapters.folders.keys()
         self._include(label)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LORA = "rollout.vllm.options.enable_lora"
-DEFAULT_RANK = 16  # vLLM's max_lora_rank
+DEFAULT_RANK = 16  # the default of vLLM's max_lora_rank
 
 
 class VLLMEngine(Engine):
@@ -39,8 +39,8 @@ class VLLMEngine(Engine):
     Args:
         policy: the policy that vLLM samples with.
         llm: the `vllm.LLM`.
-        level: vLLM's sleep level. Level 2 frees weights and cache, level 1 moves the weights to
-            host memory and frees the cache, level 0 only pauses.
+        level: vLLM's sleep level. Level 2 frees the weights and the cache. Level 1 frees the cache
+            and moves the weights to host memory. Level 0 only pauses vLLM.
         with_lora: True if vLLM loads LoRA adapters. It then receives the base weights once, and
             the adapter at every update.
     """
@@ -55,7 +55,7 @@ class VLLMEngine(Engine):
         self.version: int | None = None  # version of vLLM's weights; None if vLLM has none
         self.base: Any = None  # the model whose base weights vLLM has
         self.adapters = Adapters()
-        self.numbers = itertools.count(1)  # of the adapters that vLLM has loaded
+        self.numbers = itertools.count(1)  # numbers the adapters that vLLM loads
         self.lora: Any = None  # vLLM's LoRARequest of the current adapter
         self.asleep = False
         self.without_cache = False
@@ -82,7 +82,7 @@ class VLLMEngine(Engine):
         self.version = version
 
     def _load_adapter(self, policy: SampledModel) -> Any:
-        """Let vLLM load the policy's adapter, and return vLLM's LoRARequest."""
+        """Make vLLM load the policy's adapter. Return the LoRARequest that selects this adapter."""
         from vllm.lora.request import LoRARequest
 
         number = next(self.numbers)
@@ -99,10 +99,10 @@ class VLLMEngine(Engine):
             return
         self.llm.sleep(level=self.level)
         self.asleep = True
-        if self.level:  # the cache is freed
+        if self.level:  # vLLM has freed its cache
             self.without_cache = True
             self.version = None
-        if self.level == 2:  # the weights are freed
+        if self.level == 2:  # vLLM has freed its weights
             self.base = None
 
     def wake(self) -> None:
@@ -188,8 +188,8 @@ def build(policy: SampledModel, options: Any) -> VLLMEngine:
     level = (1 if with_lora else 2) if on_gpu else 0
     # 3. Build vLLM's model from the policy's configuration and tokenizer.
     with tempfile.TemporaryDirectory() as folder:
-        # vLLM takes a model of some families, such as qwen3, for an embedding model if its
-        # configuration names no class. Such a configuration comes from `model.config`.
+        # Name the class of the model, because configurations from `model.config` name none. Without
+        # the name, vLLM would treat some models, such as qwen3, as embedding models.
         policy.lm.config.architectures = policy.lm.config.architectures or [
             type(policy.lm).__name__
         ]

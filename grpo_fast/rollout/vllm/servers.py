@@ -172,7 +172,11 @@ class VLLMServers(Engine):
         return [link for link in self.links if link.label == self.label]
 
     def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
-        """Send whole weights, or the adapter and to new servers the base weights before it."""
+        """Send the policy's weights to servers.
+
+        If servers load adapters, send only the adapter. Servers without its base weights receive
+        the base weights first.
+        """
         if self.base is None:
             self._send_weights(links, weights, self.label)
             return

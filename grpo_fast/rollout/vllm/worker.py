@@ -45,7 +45,7 @@ class GlooWorker(base.WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
-        before = parallel.data_parallel_index * parallel.world_size  # workers of earlier replicas
+        before = parallel.data_parallel_index * parallel.world_size  # workers in earlier replicas
         rank = init_info.rank_offset + before + parallel.rank
         store = init_info.master_address, init_info.master_port
         self.group = GlooGroup(*store, rank, init_info.world_size, init_info.seconds)

@@ -20,7 +20,7 @@ class PromptQueue:
 
     Args:
         examples: the training set.
-        consumed: number of prompts that were used. It is also the next place.
+        consumed: number of prompts that were already used, which is also the next place.
     """
 
     def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:

@@ -51,7 +51,8 @@ def accumulate(
         validate: argument `validate` of `linear_grpo_loss`.
         critic: value function whose loss is added, or None.
         ref_head: LM head of the reference, which an exact divergence needs.
-        distill: the section `distill`. None computes the exact KL of `loss.kl_estimator`.
+        distill: the section `distill`. None means no distillation. An exact KL is then computed if
+            `loss.kl_estimator` names one.
         totals: counts over all ranks that normalize the losses. None counts `minibatch`.
 
     Returns:
@@ -147,7 +148,7 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the divergence term from a teacher or the reference.
+    """Return the term of the loss that contains the divergence from a teacher or the reference.
 
     Returns:
         The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
@@ -172,7 +173,7 @@ def divergence_term(
 def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
     """Return the mean KL to a reference over active tokens, as a metric.
 
-    It is used if the loss does not compute the KL.
+    This metric is logged if the loss itself does not compute the KL.
     """
     kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
     return kl[mask].sum() / mask.sum().clamp(min=1)
@@ -246,7 +247,8 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
                     squares += float(p.grad.double().square().sum())
                     own += p.grad.float()
                     p.grad = None
-    # 3. Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². This needs only the sum of the gradients, not each of them.
+    # 3. Use the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum of the gradients, so
+    # that the gradients of the groups need not be stored.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
     variance = max(0.0, squares - count * mean_square) / (count * (count - 1))

@@ -27,7 +27,7 @@ class MicroBatch:
     advantages: Tensor  # (B,) fp32, 0 for samples without a loss
     support: Support | None  # token ids that the sampler kept, for the R tokens
     prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
-    is_idle: bool = False  # no token has a loss; gives all ranks as many passes
+    is_idle: bool = False  # True: no token has a loss, see `idle`
 
     @classmethod
     def pack(
@@ -85,7 +85,11 @@ class MicroBatch:
         self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
-        """Return a copy that runs the same passes but in which no token has a loss."""
+        """Return a copy that runs the same passes but in which no token has a loss.
+
+        A rank with fewer micro-batches than another runs such copies, because FSDP2 requires the
+        same number of passes on all ranks.
+        """
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
 

@@ -1,4 +1,4 @@
-"""The ten causes of a difference that the doctor can name, and advice for each cause."""
+"""The ten causes of an engine-trainer difference that the doctor can report, with advice."""
 
 from __future__ import annotations
 

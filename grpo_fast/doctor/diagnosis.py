@@ -23,9 +23,13 @@ NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bf
 # Factor for the mean difference between the trainer and the model's own forward pass. A difference
 # between engine and trainer up to this product counts as noise.
 MARGIN = 1.5
-UNEXPLAINED = 0.1  # share of the difference that may remain with the right cause
-KNOWN = 0.95  # least share of tokens to which an attempt must give a probability above 0
-SIMILAR = 0.5  # least cosine similarity between the difference and the rounding of another dtype
+UNEXPLAINED = 0.1  # fraction of the difference that the right cause may leave unexplained
+# Fraction of tokens that must have a probability above 0 in an attempt. Otherwise the attempt is
+# rejected.
+KNOWN = 0.95
+# A dtype is reported as the cause if the difference has a cosine similarity above this limit with
+# the change that this dtype's rounding makes.
+SIMILAR = 0.5
 SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
 
@@ -41,7 +45,7 @@ class Diagnosis:
     threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
     tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
-    own_noise: dict[str, float]  # the trainer's packed rows against single rows, by dtype
+    own_noise: dict[str, float]  # dtype -> mean difference between packed and single rows
     ok: bool  # True if the mean is allowed and all weight versions and ends are right
 
 
@@ -67,11 +71,12 @@ def diagnose(
         sampling: The sampling settings to request from the engine.
         group_size: Number of completions of each prompt.
         seed: Seed of the rollout.
-        version: Weight version of the policy.
-        temperature: Temperature of the loss. None: the temperature of `sampling`.
+        version: Number that identifies the policy's weights.
+        temperature: Temperature of the loss. None uses the temperature of `sampling`.
         uses_kept: True if the loss is computed over the tokens that the sampler kept. This requires
             an engine that reports them.
-        threshold: Allowed mean difference in nats per token. None: the noise of the policy's dtype.
+        threshold: Allowed mean difference in nats per token. None uses the noise of the policy's
+            dtype.
 
     Returns:
         The measured difference and, if rounding does not explain it, the cause.

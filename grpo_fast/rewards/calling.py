@@ -41,7 +41,7 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a reward call without a result. The metrics count it under its reason `why`."""
+    """Exception for a failed reward call. The metrics count it under its reason `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
 
 def describe(error: BaseException) -> str:
-    if isinstance(error, RewardFailure):  # its message is a full sentence
+    if isinstance(error, RewardFailure):  # its message needs no class name
         return str(error)
     return f"{type(error).__name__}: {text_of(error)}"
 
@@ -178,7 +178,9 @@ def _number_or_text(value: Any) -> float | str:
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """Answer JSON requests. The first request loads the function.
+    """Answer JSON requests from the pipe until the caller closes it.
+
+    The first request imports the function at `path`. Every later request calls the function.
 
     Raises:
         EOFError: the caller has closed the pipe.

@@ -202,7 +202,7 @@ class RewardSet:
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
     ) -> list[Score | str] | str:  # fmt: skip
-        """Return a list with a score or reason for each completion, or one reason for all."""
+        """Call a function. Return a score or reason for each completion, or one reason for all."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
@@ -285,6 +285,6 @@ def per_token_rewards(
         for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
-            elif score is not None:  # reward[-1:] is empty for an empty completion
+            elif score is not None:  # `-1:` also works for an empty completion
                 reward[-1:] += weight * score_sum(score)
     return [reward.float() for reward in rewards]

@@ -51,7 +51,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function that the tests passed as an argument. It may call the answer in turn."""
+        """Call a function that the tests passed as an argument. It may call the answer's code."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":
@@ -78,7 +78,7 @@ def serve(request):
     """Run the code, then execute the judge's requests until the judge ends."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
-    answer.receive()  # wait until the judge's memory cannot be read
+    answer.receive()  # wait until the judge has made its memory unreadable
     sandbox.confine(request)
     try:
         exec(compile(request["code"], "<answer>", "exec"), names)
@@ -107,7 +107,7 @@ def run(request):
 
 def main(descriptor):
     request = sandbox.request(descriptor)
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module `site` does
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally defined by `site`
     status = 1
     try:
         status = run(request) if request["program"] else serve(request)

@@ -86,7 +86,7 @@ def made_by(handle):
 
 
 def may_judge(handle):
-    """Return whether methods of this object may receive keys and expected values of the tests."""
+    """Return True if methods of this object may receive keys and expected values of the tests."""
     judge, _, role = state_of(handle)
     return judge.uses_objects and role != VALUE
 
@@ -119,7 +119,8 @@ def _binary(operation, is_reflected=False):
         if value is not MISSING:
             return compute(other, value) if is_reflected else compute(value, other)
         judge, _, role = state_of(self)
-        # Allow the product of a vector and a number: tests never multiply by an expected value.
+        # Allow the product of a vector and a number, because tests never multiply by an expected
+        # value.
         if operation == "mul" and role == OBJECT and type(other) in (int, float):
             pair = [other, self] if is_reflected else [self, other]
             return judge.ask("mul", pair, role=OBJECT)

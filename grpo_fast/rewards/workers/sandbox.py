@@ -126,7 +126,8 @@ def filter_calls():
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).
-    # 1. Kill a process that uses another architecture's calls, whose numbers differ (32 bits).
+    # 1. Kill a process that makes calls of another architecture, such as 32-bit calls, because
+    # their numbers have different meanings.
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL)]
     # 2. Allow the listed calls.
     program += [(LOAD, 0, 0, NUMBER)]

@@ -94,9 +94,10 @@ def modules_of(source):
 
 
 def uses_objects(source):
-    """Return whether tests use an object that is not plain data.
+    """Return True if tests use an object that is not plain data.
 
-    This is so if they read an attribute that no builtin type has, or call a method as a statement.
+    Tests use such an object if they read an attribute that no builtin type has, or if they call a
+    method as a statement.
     """
     nodes = list(ast.walk(ast.parse(source)))
     modules = modules_of(source)

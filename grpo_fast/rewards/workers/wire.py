@@ -60,7 +60,7 @@ def encode(value, refer, depth=0):
 
 
 def decode(tree, resolve, depth=0):
-    """Decode a value from JSON, which is a scalar or `[tag, *parts]`.
+    """Decode a value from its JSON tree, which is a scalar or `[tag, *parts]`.
 
     `resolve(tag, *parts)` decodes tags that this module does not define.
 
@@ -92,7 +92,8 @@ def decode(tree, resolve, depth=0):
 class Peer:
     """One end of the connection between a judge and an answer. Each end can call the other.
 
-    An object that is not plain data stays in its process. The other process uses its number.
+    An object that is not plain data stays in its process. The other process refers to the object by
+    a number.
 
     A subclass defines three methods. `operation(name)` returns the function that executes a
     request. `refer(value)` returns the tree of a value that is not plain data.

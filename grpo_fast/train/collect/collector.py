@@ -52,7 +52,7 @@ class Ahead:
 
 @dataclass
 class Collector:
-    """Samples completions of the next prompts, scores them and computes their advantages.
+    """Collector that samples completions, scores them and computes their advantages.
 
     With `rollout.ahead` the completions of the next step are sampled with the weights from before
     the current step's updates. An engine on a separate device samples them in a thread during
@@ -279,7 +279,7 @@ class Collector:
         """Log one warning per run if most groups of the latest steps have equal rewards.
 
         Args:
-            fraction: share of this step's groups in which all rewards are equal.
+            fraction: fraction of this step's groups in which all rewards are equal.
         """
         self.no_spread.append(fraction)
         is_full = len(self.no_spread) == WATCHED_STEPS

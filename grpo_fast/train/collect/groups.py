@@ -28,11 +28,11 @@ class PromptQueue:
         self.consumed = consumed
 
     def next(self, count: int) -> range:
-        """Return the next `count` places without consuming them."""
+        """Return the next `count` places (queue positions) without consuming them."""
         return range(self.consumed, self.consumed + count)
 
     def take(self, count: int) -> range:
-        """Return the next `count` places and consume them."""
+        """Return the next `count` places (queue positions) and consume them."""
         places = self.next(count)
         self.consumed = places.stop
         return places

@@ -151,7 +151,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     path = str(config.path)
-    # peft does not save the tokenizer with an adapter, so its folder often contains none.
+    # peft does not save the tokenizer with an adapter, so an adapter's folder often has none.
     saved = adapter_at(path)
     if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = saved.base_model_name_or_path
@@ -218,8 +218,8 @@ def _reading(path: str, expected: str) -> Iterator[None]:
         with in_silence():
             yield
     except Exception as error:  # readers and architectures raise many classes
-        # The original messages name neither a damaged file nor a missing folder, so look for both
-        # here.
+        # The errors of transformers name neither a damaged file nor a missing folder, so look for
+        # both here.
         why = reason(error)
         damaged = _damaged_weights(path)
         if damaged:

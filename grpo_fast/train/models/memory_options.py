@@ -22,7 +22,7 @@ RECOMPUTE: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": Fals
 
 
 def apply_options(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Apply the options of the section `model` to a model."""
+    """Enable gradient checkpointing and tiled MLPs if the section `model` requests them."""
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.gradient_checkpointing == "offload")
     if config.tiled_mlp is not None:

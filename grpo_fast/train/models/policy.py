@@ -161,7 +161,10 @@ class Policy(SampledModel):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather all weights of a sharded model, so that ranks can run different forward passes."""
+        """Return a context in which every rank has all weights of a sharded model.
+
+        Ranks can run different forward passes in this context.
+        """
         with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
             yield
 

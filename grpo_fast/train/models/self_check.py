@@ -83,8 +83,8 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
     vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
     rows = [prompt + ids for prompt, pair in groups for ids in pair]
     places = [start for start in starts for _ in "ab"]
-    # Run the first group as a separate batch, because some models compute with the largest position
-    # in a batch.
+    # Run the first group as a separate batch, because the results of some models depend on the
+    # largest position in a batch.
     batches = [rows[:2], rows[2:]][: len(starts)]
     with small_windows(lm, positions=False):
         pack = dataclasses.replace(pack, layout=layout)

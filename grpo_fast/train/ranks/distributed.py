@@ -74,7 +74,7 @@ def is_main() -> bool:
 
 @contextmanager
 def as_rank_error() -> Iterator[None]:
-    """Convert an error of a collective call, as raised after a rank has ended, to a RankError."""
+    """Replace an error of a collective call with a RankError, which says that a rank has ended."""
     try:
         yield
     except RuntimeError as error:

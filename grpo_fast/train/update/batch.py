@@ -155,7 +155,7 @@ class StepBatch:
         self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
-        """Complete the named columns on each rank with the values of all ranks. Collective call."""
+        """Give every rank the values of all ranks in the named columns. Collective call."""
         if self.ranks == 1:
             return
         # Collect the values by a sum over ranks. Each value is added to zeros from the other ranks,
@@ -181,7 +181,7 @@ class StepBatch:
         return self.advantages.repeat_interleave(torch.tensor(lengths)).split(lengths)
 
     def packed(self, groups: Sequence[Sequence[int]]) -> MicroBatch:
-        """Return a micro-batch of the samples with the given indices, which are listed by group."""
+        """Pack samples into one micro-batch. Each group is a list of sample indices."""
         options: Any = {"shared": self.shared, "trees": self.trees}
         return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
 
@@ -217,7 +217,7 @@ class StepBatch:
         return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Return micro-batches as lists of groups, where each group is a list of sample indices."""
+        """Plan micro-batches. Each is a list of groups, and each group a list of sample indices."""
         if self.trees:
             every = [i for group in groups for i in group]
             rows = plan_trees([self.samples.sample(i) for i in every], budget)

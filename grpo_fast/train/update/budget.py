@@ -1,4 +1,4 @@
-"""Token budget of micro-batches, predicted from the free memory and halved when memory runs out."""
+"""Token budget of micro-batches, predicted from the usable memory and halved if memory runs out."""
 
 from __future__ import annotations
 

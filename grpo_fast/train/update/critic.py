@@ -68,7 +68,7 @@ class Critic:
         return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
 
     def values(self, packed: PackedTree, policys_hidden: Tensor | None = None) -> Tensor:
-        """Compute the values of the states before the completion tokens.
+        """Compute the value of the state before each completion token.
 
         Args:
             packed: a packed row with T tokens, of which R are completion tokens.
@@ -154,7 +154,7 @@ class Critic:
     def estimate_advantages(
         self, batch: StepBatch, beta: float | None, estimator: str, following: Tensor | None
     ) -> None:
-        """Write the advantage (GAE) and return of every token into the samples. Collective call.
+        """Write each token's advantage (GAE) and return into the samples. Collective call.
 
         With `critic.whiten`, advantages are whitened over the tokens of the step that have a loss.
         Other tokens get the advantage 0.

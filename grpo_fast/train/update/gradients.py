@@ -91,7 +91,7 @@ def accumulate(
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Run the backward pass, through the critic as well.
+        # 3. Run the backward pass. It includes the critic if the run has one.
         if critic is None:
             loss.backward()
         else:
@@ -171,7 +171,7 @@ def divergence_term(
 
 
 def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return the mean KL to a reference over active tokens, as a metric.
+    """Return the mean KL to a reference over the tokens with a loss, as a metric.
 
     This metric is logged if the loss itself does not compute the KL.
     """
@@ -189,7 +189,8 @@ def token_weights(
     Args:
         batch: the micro-batch with R completion tokens.
         config: configuration of the loss, which sets the aggregation.
-        items: number of tokens of the optimizer step, or the divisor of each completion.
+        items: number of tokens with a loss in the optimizer step, or one divisor for each
+            completion.
         completions: number of completions of the optimizer step.
     """
     ends = batch.packed.cu_seqlens.long()
@@ -209,7 +210,8 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     """Estimate variance and size of the gradient of the policy loss before the first update.
 
     Each of the n groups gives an independent estimate g_i of the gradient. The loss of a group is
-    normalized as if the step consisted of this group only. With the mean ḡ of the estimates::
+    normalized as if the step consisted of this group only. The two metrics use the mean ḡ of the
+    estimates::
 
         grad_variance = Σ|g_i - ḡ|² / (n · (n - 1))    trace of the covariance of ḡ
         grad_signal   = |ḡ|² - grad_variance           unbiased estimate of |E g|², may be negative

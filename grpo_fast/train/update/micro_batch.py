@@ -17,7 +17,10 @@ from grpo_fast.rollout.ranges import ranges, select_support
 
 @dataclass
 class MicroBatch:
-    """A packed row of B samples, with T trunk tokens and R completion tokens."""
+    """A row into which B samples are packed, with T tokens in total and R completion tokens.
+
+    A prompt that is stored once for several samples counts only once in T.
+    """
 
     samples: Samples  # all samples of the step
     chosen: list[int]  # indices of the B samples

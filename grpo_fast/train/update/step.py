@@ -36,7 +36,7 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
 @dataclass
 class Step:
-    """Data of one training step. A run resumes between steps, so checkpoints never contain it."""
+    """Data of one training step. A checkpoint never contains a Step."""
 
     number: int
     clock: Clock

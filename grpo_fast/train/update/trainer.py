@@ -127,7 +127,10 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """Run one optimizer step on a minibatch. Use smaller micro-batches if memory runs out."""
+        """Run one optimizer step on a minibatch.
+
+        If memory runs out, repeat the passes with smaller micro-batches.
+        """
         batch = step.batch
         losses = None
         while losses is None:
@@ -161,7 +164,7 @@ class Trainer:
         step.updates.append(Update(losses, norms[0], rate))
 
     def precompute(self, batch: StepBatch) -> None:
-        """Fill the columns of a batch that are the same for all its updates."""
+        """Compute the columns that all updates of a step share, such as old log-probs."""
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=self.reference if self.reads_reference else None, critic=self.critic,

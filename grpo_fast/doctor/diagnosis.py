@@ -130,7 +130,7 @@ def diagnose(
 
 
 def noise_of(policy: Policy) -> float:
-    """Return the mean difference in nats per token that rounding explains in the policy's dtype."""
+    """Return the largest mean difference (nats per token) that the policy's dtype explains."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
@@ -177,9 +177,10 @@ def explain(
 
 
 def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
-    """Return the mean absolute difference of the tokens whose `logps` are finite.
+    """Return the mean absolute difference between the engine's and recomputed log-probabilities.
 
-    A logp of -inf means probability 0. Return inf if more than 5% of the tokens have probability 0.
+    Tokens with a recomputed logp of -inf, which means probability 0, are left out. If more than 5%
+    of the tokens have probability 0, the result is inf.
     """
     gap = (engine_logps - logps).abs()
     known = gap[gap.isfinite()]
@@ -189,7 +190,7 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Count the completions with a wrong weight version, and those with a wrong end.
+    """Count completions from a wrong weight version, and completions with a wrong end.
 
     A completion must stop at its first EOS or have `longest` tokens.
 

@@ -99,7 +99,7 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Compare every attention kernel with an attention that computes the full score matrix."""
+    """Compare every attention kernel with a reference that computes the full score matrix."""
     for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
         is_special = extra == ", window", extra == ", softcap"
         kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
@@ -121,7 +121,7 @@ def run_checks(device: torch.device) -> Iterator[Check]:
 
 
 def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return random inputs of the loss.
+    """Return random inputs of the loss for the kernel tests.
 
     The old log-probabilities differ enough from the current ones that some ratios are clipped.
     """
@@ -141,7 +141,7 @@ def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]
 
 
 def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
-    """Compute the loss with a backend.
+    """Compute the fused loss and its gradients with a backend.
 
     Returns:
         Loss, log-probabilities, and the gradients of `hidden` and `weight`, in fp64 on the CPU.

@@ -41,8 +41,8 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Functions that run in a worker process, by file. A worker starts quickly because it imports only
-# the file, not the package.
+# Reward functions that run in a worker process, with the file that defines each. A worker starts
+# quickly because it imports only this file, not the package.
 WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",

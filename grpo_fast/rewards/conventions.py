@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
-# Parameters that exist in only one of the conventions.
+# Each of these parameters belongs to only one convention.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -33,7 +33,7 @@ class Parameters(NamedTuple):
         return {name: columns[name] for name in chosen if name in columns}
 
 
-# Assumed parameters of a callable that has no signature.
+# A callable without a signature is assumed to have these parameters.
 USUAL = Parameters(["prompts", "completions", "answers"], [])
 
 

@@ -113,7 +113,7 @@ def format_tags(
         prefills: N texts with which the prompts begin the assistant's turn. Their tags count, too.
         tags: the tags in the required order.
         per_tag: reward for each tag.
-        number: False gives the last `per_tag` for the order of the tags. True gives it if the
+        number: False adds one more `per_tag` if the tags are in order. True adds it instead if the
             answer is a number.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]

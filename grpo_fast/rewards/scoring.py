@@ -115,7 +115,10 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
 
 
 def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
-    """Return each completion, preceded by its prefill if the prefill contains a tag."""
+    """Return each completion, preceded by its prefill if the prefill contains a tag.
+
+    A prefill is the beginning of the assistant's turn that the prompt already contains.
+    """
     pairs = zip(prefills or [""] * len(completions), completions, strict=True)
     return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 

@@ -1,4 +1,4 @@
-"""Process that runs the code of a completion, which is called the answer.
+"""Process that runs the code of a completion. This code is called the answer.
 
 The answer runs as a program, or the judge calls its functions. The judge is the process that runs
 the tests. The answer's process contains only the answer's code. It has no tests, no expected values
@@ -61,7 +61,7 @@ class Answer(wire.Peer):
 
 
 def plain(value):
-    """Convert an object whose class extends a builtin class to the builtin class."""
+    """Return the builtin value of an object whose class extends a builtin class."""
     for kind in wire.PLAIN:
         if isinstance(value, kind):
             return str.__str__(value) if kind is str else kind(value)
@@ -69,7 +69,7 @@ def plain(value):
 
 
 def module(name):
-    """Return the namespace of a new module in sys.modules, where dataclasses look it up."""
+    """Create a module, register it in sys.modules for dataclasses, and return its namespace."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 

@@ -108,7 +108,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the pairs in {input, output} or {inputs, outputs}, or [] for any other value."""
+    """Return the (input, output) pairs of a program's test, or [] for any other value."""
     if not isinstance(part, dict):
         return []
     inputs = part.get("inputs", [part.get("input")])
@@ -137,7 +137,7 @@ def code_of(text: str) -> str:
 
 
 def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
-    """Run the code and its tests in separate sandboxes, and return the fraction that passes."""
+    """Run the code and its tests in separate sandboxes. Return the fraction of passed tests."""
     count = sources.count_tests(tests)
     limits = {"memory": memory * MIB, "seconds": seconds, "output": _OUTPUT * count}
     left, right = socket.socketpair()

@@ -3,8 +3,9 @@
 import operator
 
 MISSING = object()
-# Methods of strings, lists and sets whose argument is often the expected value of a test. A handle
-# without the right to see expected values (`may_judge`) does not have these methods.
+# Methods of strings, lists and sets whose argument is often the expected value of a test. Handles
+# for which `may_judge` is False do not have these methods, because an answer must not see expected
+# values.
 JUDGING = frozenset(
     "startswith endswith issubset issuperset isdisjoint difference symmetric_difference "
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "

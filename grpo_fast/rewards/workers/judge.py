@@ -16,7 +16,7 @@ import wire
 from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-# Builtin classes whose names the answer may send. The functions, such as `eval`, are excluded.
+# Builtin classes whose names the answer may send. Builtin functions, such as `eval`, are excluded.
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
          and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
@@ -32,7 +32,7 @@ class Judge(wire.Peer):
         self.uses_objects = False  # True if the tests use objects that are not plain data
 
     def operation(self, name):
-        """Return the only operation that an answer may request: a call of a test's function."""
+        """Return the function for a requested operation. An answer may only request calls."""
         return {"call": operator.call}[name]
 
     def ask(self, operation, args, kwargs=None, role=VALUE):

@@ -45,8 +45,8 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
     "sliding_window": (causes.ROPE, 1 << 30),
 }  # fmt: skip
-# Mistakes that an engine may make with a prompt. Each is a function of (tokenizer, chat messages,
-# correct ids) that returns the wrong ids.
+# Mistakes that an engine may make with a prompt, keyed by description. Each is a function of
+# (tokenizer, chat messages, correct ids) that returns the wrong ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "adds BOS once more": lambda t, _, ids: [t.bos_token_id, *ids],
     "loses the first token (BOS)": lambda t, _, ids: ids[1:],
@@ -81,11 +81,12 @@ class Case:
         """Recompute log-probabilities with the model's own forward pass and with one change.
 
         Args:
-            build: Function that returns a different policy. None: the trainer's policy.
+            build: Function that returns a different policy. None uses the trainer's policy.
             samples: The samples to recompute, with or without the sets of tokens that the sampler
-                kept. None: the samples of the loss.
-            settings: Sampling settings to apply to the logits. None: the temperature of the loss.
-            change: Function that changes the ids of a prompt. None: the ids that were sent.
+                kept. None uses the samples of the loss.
+            settings: Sampling settings to apply to the logits. None applies only the temperature of
+                the loss.
+            change: Function that changes the ids of a prompt. None uses the ids that were sent.
 
         Returns:
             Log-probabilities of all R tokens in fp32 on the CPU, shape (R,). A token that the
@@ -145,7 +146,7 @@ def attempts(case: Case, kept: Samples, own: Tensor) -> Iterator[tuple[str, str,
             logps = case.recompute(**changes)
         except Exception:  # transformers and chat templates raise errors of any type
             continue
-        if not torch.allclose(logps, own):  # for example, a window longer than the sequences
+        if not torch.allclose(logps, own):  # skip a change without any effect
             yield cause, what, logps
 
 
@@ -184,9 +185,9 @@ def shipped_settings(policy: Policy) -> dict[str, float]:
 
 
 def other_attempts(case: Case) -> Iterator[Attempt]:
-    """Yield attempts with a changed prompt or model.
+    """Yield attempts that change the prompt or the model.
 
-    The changed model has no adapter, computes in 16 bits, or ignores a field of its configuration.
+    A changed model has no adapter, computes in 16 bits, or ignores a field of its configuration.
     """
     for name, change in PROMPT_CHANGES.items():
         yield causes.PROMPT, f"the engine {name}", {"change": change}

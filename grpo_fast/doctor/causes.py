@@ -1,4 +1,4 @@
-"""The ten causes of a difference that the doctor can name, and advice for each cause."""
+"""The ten causes of an engine-trainer difference that the doctor can report, with advice."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Cause:
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    # Mean difference, in nats per token, that remains after the trainer's log-probabilities are
-    # recomputed with the same mistake. NaN if the cause was found by counting completions.
+    # Mean difference, in nats per token, that remains if the trainer's log-probabilities are
+    # recomputed with this cause. It is NaN if the cause was found by counting completions.
     left: float = float("nan")
 
     @property

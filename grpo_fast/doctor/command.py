@@ -29,7 +29,7 @@ PATIENCE = 10  # seconds to wait for a server that does not answer
 # doctor must not run code from a model's folder.
 LOADING = {"dtype", "autocast", "attn"}
 # Default settings without a recipe. The temperature differs from 1, because an engine that ignores
-# the temperature would otherwise pass.
+# the temperature would otherwise pass the comparison.
 DEFAULTS: dict[str, Any] = {
     "data": {"task": "open"}, "rewards": [{"name": "exact_match"}], "rollout": {"temperature": 0.8}
 }  # fmt: skip

@@ -23,9 +23,13 @@ NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bf
 # Factor for the mean difference between the trainer and the model's own forward pass. A difference
 # between engine and trainer up to this product counts as noise.
 MARGIN = 1.5
-UNEXPLAINED = 0.1  # share of the difference that may remain with the right cause
-KNOWN = 0.95  # least share of tokens to which an attempt must give a probability above 0
-SIMILAR = 0.5  # least cosine similarity between the difference and the rounding of another dtype
+UNEXPLAINED = 0.1  # fraction of the difference that the right cause may leave unexplained
+# Fraction of tokens that must have a probability above 0 in an attempt. Otherwise the attempt is
+# rejected.
+KNOWN = 0.95
+# A dtype is reported as the cause if the difference has a cosine similarity above this limit with
+# the change that this dtype's rounding makes.
+SIMILAR = 0.5
 SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
 
@@ -41,7 +45,7 @@ class Diagnosis:
     threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
     tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
-    own_noise: dict[str, float]  # the trainer's packed rows against single rows, by dtype
+    own_noise: dict[str, float]  # dtype -> mean difference between packed and single rows
     ok: bool  # True if the mean is allowed and all weight versions and ends are right
 
 
@@ -67,11 +71,12 @@ def diagnose(
         sampling: The sampling settings to request from the engine.
         group_size: Number of completions of each prompt.
         seed: Seed of the rollout.
-        version: Weight version of the policy.
-        temperature: Temperature of the loss. None: the temperature of `sampling`.
+        version: Number that identifies the policy's weights.
+        temperature: Temperature of the loss. None uses the temperature of `sampling`.
         uses_kept: True if the loss is computed over the tokens that the sampler kept. This requires
             an engine that reports them.
-        threshold: Allowed mean difference in nats per token. None: the noise of the policy's dtype.
+        threshold: Allowed mean difference in nats per token. None uses the noise of the policy's
+            dtype.
 
     Returns:
         The measured difference and, if rounding does not explain it, the cause.
@@ -125,7 +130,7 @@ def diagnose(
 
 
 def noise_of(policy: Policy) -> float:
-    """Return the mean difference in nats per token that rounding explains in the policy's dtype."""
+    """Return the largest mean difference (nats per token) that the policy's dtype explains."""
     return NOISE.get(policy.autocast or policy.head.weight.dtype, NOISE[torch.bfloat16])
 
 
@@ -172,9 +177,10 @@ def explain(
 
 
 def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
-    """Return the mean absolute difference of the tokens whose `logps` are finite.
+    """Return the mean absolute difference between the engine's and recomputed log-probabilities.
 
-    A logp of -inf means probability 0. Return inf if more than 5% of the tokens have probability 0.
+    Tokens with a recomputed logp of -inf, which means probability 0, are left out. If more than 5%
+    of the tokens have probability 0, the result is inf.
     """
     gap = (engine_logps - logps).abs()
     known = gap[gap.isfinite()]
@@ -184,7 +190,7 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Count the completions with a wrong weight version, and those with a wrong end.
+    """Count completions from a wrong weight version, and completions with a wrong end.
 
     A completion must stop at its first EOS or have `longest` tokens.
 

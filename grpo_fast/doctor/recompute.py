@@ -11,7 +11,7 @@ from grpo_fast.rollout import Samples
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.update.batch import StepBatch
 
-BUDGET = 8192  # tokens in a packed row
+BUDGET = 8192  # largest number of tokens in a packed row
 
 
 @torch.no_grad()

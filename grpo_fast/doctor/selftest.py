@@ -33,7 +33,7 @@ LENGTHS = [9, 1, 17, 5]  # tokens of each completion
 HIDDEN = 64
 VOCABULARY = 4096  # large enough to select the kernels for large vocabularies
 HEAD_DIM = 64  # head dimension in the tests of attention kernels
-LOGPS = 1e-5  # allowed absolute error in any dtype
+LOGPS = 1e-5  # allowed absolute error of loss and logps in any dtype
 GRADIENTS = {torch.float32: 2e-6, torch.bfloat16: 3e-3}  # allowed relative L2 error
 RUN = (
     "steps=2", "checkpoint.every=1", "checkpoint.keep=2", "optim.schedule=constant",
@@ -75,7 +75,7 @@ def self_checks() -> list[Check]:
 def checked(
     names: Sequence[str], bounds: Sequence[float], run: Callable[[], Iterable[float]]
 ) -> list[Check]:
-    """Call `run`, and return one check for each error number that it returns.
+    """Call `run`, and return one check for each error that it measures.
 
     If `run` raises an exception, return a single check with an infinite error.
     """
@@ -99,7 +99,7 @@ def kernel_checks(device: torch.device) -> Iterator[Check]:
 
 
 def attention_checks(device: torch.device) -> Iterator[Check]:
-    """Compare every attention kernel with an attention that computes the full score matrix."""
+    """Compare every attention kernel with a reference that computes the full score matrix."""
     for dtype, extra in product(DTYPES, ("", ", window", ", softcap")):
         is_special = extra == ", window", extra == ", softcap"
         kind = Kind(device.type, dtype, HEAD_DIM, *is_special, gpu=device.index)
@@ -121,7 +121,7 @@ def run_checks(device: torch.device) -> Iterator[Check]:
 
 
 def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return random inputs of the loss.
+    """Return random inputs of the loss for the kernel tests.
 
     The old log-probabilities differ enough from the current ones that some ratios are clipped.
     """
@@ -141,7 +141,7 @@ def random_inputs(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]
 
 
 def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
-    """Compute the loss with a backend.
+    """Compute the fused loss and its gradients with a backend.
 
     Returns:
         Loss, log-probabilities, and the gradients of `hidden` and `weight`, in fp64 on the CPU.
@@ -156,7 +156,7 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
 
 
 def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
-    """Return the three errors of a backend that `ERRORS` names.
+    """Measure the three errors of a backend whose names are in `ERRORS`.
 
     NaN results give NaN errors.
     """

@@ -33,7 +33,7 @@ __all__ = [
     "scorer_for",
 ]
 
-# The public functions of rules.py.
+# The public functions of rules.py, keyed by name. A configuration selects them by this name.
 REWARDS: dict[str, RewardFunction] = {
     name: function
     for name, function in inspect.getmembers(rules, inspect.isfunction)
@@ -41,8 +41,8 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Functions that run in a worker process, by file. A worker starts quickly because it imports only
-# the file, not the package.
+# Reward functions that run in a worker process, with the file that defines each. A worker starts
+# quickly because it imports only this file, not the package.
 WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",
@@ -61,7 +61,8 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
     Args:
         specs: objects with the fields of `RewardConfig`: name, label, weight, options, path,
             timeout, in_process and convention.
-        max_failures: see `RewardSet`.
+        max_failures: fraction of lost samples above which the run ends with a RewardError; see
+            `RewardSet`.
 
     Raises:
         ValueError: a name is unknown, there is no function at a path, or a function does not accept
@@ -125,7 +126,7 @@ def _loaded(name: str, function: IsolatedReward) -> Loaded:
         return function.load()
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
-        # The worker's error is a text, which begins with its class and with "rewards".
+        # Remove the beginning of the worker's message, because the new error repeats it.
         message = str(error).removeprefix("ValueError: rewards: ")
         raise ValueError(f"rewards: {name} cannot be used: {message}{extra}") from None
 

@@ -41,7 +41,7 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a reward call without a result. The metrics count it under its reason `why`."""
+    """Exception for a failed reward call. The metrics count the failure under the reason `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
 
 def describe(error: BaseException) -> str:
-    if isinstance(error, RewardFailure):  # its message is a full sentence
+    if isinstance(error, RewardFailure):  # its message needs no class name
         return str(error)
     return f"{type(error).__name__}: {text_of(error)}"
 
@@ -178,7 +178,9 @@ def _number_or_text(value: Any) -> float | str:
 
 # ------------------------------------------------------------------------------------ the worker
 def serve(path: str, pipe: Connection) -> None:
-    """Answer JSON requests. The first request loads the function.
+    """Answer JSON requests from the pipe until the caller closes it.
+
+    The first request imports the function at `path`. Every later request calls the function.
 
     Raises:
         EOFError: the caller has closed the pipe.
@@ -211,9 +213,11 @@ def _reply(
 def _end_with_the_caller(lifeline: int) -> None:
     """Make the kernel kill this process group when the caller's end of the pipe is closed.
 
-    A thread that waits for the caller's end would need the interpreter lock, which a backtracking
-    regular expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end
-    of the caller's thread instead of its process.
+    A thread that watches the pipe would need the interpreter lock, which a backtracking regular
+    expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of the
+    caller's thread instead of its process.
+
+    The argument `lifeline` is the file descriptor of this process's end of the pipe.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

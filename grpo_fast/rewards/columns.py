@@ -44,7 +44,7 @@ def score(
         examples: N examples. `completions[i]` answers `examples[i]`.
         completions: N texts.
         completion_ids: N lists of token ids.
-        prompt_texts: N prompts as the model received them.
+        prompt_texts: N prompts as the model received them, after the chat template was applied.
     """
     names = dict.fromkeys(name for example in examples for name in example.fields)
     columns: dict[str, Any] = {
@@ -62,7 +62,7 @@ def score(
 
 
 def label_of(example: Example) -> Any:
-    """Return the gold answer in the form that the data's row contains."""
+    """Return the gold answer as the data's row contains it, before it was parsed."""
     return example.answer if example.label is None else example.label
 
 

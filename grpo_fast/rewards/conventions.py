@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
-# Parameters that exist in only one of the conventions.
+# Each of these parameters belongs to only one convention.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -33,7 +33,7 @@ class Parameters(NamedTuple):
         return {name: columns[name] for name in chosen if name in columns}
 
 
-# Assumed parameters of a callable that has no signature.
+# A callable without a signature is assumed to have these parameters.
 USUAL = Parameters(["prompts", "completions", "answers"], [])
 
 
@@ -51,7 +51,7 @@ def parameters_of(function: RewardFunction) -> Parameters:
 
 
 def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None, bool]:
-    """Return the keyword parameters, and whether the function has a `**columns` parameter.
+    """Return the keyword parameters, and True if the function has a `**columns` parameter.
 
     The parameters are None for a callable that has no signature.
     """
@@ -177,7 +177,7 @@ def columns_of_others(
     labels: Sequence[object],
     prompt_texts: Sequence[str],
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """Return the columns that functions of TRL, verl and OpenRLHF receive, for each convention.
+    """Build the arguments of functions that follow the conventions of TRL, verl and OpenRLHF.
 
     Args:
         prompts: N prompts, each a text or a list of messages.
@@ -186,6 +186,9 @@ def columns_of_others(
         columns: the other columns of the data.
         labels: N gold answers in the form that the data's rows contain.
         prompt_texts: N prompts as the model received them.
+
+    Returns:
+        For each convention a dict with the columns, keyed by parameter name.
     """
     messages = []
     for prompt, text in zip(prompts, completions, strict=True):
@@ -206,7 +209,7 @@ def columns_of_others(
 
 
 def is_per_sample(function: RewardFunction) -> bool:
-    """Return whether a function has a true attribute `per_sample`.
+    """Return True if a function has a true attribute `per_sample`.
 
     The attribute declares that each value depends on only one completion. After a failed call,
     such a function is called again for each sample. Other functions are not called again.

@@ -126,7 +126,7 @@ class IsolatedReward:
                     stdout=2,  # what a function prints goes to stderr
                     pass_fds=handles,
                     env={**os.environ, "PYTHONPATH": search},
-                    start_new_session=True,  # no Ctrl-C for the worker; one signal ends its group
+                    start_new_session=True,  # no Ctrl-C for the worker; killpg ends all of it
                 )
             # 3. Make the worker import the function and describe its parameters.
             first = {"convention": self._convention, "options": self.options}
@@ -138,7 +138,7 @@ class IsolatedReward:
         return Parameters(*self._loaded["parameters"])
 
     def _request(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Send a request to the worker and return its reply. Time out after `limit` seconds."""
+        """Send a request to the worker and return the reply. Fail after `limit` seconds."""
         data = json.dumps(request).encode()
         end = time.monotonic() + limit
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._kill)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class RewardModel:
     """Reward function that scores each prompt and completion with a trained reward model.
 
-    The score is NaN if the text has more tokens than the model has positions.
+    The score is NaN if prompt and completion together have more tokens than the model has
+    positions.
 
     Args:
         path: folder or hub id of a model for `AutoModelForSequenceClassification`.
@@ -113,7 +114,8 @@ def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> i
     """Set the model's padding token to the tokenizer's padding token, and return its id.
 
     The model reads the score at the last token that is not padding. If the pad token is EOS, this
-    is the token before EOS. The same holds in training.
+    is the token before EOS. transformers reads the score at the same token when it trains a reward
+    model.
     """
     pad = tokenizer.pad_token_id
     if pad is None:

@@ -69,12 +69,15 @@ class RewardResult(NamedTuple):
     """Rewards of N completions, in fp32 on the CPU. NaN marks a sample without a reward.
 
     Attributes:
-        total: (N,) weighted sum over the functions that apply. NaN if one of them failed, or if
-            none applies.
-        per_fn: function name -> (N,) rewards. NaN where the function failed or does not apply.
-        reasons: function name -> number of samples that the function lost in this call, by reason.
+        total: (N,) weighted sum over the functions that apply. It is NaN if one of them failed, or
+            if none applies.
+        per_fn: rewards (N,) of each function, keyed by name. A value is NaN where the function
+            failed or does not apply.
+        reasons: for each function, keyed by name, the number of samples that it lost in this call,
+            counted by reason.
         per_token: rewards of each completion's tokens, which add up to the total. None if no
-            function returned rewards per token. A plain number is added to the last token.
+            function returned rewards per token. If another function returned one number per
+            completion, this number is added to the last token.
         extra: columns that functions logged through TRL's `log_extra`.
         metrics: values that functions logged through TRL's `log_metric`.
     """
@@ -93,7 +96,7 @@ class RewardSet:
     Args:
         rewards: the functions. Their names must differ.
         max_failures: fraction of lost samples above which a RewardError is raised. The fraction is
-            measured over a function's last 10 calls, as soon as it has had 3.
+            measured over a function's last 10 calls. It is not checked in the first 2 calls.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -180,7 +183,7 @@ class RewardSet:
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
     ) -> list[Score | str]:
-        """Return for each completion its score, or the reason if the sample is lost."""
+        """Return for each completion its score, or the reason why the sample is lost."""
         count = len(next(iter(columns.values())))
         scores = self._call(reward, columns, count, run_log)
         if not isinstance(scores, str):
@@ -202,7 +205,7 @@ class RewardSet:
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
     ) -> list[Score | str] | str:  # fmt: skip
-        """Return a list with a score or reason for each completion, or one reason for all."""
+        """Call a function. Return a score or reason for each completion, or one reason for all."""
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
@@ -285,6 +288,6 @@ def per_token_rewards(
         for reward, score in zip(rewards, scores, strict=True):
             if isinstance(score, list):
                 reward += weight * torch.tensor(score, dtype=torch.float64)
-            elif score is not None:  # reward[-1:] is empty for an empty completion
+            elif score is not None:  # `-1:` also works for an empty completion
                 reward[-1:] += weight * score_sum(score)
     return [reward.float() for reward in rewards]

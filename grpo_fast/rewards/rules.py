@@ -36,7 +36,7 @@ def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[f
 
 # ------------------------------------------------- Symbols separated by blanks (CS336 lecture)
 def sort_positions(*, completions: Texts, answers: Texts) -> list[float]:
-    """Return the fraction of positions that have the right symbol.
+    """Return for each completion the fraction of positions that have the right symbol.
 
     The denominator is the number of symbols of the longer text (completion or answer).
     """
@@ -47,13 +47,14 @@ def sort_positions(*, completions: Texts, answers: Texts) -> list[float]:
 
 
 def sort_inclusion_ordering(*, completions: Texts, answers: Texts) -> list[float]:
-    """Reward a sorted answer for included symbols and for adjacent pairs in order.
+    """Return the fraction of included symbols plus the fraction of adjacent pairs in order.
 
-    The reward is the fraction of the answer's symbols that occur, plus the fraction of adjacent
-    pairs that are in order. It is between 0 and 2. As in the lecture, a symbol counts if it occurs
-    at least once, so `0 0 1` gets the full score for `0 1 1`. A pair that contains a non-number is
-    not in order. The denominator of the second fraction is the number of pairs of the longer text.
-    Therefore neither a single symbol nor an endless tail is rewarded.
+    The first fraction counts the symbols of the gold answer that occur in the completion. The
+    second fraction counts the adjacent pairs of the completion that are in order. The reward is
+    between 0 and 2. As in the lecture, a symbol counts if it occurs at least once, so `0 0 1` gets
+    the full score for `0 1 1`. A pair that contains a non-number is not in order. The denominator
+    of the second fraction is the number of pairs of the longer text. Therefore neither a single
+    symbol nor an endless tail is rewarded.
     """
     return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
 
@@ -112,7 +113,7 @@ def format_tags(
         prefills: N texts with which the prompts begin the assistant's turn. Their tags count, too.
         tags: the tags in the required order.
         per_tag: reward for each tag.
-        number: False gives the last `per_tag` for the order of the tags. True gives it if the
+        number: False adds one more `per_tag` if the tags are in order. True adds it instead if the
             answer is a number.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]

@@ -65,7 +65,7 @@ class Scorer(NamedTuple):
     is_expression: bool = False
 
     def is_right(self, answer: Hashable | None) -> bool:
-        """Return whether an answer, extracted by `strict` or `lenient`, equals the gold answer."""
+        """Return True if an answer that `strict` or `lenient` extracted equals the gold answer."""
         if answer is None or self.gold is None:
             return False
         return answer == self.gold or (
@@ -90,7 +90,8 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
     """Return the scorer for a gold answer.
 
     Args:
-        answer: the gold answer. If it is None, answers are extracted as text, but count as wrong.
+        answer: the gold answer. If it is None, answers are extracted as text, and every answer
+            counts as wrong.
         marks: marks that a strict answer may have. If empty, the full completion is the answer.
     """
     number = None if answer is None else parse_number(answer)
@@ -114,7 +115,10 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
 
 
 def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[str]:
-    """Return each completion, preceded by the tags at the end of its prompt (`prefills`)."""
+    """Return each completion, preceded by its prefill if the prefill contains a tag.
+
+    A prefill is the beginning of the assistant's turn that the prompt already contains.
+    """
     pairs = zip(prefills or [""] * len(completions), completions, strict=True)
     return [f"{prefill}{text}" if "<" in prefill else text for prefill, text in pairs]
 
@@ -127,7 +131,7 @@ def shown_answer(answer: Hashable | None) -> str | None:
 
 
 def is_expression(answer: str) -> bool:
-    """Return whether an answer that is not a number looks like mathematics rather than words."""
+    """Return True if an answer that is not a number looks like mathematics rather than words."""
     return bool(_MATHEMATICS.search(answer)) and not _WORD.search(answer)
 
 

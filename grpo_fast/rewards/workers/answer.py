@@ -1,4 +1,4 @@
-"""Process that runs the code of a completion, which is called the answer.
+"""Process that runs the code of a completion. This code is called the answer.
 
 The answer runs as a program, or the judge calls its functions. The judge is the process that runs
 the tests. The answer's process contains only the answer's code. It has no tests, no expected values
@@ -51,7 +51,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function that the tests passed as an argument. It may call the answer in turn."""
+        """Call a function that the tests passed as an argument. It may call the answer's code."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":
@@ -61,7 +61,7 @@ class Answer(wire.Peer):
 
 
 def plain(value):
-    """Convert an object whose class extends a builtin class to the builtin class."""
+    """Return the builtin value of an object whose class extends a builtin class."""
     for kind in wire.PLAIN:
         if isinstance(value, kind):
             return str.__str__(value) if kind is str else kind(value)
@@ -69,7 +69,7 @@ def plain(value):
 
 
 def module(name):
-    """Return the namespace of a new module in sys.modules, where dataclasses look it up."""
+    """Create a module, register it in sys.modules for dataclasses, and return its namespace."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 
@@ -78,7 +78,7 @@ def serve(request):
     """Run the code, then execute the judge's requests until the judge ends."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
-    answer.receive()  # wait until the judge's memory cannot be read
+    answer.receive()  # wait until the judge has made its memory unreadable
     sandbox.confine(request)
     try:
         exec(compile(request["code"], "<answer>", "exec"), names)
@@ -107,7 +107,7 @@ def run(request):
 
 def main(descriptor):
     request = sandbox.request(descriptor)
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module `site` does
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally defined by `site`
     status = 1
     try:
         status = run(request) if request["program"] else serve(request)

@@ -1,4 +1,4 @@
-"""Unit tests as a reward, which is the fraction of a row's tests that the completion's code passes.
+"""Reward for code, which is the fraction of unit tests that the code of a completion passes.
 
 The code of a completion is called its answer. Each answer runs in a separate process (`answer.py`),
 which never contains the tests. A second process (`judge.py`) runs the tests and calls the answer's
@@ -44,20 +44,20 @@ main(*sys.argv[3:])
 def code_tests(
     *, completions: Sequence[str], tests: Sequence[Any], seconds: float = 5.0, memory: int = 512
 ) -> list[float]:
-    """Return the fraction of each row's tests that the completion's code passes.
+    """Return for each completion the fraction of its unit tests that its code passes.
 
     Args:
         completions: N completions. The code is the last fenced block of each completion.
-        tests: the tests of each completion's row, in one of two forms. The first form is Python
-            source, or a list of sources, with asserts, setup statements and calls of functions that
-            the tests define, such as `check(f)`. The second form is a list of
+        tests: the tests for each completion, in one of two forms. The first form is Python source,
+            or a list of sources, with asserts, setup statements and calls of functions that the
+            tests define, such as `check(f)`. The second form is a list of
             `{"input": …, "output": …}` for a program that reads stdin and writes stdout, or
             `{"inputs": […], "outputs": […]}`.
         seconds: limit of processor time and of elapsed time for each answer with its tests.
         memory: memory limit in MiB for each process, including the interpreter.
 
     Raises:
-        ValueError: a limit is out of range, or the tests have none of these forms.
+        ValueError: a limit is out of range, or the tests have neither form.
     """
     if not (0 < seconds <= 3600 and 64 <= memory <= 1 << 20):
         expected = "0 < seconds <= 3600 and 64 <= memory (MiB) <= 1048576"
@@ -78,10 +78,10 @@ code_tests.per_sample = True  # type: ignore[attr-defined]
 
 
 def read_tests(entry: Any) -> str | list[tuple[str, str]]:
-    """Return a row's tests as one Python source, or as pairs of a program's input and output.
+    """Return the tests of a completion as Python source, or as pairs of input and output.
 
     Raises:
-        ValueError: the row has no test, or the tests have an unknown form.
+        ValueError: there is no test, or the tests have an unknown form.
     """
     # 1. Try to read inputs and outputs of programs, which data sets may store as JSON text.
     with contextlib.suppress(TypeError, ValueError):
@@ -108,7 +108,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the pairs in {input, output} or {inputs, outputs}, or [] for any other value."""
+    """Return the (input, output) pairs of a program's test, or [] for any other value."""
     if not isinstance(part, dict):
         return []
     inputs = part.get("inputs", [part.get("input")])
@@ -137,7 +137,7 @@ def code_of(text: str) -> str:
 
 
 def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
-    """Run the code and its tests in separate sandboxes, and return the fraction that passes."""
+    """Run the code and its tests in separate sandboxes. Return the fraction of passed tests."""
     count = sources.count_tests(tests)
     limits = {"memory": memory * MIB, "seconds": seconds, "output": _OUTPUT * count}
     left, right = socket.socketpair()

@@ -3,8 +3,9 @@
 import operator
 
 MISSING = object()
-# Methods of strings, lists and sets whose argument is often the expected value of a test. A handle
-# without the right to see expected values (`may_judge`) does not have these methods.
+# Methods of strings, lists and sets whose argument is often the expected value of a test. Handles
+# for which `may_judge` is False do not have these methods, because an answer must not see expected
+# values.
 JUDGING = frozenset(
     "startswith endswith issubset issuperset isdisjoint difference symmetric_difference "
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "
@@ -86,7 +87,7 @@ def made_by(handle):
 
 
 def may_judge(handle):
-    """Return whether methods of this object may receive keys and expected values of the tests."""
+    """Return True if methods of this object may receive keys and expected values of the tests."""
     judge, _, role = state_of(handle)
     return judge.uses_objects and role != VALUE
 
@@ -119,7 +120,8 @@ def _binary(operation, is_reflected=False):
         if value is not MISSING:
             return compute(other, value) if is_reflected else compute(value, other)
         judge, _, role = state_of(self)
-        # Allow the product of a vector and a number: tests never multiply by an expected value.
+        # Allow the product of a vector and a number, because tests never multiply by an expected
+        # value.
         if operation == "mul" and role == OBJECT and type(other) in (int, float):
             pair = [other, self] if is_reflected else [self, other]
             return judge.ask("mul", pair, role=OBJECT)

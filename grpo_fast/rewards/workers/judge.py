@@ -16,7 +16,7 @@ import wire
 from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-# Builtin classes whose names the answer may send. The functions, such as `eval`, are excluded.
+# Builtin classes whose names the answer may send. Builtin functions, such as `eval`, are excluded.
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
          and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
@@ -32,7 +32,7 @@ class Judge(wire.Peer):
         self.uses_objects = False  # True if the tests use objects that are not plain data
 
     def operation(self, name):
-        """Return the only operation that an answer may request: a call of a test's function."""
+        """Return the function for a requested operation. An answer may only request calls."""
         return {"call": operator.call}[name]
 
     def ask(self, operation, args, kwargs=None, role=VALUE):
@@ -45,7 +45,8 @@ class Judge(wire.Peer):
             role: role of the handle if the result is an object; see `Handle`.
         """
         given = [args, kwargs or {}]
-        # Encode outside the try block: an argument that cannot be sent is an error of the tests.
+        # Encode outside the try block, because an argument that cannot be sent is an error of the
+        # tests, not of the answer.
         tree = self.encode(given)
         try:
             kind, parts = self.request(operation, tree)
@@ -64,7 +65,7 @@ class Judge(wire.Peer):
         return result
 
     def error_of(self, kind, args, attributes, is_next):
-        """Rebuild the exception that the answer has raised from its decoded parts."""
+        """Return the exception that the answer has raised, rebuilt from its decoded parts."""
         is_error = isinstance(kind, type) and issubclass(kind, Exception)
         # Only next() may raise StopIteration. Elsewhere it would end a `map` over test cases early.
         if not is_error or (issubclass(kind, ENDS) and not is_next):

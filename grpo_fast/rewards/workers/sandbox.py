@@ -77,7 +77,7 @@ def confine(request):
 
 
 def limit(request):
-    """Limit memory, output and time, and forbid new processes."""
+    """Limit the memory, output and time of this process, and forbid new processes."""
     seconds = math.ceil(request["seconds"])
     for kind, most in (
         (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CPU, seconds),
@@ -116,7 +116,7 @@ def restrict_files():
 
 
 def filter_calls():
-    """Make the kernel deny all system calls that are not in CALLS, and opening files to write."""
+    """Make the kernel deny system calls that are not in CALLS, and deny opening files to write."""
     name = os.uname().machine
     if sys.platform != "linux" or name not in MACHINES:
         expected = "expected Linux on x86-64 or arm64 for its sandbox"
@@ -126,7 +126,8 @@ def filter_calls():
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).
-    # 1. Kill a process that uses another architecture's calls, whose numbers differ (32 bits).
+    # 1. Kill a process that makes calls of another architecture, such as 32-bit calls, because
+    # their numbers have different meanings.
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL)]
     # 2. Allow the listed calls.
     program += [(LOAD, 0, 0, NUMBER)]

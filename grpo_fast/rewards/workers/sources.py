@@ -1,4 +1,4 @@
-"""Analysis of test sources: which statements are tests, and which names the answer defines."""
+"""Analysis of test sources, which finds the tests and the names that the answer must define."""
 
 import ast
 import builtins
@@ -94,9 +94,10 @@ def modules_of(source):
 
 
 def uses_objects(source):
-    """Return whether tests use an object that is not plain data.
+    """Return True if tests use an object that is not plain data.
 
-    This is so if they read an attribute that no builtin type has, or call a method as a statement.
+    Tests use such an object if they read an attribute that no builtin type has, or if they call a
+    method as a statement.
     """
     nodes = list(ast.walk(ast.parse(source)))
     modules = modules_of(source)
@@ -133,9 +134,9 @@ def free_names(source):
 class _ApplyChanges(ast.NodeTransformer):
     """AST transformer that adds a call of APPLY_CHANGES after each statement.
 
-    A function f of the answer receives copies of its arguments. Its changes to a copy reach the
-    tests' variable only after the statement. Therefore `assert f(x) == sorted(x)` sorts the
-    original x, even if f has emptied its copy.
+    A function f of the answer receives copies of its arguments. Changes that f makes to a copy are
+    applied to the tests' variable only after the statement. Therefore `assert f(x) == sorted(x)`
+    sorts the original x, even if f has emptied its copy.
     """
 
     def generic_visit(self, node):

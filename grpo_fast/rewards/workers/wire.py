@@ -15,7 +15,8 @@ MOST_BYTES = 16 << 20
 MOST_DEPTH = 100
 # Builtin classes of plain data, which both processes have.
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
-# Classes that are sent as a list of their items, or as a list of their keys and values.
+# A value of a class in FROM_ITEMS is sent as a list of its items. A value of a class in FROM_PAIRS
+# is sent as a list in which keys and values alternate.
 FROM_ITEMS = (list, tuple, set, frozenset, deque, bytes, bytearray)
 FROM_PAIRS = (dict, Counter, OrderedDict)
 TAGS: dict[type, str] = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
@@ -52,7 +53,7 @@ def encode(value, refer, depth=0):
         elif KINDS[tag] in FROM_PAIRS:
             parts = [part for pair in value.items() for part in pair]
         return [tag, *(encode(part, refer, depth + 1) for part in parts)]
-    # If the type's module is not imported, the value cannot be of this type.
+    # Do not import the type's module. If it is not imported yet, no value of this type exists.
     module = sys.modules.get(FROM_TEXT.get(kind.__name__, ""))
     if module is not None and getattr(module, kind.__name__, None) is kind:
         return [kind.__name__, str(value)]
@@ -60,7 +61,7 @@ def encode(value, refer, depth=0):
 
 
 def decode(tree, resolve, depth=0):
-    """Decode a value from JSON, which is a scalar or `[tag, *parts]`.
+    """Decode a value from its JSON tree, which is a scalar or `[tag, *parts]`.
 
     `resolve(tag, *parts)` decodes tags that this module does not define.
 
@@ -92,7 +93,8 @@ def decode(tree, resolve, depth=0):
 class Peer:
     """One end of the connection between a judge and an answer. Each end can call the other.
 
-    An object that is not plain data stays in its process. The other process uses its number.
+    An object that is not plain data stays in its process. The other process refers to the object by
+    a number.
 
     A subclass defines three methods. `operation(name)` returns the function that executes a
     request. `refer(value)` returns the tree of a value that is not plain data.

@@ -15,7 +15,7 @@ from grpo_fast.train.config.run import GAE
 
 
 class Advantages:
-    """Computes advantages from rewards, and updates the running baseline if the mode has one.
+    """Calculator of the advantages of completions, with the running baseline that some modes use.
 
     Args:
         mode: value of the setting `advantages`.
@@ -84,7 +84,7 @@ class Advantages:
 
 
 def token_rewards(result: RewardResult, samples: Samples) -> Tensor:
-    """Return the rewards of completion tokens, shape (R,).
+    """Return the reward of each completion token, fp32 of shape (R,).
 
     The token rewards of a sample sum to its reward. If the reward functions returned no rewards per
     token, the last token receives the reward of the sample. If a sample has no reward because a

@@ -37,7 +37,7 @@ from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks,
 
 log = logging.getLogger(__name__)
 
-WATCHED_STEPS = 5  # number of latest steps that the warning about equal rewards averages
+WATCHED_STEPS = 5  # the warning about equal rewards averages over this many steps
 
 Collected = tuple[Samples, dict[str, float]]  # samples of a step, and its metrics
 
@@ -52,7 +52,7 @@ class Ahead:
 
 @dataclass
 class Collector:
-    """Samples completions of the next prompts, scores them and computes their advantages.
+    """Collector that samples completions, scores them and computes their advantages.
 
     With `rollout.ahead` the completions of the next step are sampled with the weights from before
     the current step's updates. An engine on a separate device samples them in a thread during
@@ -85,7 +85,7 @@ class Collector:
 
         Args:
             step: number of the step, counted from 1.
-            clock: measures the time of each part of the step.
+            clock: clock that measures the time of each part of the step.
 
         Returns:
             The samples and the metrics of the step.
@@ -110,7 +110,8 @@ class Collector:
                 uses = uses_of(self._judged(samples), wanted)
                 while "filled" in uses and rounds < dynamic.rounds:
                     rounds += 1
-                    # Add the queue position, so that each round draws new random numbers.
+                    # Include the queue position in the seed, so that each round draws new random
+                    # numbers.
                     seed = (self.seed, step, self.queue.consumed)
                     places = self.queue.take(uses.count("filled"))
                     more, also_lost = self._scored(places, seed, clock)
@@ -135,7 +136,8 @@ class Collector:
             **staleness(samples, step, most=self.config.ahead),
         }
         self._warn_without_spread(metrics["frac_reward_zero_std"])
-        # Clear the samples only at the end, so that an interrupted step can use them again.
+        # Clear the samples that were drawn ahead only at the end of the step. If the step is
+        # interrupted before, its repetition uses them again.
         self.sampled = None
         return chosen, metrics
 
@@ -144,12 +146,12 @@ class Collector:
 
         Args:
             step: number of the current step, counted from 1.
-            clock: measures the time.
+            clock: clock that measures the time of the sampling.
         """
         is_wanted = self.config.ahead and step < self.steps
         if not is_wanted or self.sampled is not None or self.coming is not None:
             return
-        places = self.queue.next(self.config.prompts_per_step)  # not consumed before the next step
+        places = self.queue.next(self.config.prompts_per_step)  # the next step consumes these
 
         def sample(by: Callable[..., Samples | None]) -> tuple[Samples | None, float]:
             start = time.perf_counter()
@@ -166,7 +168,10 @@ class Collector:
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
-        """Wait for the sampling thread of `begin_ahead`, and raise its error. Collective call."""
+        """Wait for the samples that `begin_ahead` draws in a thread. Collective call.
+
+        If the thread failed on any rank, all ranks raise its error.
+        """
         coming = self.coming
         self.coming = None
         if coming is None:
@@ -212,9 +217,10 @@ class Collector:
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
     ) -> Samples | None:
-        """Sample completions with the function `by`.
+        """Sample completions for the prompts at the queue positions `places`.
 
-        The prompts are at the queue positions `places`, which also become the group numbers.
+        The function `by` draws the samples. It is `generate` or `generate_share`. The group number
+        of a sample is the queue position of its prompt.
         """
         prompts = [self.queue.example(place).prompt for place in places]
         options: dict[str, Any] = {"group_size": self.config.group_size, "seed": seed}
@@ -226,7 +232,9 @@ class Collector:
     def _scored(
         self, places: range, seed: tuple[int, ...], clock: Clock, samples: Samples | None = None
     ) -> tuple[Samples, dict[str, Counter[str]]]:
-        """Score samples of the prompts at some queue positions. Sample first if `samples` is None.
+        """Score completions of the prompts at the queue positions `places`.
+
+        If `samples` is None, the completions are sampled first.
 
         Returns:
             The samples, and for each reward function the number of samples without a reward, by
@@ -257,9 +265,10 @@ class Collector:
         return samples, result.reasons
 
     def _judged(self, samples: Samples) -> Tensor:
-        """Return the rewards by which groups are judged, shape (groups, G).
+        """Return the rewards that decide which groups are kept, shape (groups, G).
 
-        A group whose rewards are all equal may be dropped.
+        A group may be dropped if these rewards are all equal. They are the total rewards, or the
+        rewards of the function `rollout.dynamic.judged_by` if it is set.
         """
         dynamic = self.config.dynamic
         is_total = dynamic is None or dynamic.judged_by is None
@@ -270,7 +279,7 @@ class Collector:
         """Log one warning per run if most groups of the latest steps have equal rewards.
 
         Args:
-            fraction: share of this step's groups in which all rewards are equal.
+            fraction: fraction of this step's groups in which all rewards are equal.
         """
         self.no_spread.append(fraction)
         is_full = len(self.no_spread) == WATCHED_STEPS

@@ -20,7 +20,7 @@ class PromptQueue:
 
     Args:
         examples: the training set.
-        consumed: number of prompts that were used. It is also the next place.
+        consumed: number of prompts that were already used, which is also the next place.
     """
 
     def __init__(self, examples: Sequence[Example], consumed: int = 0) -> None:
@@ -28,11 +28,11 @@ class PromptQueue:
         self.consumed = consumed
 
     def next(self, count: int) -> range:
-        """Return the next `count` places without consuming them."""
+        """Return the next `count` places (queue positions) without consuming them."""
         return range(self.consumed, self.consumed + count)
 
     def take(self, count: int) -> range:
-        """Return the next `count` places and consume them."""
+        """Return the next `count` places (queue positions) and consume them."""
         places = self.next(count)
         self.consumed = places.stop
         return places

@@ -28,8 +28,8 @@ from grpo_fast.train.models.policy import Policy
 class RecordedCollector(Collector):
     """Collector that returns recorded traces as samples, with one sample per branch of a trace.
 
-    Recorded advantages in the nodes of a trace are used. Without them, advantages are computed from
-    the rewards of the `group_size` traces of a task.
+    If the nodes of a trace contain advantages, these advantages are used. Otherwise advantages are
+    computed from the rewards of all `group_size` traces of the same task.
 
     Args:
         path: path of the file with the traces.
@@ -97,7 +97,8 @@ def samples_of(branches: Sequence[Branch], groups: Sequence[int], advantages: Te
     counts = [len(branch.logps) for branch in branches]
     credit = [branch.advantages for branch in branches]
     own = [x if c is None else c.mean() for c, x in zip(credit, advantages, strict=True)]
-    # The loss needs advantages per token for all branches if any branch has recorded advantages.
+    # Recorded advantages are per token. If any branch has them, expand the advantages of all other
+    # branches to one value per token, because the loss reads a single column.
     by_token = None
     if any(one is not None for one in credit):
         by_token = torch.cat([

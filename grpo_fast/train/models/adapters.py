@@ -1,4 +1,4 @@
-"""LoRA adapters, which are either new or were saved by peft."""
+"""Functions that find, check and add LoRA adapters, which are new or were saved by peft."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def adapter_at(path: str) -> PeftConfig | None:
     return found
 
 
-@functools.cache  # a start calls this three times for the same model
+@functools.cache  # a run calls this three times for the same model at its start
 def _is_on_hub(path: str) -> bool:
-    """Return True if a hub id names an adapter, and False if the path is not a hub id."""
+    """Return True if the path is the hub id of an adapter, and False otherwise."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    hub.is_offline()  # if offline, the hub's client then uses its cache
+    hub.is_offline()  # if the hub is unreachable, this makes its client use the cache
     try:
         return find_adapter_config_file(path) is not None
     except (OSError, ValueError):
@@ -81,7 +81,7 @@ def with_saved(
         found: configuration of the adapter.
         lora: settings of a new adapter. If they are given, the saved adapter is merged into the
             weights. None keeps the saved adapter for training.
-        empty: the model has no weights yet, because they will be copied from rank 0.
+        empty: True if the model has no weights yet. Sharding copies them from rank 0 later.
 
     Raises:
         UserWarning: a weight of the adapter is missing.

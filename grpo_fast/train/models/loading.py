@@ -66,13 +66,14 @@ def load_policy(
         # 2. Apply the memory options before peft, because peft wraps the layers and renames them.
         model.to("meta" if empty else device)
         apply_options(model, config)
-        # 3. Add the saved adapter. With `config.lora` add a new one.
+        # 3. Add the saved adapter. If `config.lora` is set, add a new adapter.
         if saved is not None:
             with _reading(str(config.path), "the folder or hub id of a LoRA adapter"):
                 model = with_saved(model, str(config.path), saved, config.lora, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
-    # 4. Build the policy. On random tokens compare its log-probs with those of the model.
+    # 4. Build the policy. Then compare its log-probs on random tokens with those of the model's own
+    # forward pass.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, autocast=autocast, home=device)
@@ -85,7 +86,7 @@ def load_policy(
 
 
 def _check_vocabulary(policy: Policy) -> None:
-    """Raise a ValueError if the tokenizer has ids that exceed the rows of the embedding.
+    """Raise a ValueError if the model's embedding has no row for a token id of the tokenizer.
 
     Special tokens are exempt, for example the image token of Gemma 3. Prompts that contain such a
     token are rejected later.
@@ -116,7 +117,7 @@ def _load_model(config: ModelConfig, empty: bool) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # `_check_keys` raises a better message
+            ignore_mismatched_sizes=True,  # `_check_keys` raises a clearer error
             output_loading_info=True,
             **keywords,
         )
@@ -150,7 +151,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     path = str(config.path)
-    # peft does not save the tokenizer with an adapter, so its folder often contains none.
+    # peft does not save the tokenizer with an adapter, so an adapter's folder often has none.
     saved = adapter_at(path)
     if saved is not None and not (Path(path) / "tokenizer_config.json").is_file():
         path = saved.base_model_name_or_path
@@ -161,7 +162,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase:
-    """Build a tokenizer from the questions. Return None if the model has its own tokenizer."""
+    """Build a tokenizer from the training examples. Return None if the model comes with one."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
     if model.tokenizer is None:
@@ -217,8 +218,8 @@ def _reading(path: str, expected: str) -> Iterator[None]:
         with in_silence():
             yield
     except Exception as error:  # readers and architectures raise many classes
-        # The original messages name neither a damaged file nor a missing folder, so look for both
-        # here.
+        # The errors of transformers name neither a damaged file nor a missing folder, so look for
+        # both here.
         why = reason(error)
         damaged = _damaged_weights(path)
         if damaged:
@@ -232,7 +233,7 @@ def _reading(path: str, expected: str) -> Iterator[None]:
 
 
 def _damaged_weights(path: str) -> str | None:
-    """Return the first weight file of a folder that cannot be opened and the reason, or None."""
+    """Return the name and the error of the first weight file that cannot be opened, or None."""
     from safetensors import safe_open
 
     for file in sorted(Path(path).glob("*.safetensors")):

@@ -16,12 +16,13 @@ from grpo_fast.train.config.base import named_in
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Do not save the state of the random generator, because dropout is off everywhere in the trainer.
+# Arguments of `torch.utils.checkpoint`. The state of the random generator need not be saved for the
+# recomputation, because dropout is off everywhere in the trainer.
 RECOMPUTE: dict[str, bool] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def apply_options(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Apply the options of the section `model` to a model."""
+    """Enable gradient checkpointing and tiled MLPs if the section `model` requests them."""
     if config.gradient_checkpointing:
         enable_checkpointing(model, config.gradient_checkpointing == "offload")
     if config.tiled_mlp is not None:
@@ -43,6 +44,9 @@ def enable_checkpointing(model: PreTrainedModel, offload: bool = False) -> None:
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Make every dense MLP compute at most `rows` rows at a time. Errors name `model.tiled_mlp`."""
+    """Make every dense MLP compute at most `rows` tokens at a time.
+
+    Error messages name the setting `model.tiled_mlp`.
+    """
     with named_in("model"):
         memory.tile_mlps(model, rows)

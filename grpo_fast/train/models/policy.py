@@ -56,7 +56,7 @@ class Policy(SampledModel):
     ) -> None:
         super().__init__(model, tokenizer, autocast=autocast)
         self.home = home
-        self.kind = type(self.lm)  # stored, because FSDP2 replaces the class when it shards
+        self.kind = type(self.lm)  # stored, because FSDP2 replaces the model's class later
         check_supported(self.lm)
         # Reason why completions cannot share the computation of their prompt, or None if they can.
         self.unshared = shared_prompt_supported(self.lm)
@@ -161,13 +161,19 @@ class Policy(SampledModel):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather all weights of a sharded model, so that ranks can run different forward passes."""
+        """Return a context in which every rank has all weights of a sharded model.
+
+        Ranks can run different forward passes in this context.
+        """
         with sharding.unsharded(self.lm) if self.is_sharded else nullcontext(), self.apart():
             yield
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Allow ranks to run different numbers of forward passes, as rollouts do."""
+        """Return a context in which ranks may run different numbers of forward passes.
+
+        Rollouts need this context, because ranks generate different numbers of tokens.
+        """
         self._is_apart = True
         try:
             yield
@@ -187,7 +193,10 @@ class Policy(SampledModel):
         return twin
 
     def trainable_copy(self) -> Policy:
-        """Return a copy for a critic. It trains the same parameters, except an untied LM head."""
+        """Return a copy of the policy that a critic can train.
+
+        The copy trains the same parameters as the policy, except an untied LM head.
+        """
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)
         twin.lm = twin.model if self.model is self.lm else twin.model.get_base_model()

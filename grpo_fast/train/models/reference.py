@@ -22,12 +22,13 @@ MOST_RELATIVE_ERROR = 0.2  # limit of |kl / target - 1|; larger errors of a step
 
 
 class Reference:
-    """The reference model, which is a frozen or synced copy, or the policy without its adapter.
+    """Reference model of the KL divergence.
 
-    With `kind: none` there is no reference.
+    It is a different model, a frozen copy of the policy, a copy that is synced with the policy, or
+    the policy without its adapter. With `kind: none` there is no reference.
 
     Args:
-        policy: the policy at the start of training, after a warm start.
+        policy: the policy after the warm start and before the first training step.
         config: the section `reference`.
         another: a different model loaded by `load_another`, or None.
     """
@@ -151,6 +152,6 @@ class KLWeight:
         if self.config.target is None or math.isnan(kl):
             return
         error = min(max(kl / self.config.target - 1, -MOST_RELATIVE_ERROR), MOST_RELATIVE_ERROR)
-        # Without the limit of 1, a step with many completions could set β to 0, where it would
-        # remain.
+        # Without the limit of 1, a step with many completions could set β to 0. It would then
+        # remain 0, because β is only ever multiplied.
         self.value *= 1 + error * min(completions / self.config.horizon, 1.0)

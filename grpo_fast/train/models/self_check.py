@@ -24,7 +24,7 @@ def self_check(policy: Policy) -> float:
     weights, with which small errors are visible.
 
     Returns:
-        The largest difference with the model's weights, in nats.
+        The largest difference of a log-probability in nats, in the round with the model's weights.
 
     Raises:
         ValueError: the difference exceeds the tolerance of the dtype, or logits are NaN.
@@ -60,7 +60,7 @@ def _self_check(policy: Policy) -> float:
 
 
 def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
-    """Return the largest difference of the log-probs, in nats, for given first positions.
+    """Return the largest log-prob difference, in nats, of packed rows from padded batches.
 
     Args:
         policy: the policy.
@@ -83,8 +83,8 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
     vars(layout)["position_ids"] = trial.moved_positions(layout, starts)
     rows = [prompt + ids for prompt, pair in groups for ids in pair]
     places = [start for start in starts for _ in "ab"]
-    # Run the first group as a separate batch, because some models compute with the largest position
-    # in a batch.
+    # Run the first group as a separate batch, because the results of some models depend on the
+    # largest position in a batch.
     batches = [rows[:2], rows[2:]][: len(starts)]
     with small_windows(lm, positions=False):
         pack = dataclasses.replace(pack, layout=layout)
@@ -105,7 +105,7 @@ def _gap(
     Returns:
         The difference in nats.
     """
-    policy.lm.train()  # reveals a random choice of experts
+    policy.lm.train()  # training mode reveals a random choice of experts
     ours = policy.logps(pack)
     with policy.generation():
         pairs = zip(rows, starts, strict=False)

@@ -1,7 +1,7 @@
 """The processes (ranks) of a run: their number, collectives, and errors that all ranks raise.
 
-Without torch's default process group every function works for a single rank. torch pickles the
-objects that ranks exchange. This is safe, because all ranks belong to one launch.
+If torch has no default process group, every function treats this process as the only rank. torch
+pickles the objects that ranks exchange. This is safe, because all ranks belong to one launch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_main() -> bool:
 
 @contextmanager
 def as_rank_error() -> Iterator[None]:
-    """Convert an error in a collective, which a dead rank causes, to a RankError."""
+    """Replace an error of a collective call with a RankError, which says that a rank has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -160,9 +160,9 @@ def sum_(values: Tensor) -> Tensor:
 def together(*, in_step: bool = False) -> Iterator[None]:
     """Re-raise an error from any rank on all ranks. The message names the rank. Collective call.
 
-    If several ranks fail, a signal takes precedence. Without a signal, the error of the lowest rank
-    is raised. Code inside the context must not call collectives, because the other ranks would wait
-    for a failed rank.
+    If several ranks fail, the error `Stopped`, which a signal causes, takes precedence. Otherwise
+    the error of the lowest rank is raised. Code inside the context must not call collectives,
+    because the other ranks would wait for a failed rank.
 
     Args:
         in_step: True if the code inside calls collectives, as sharded models do. Errors are then

@@ -48,7 +48,7 @@ def shard_all(
 def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.device) -> None:
     """Give each rank its shard of rank 0's weights. Collective call.
 
-    Rank 0 sends one tensor at a time.
+    Rank 0 sends one tensor at a time, so that no rank receives the full model at once.
 
     Args:
         model: the model. On ranks other than 0 it may be on the meta device.
@@ -84,7 +84,8 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.de
     _take_buffers(model, device)
     model.inside = types.MethodType(lambda _, work: work(), model)
     register_fsdp_forward_method(model, "inside")
-    # FSDP2 assigns parameters to groups in the first forward pass, so run one through the root.
+    # FSDP2 assigns parameters to groups in the first forward pass of the root module, so run an
+    # empty pass here.
     with torch.no_grad():
         model.inside(lambda: None)
     model.reshard()
@@ -93,7 +94,7 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.de
 def _take_dtypes(model: nn.Module) -> None:
     """Cast the parameters of a model on the meta device to the dtypes of rank 0's parameters.
 
-    Only rank 0 read the files in which the dtypes are stored.
+    The dtypes are stored in the model's files, which only rank 0 has read.
     """
     own = {name: (p.dtype, p.shape) for name, p in model.named_parameters()}
     mains = distributed.from_main(lambda: own)
@@ -147,6 +148,6 @@ def unsharded(model: PreTrainedModel | PeftModel) -> Iterator[None]:
         model.set_reshard_after_forward(True)
         for part in parts:
             part.reshard()
-        # Restore the root module's setting: it stays gathered after forward, because the backward
-        # pass uses the head again.
+        # Restore the root module's setting. Its weights stay gathered after the forward pass,
+        # because the backward pass uses the head again.
         model.set_reshard_after_forward(False, recurse=False)

@@ -41,10 +41,12 @@ class StepBatch:
     """The samples of one step, packed into micro-batches of limited size.
 
     `minibatches[k]` contains the micro-batches of optimizer step k on this rank. `totals[k]`
-    contains their counts over all ranks. A sample that exceeds the token budget gets a micro-batch
-    alone. With several ranks each rank gets a share of every minibatch. A rank's share consists of
-    complete groups, and all shares have about the same number of tokens. Idle micro-batches are
-    added until all ranks have the same number.
+    contains the counts of step k over all ranks. A sample that exceeds the token budget gets a
+    micro-batch alone.
+
+    The groups of every minibatch are divided among the ranks, so that all ranks have about the same
+    number of tokens. A rank with too few micro-batches gets idle micro-batches, because all ranks
+    must run the same number of passes.
 
     Args:
         samples: samples with advantages. The samples of a group are adjacent.
@@ -85,7 +87,7 @@ class StepBatch:
         self.budget = budget
         self.mask_truncated = mask_truncated
         self.advantages = samples.advantages
-        # A NaN advantage means that no reward function could judge the sample.
+        # A NaN advantage marks a sample without a reward. Such a sample has no loss.
         self.counts = ~(samples.truncated & mask_truncated | self.advantages.isnan())
         self.has_fixed = False
         self.parts: list[list[int]] = []
@@ -138,7 +140,8 @@ class StepBatch:
 
         Args:
             budget: maximum number of trunk tokens of a micro-batch.
-            keep_fixed: keep the columns of `precompute`. If False, they are dropped.
+            keep_fixed: True keeps the columns that `precompute` has filled. False drops them, so
+                that they are computed again.
         """
         self.budget = budget
         if keep_fixed:
@@ -152,7 +155,7 @@ class StepBatch:
         self.totals = [totals for _, totals in packed]
 
     def exchange(self, names: Sequence[str]) -> None:
-        """Send the named columns of all ranks' samples to every rank. Collective call."""
+        """Give every rank the values of all ranks in the named columns. Collective call."""
         if self.ranks == 1:
             return
         # Collect the values by a sum over ranks. Each value is added to zeros from the other ranks,
@@ -170,7 +173,7 @@ class StepBatch:
                 setattr(self.samples, name, sum_(every).to(column.dtype))
 
     def used_advantages(self) -> tuple[Tensor, ...]:
-        """Return the advantages of each sample's completion tokens. Collective call."""
+        """Return one tensor per sample with the advantages of its tokens. Collective call."""
         lengths = self.samples.lengths
         if self.samples.token_advantages is not None:
             self.exchange(["token_advantages"])
@@ -178,7 +181,7 @@ class StepBatch:
         return self.advantages.repeat_interleave(torch.tensor(lengths)).split(lengths)
 
     def packed(self, groups: Sequence[Sequence[int]]) -> MicroBatch:
-        """Return a micro-batch of the samples with the given indices, which are listed by group."""
+        """Pack samples into one micro-batch. Each group is a list of sample indices."""
         options: Any = {"shared": self.shared, "trees": self.trees}
         return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
 
@@ -214,7 +217,7 @@ class StepBatch:
         return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Return micro-batches as lists of groups, where each group is a list of sample indices."""
+        """Plan micro-batches. Each is a list of groups, and each group a list of sample indices."""
         if self.trees:
             every = [i for group in groups for i in group]
             rows = plan_trees([self.samples.sample(i) for i in every], budget)

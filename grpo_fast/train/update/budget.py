@@ -1,4 +1,4 @@
-"""Token budget of micro-batches, predicted from the free memory and halved when memory runs out."""
+"""Token budget of micro-batches, predicted from the usable memory and halved if memory runs out."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TokenBudget:
 
     Args:
         device: the training device.
-        memory: predicted memory of a step. None means that the model is unknown, and that the
-            budget is unlimited.
+        memory: predicted memory of a step. None makes the budget unlimited. It is passed for models
+            whose memory cannot be predicted.
         fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
         in_step: True if the weights are sharded. A single rank then cannot repeat a pass.
     """

@@ -68,7 +68,7 @@ class Critic:
         return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
 
     def values(self, packed: PackedTree, policys_hidden: Tensor | None = None) -> Tensor:
-        """Compute the values of the states before the completion tokens.
+        """Compute the value of the state before each completion token.
 
         Args:
             packed: a packed row with T tokens, of which R are completion tokens.
@@ -85,12 +85,12 @@ class Critic:
     def backward(
         self, policy_loss: Tensor, batch: MicroBatch, hidden: Tensor, weights: Tensor
     ) -> dict[str, Tensor]:
-        """Compute the gradients of policy_loss + coef · Σ weight · value loss.
+        """Compute the gradients of the total loss, policy_loss + coef · Σ weight · value_loss.
 
         Args:
-            policy_loss: 0-d tensor with its graph.
+            policy_loss: the policy's loss of the micro-batch, a 0-d tensor that requires grad.
             batch: the micro-batch.
-            hidden: the policy's hidden states, shape (T, H), with their graph.
+            hidden: the policy's hidden states, shape (T, H). They require grad.
             weights: weights of the tokens in the loss, shape (R,).
 
         Returns:
@@ -154,7 +154,7 @@ class Critic:
     def estimate_advantages(
         self, batch: StepBatch, beta: float | None, estimator: str, following: Tensor | None
     ) -> None:
-        """Write the advantage (GAE) and return of every token into the samples. Collective call.
+        """Write each token's advantage (GAE) and return into the samples. Collective call.
 
         With `critic.whiten`, advantages are whitened over the tokens of the step that have a loss.
         Other tokens get the advantage 0.
@@ -181,7 +181,8 @@ class Critic:
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)
         rewards = by_sample(rewards_with_kl(batch, beta, estimator))
-        # 2. Compute advantages, and returns with their own lambda if `lam_returns` is set.
+        # 2. Compute the advantages. For the returns use `lam_returns` instead of `lam` if it is
+        # set.
         alpha = config.lam_alpha
         lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
         lam_returns = config.lam if config.lam_returns is None else config.lam_returns
@@ -246,8 +247,8 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
     loaded = Critic(policy, critic, trunk)
-    # 3. Load a saved value head. The folder of a language model contains none, and the head stays
-    # at zero.
+    # 3. Load a saved value head. If the folder contains only a language model, the head stays at
+    # zero.
     file = Path(critic.path) / HEAD_FILE
     if file.is_file():
         from safetensors.torch import load_file
@@ -261,7 +262,7 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
 
 
 def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Tensor:
-    """Return the rewards of tokens, shape (R,), minus the weighted KL divergence.
+    """Return the reward of each token minus its weighted KL divergence, shape (R,).
 
     If there are no rewards per token, the last token of a sample receives the sample's reward.
 
@@ -282,7 +283,7 @@ def rewards_with_kl(batch: StepBatch, beta: float | None, estimator: str) -> Ten
 
 
 def value_metrics(batch: StepBatch) -> dict[str, float]:
-    """Return metrics of the values that the step's advantages are based on."""
+    """Return metrics that compare the critic's values with the returns of the step."""
     samples = batch.samples
     assert samples.values is not None and samples.returns is not None
     counts = batch.completion_mask.to(samples.values.device)

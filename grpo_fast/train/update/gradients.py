@@ -51,7 +51,8 @@ def accumulate(
         validate: argument `validate` of `linear_grpo_loss`.
         critic: value function whose loss is added, or None.
         ref_head: LM head of the reference, which an exact divergence needs.
-        distill: the section `distill`. None computes the exact KL of `loss.kl_estimator`.
+        distill: the section `distill`. None means no distillation. An exact KL is then computed if
+            `loss.kl_estimator` names one.
         totals: counts over all ranks that normalize the losses. None counts `minibatch`.
 
     Returns:
@@ -90,7 +91,7 @@ def accumulate(
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Run the backward pass, through the critic as well.
+        # 3. Run the backward pass. It includes the critic if the run has one.
         if critic is None:
             loss.backward()
         else:
@@ -147,7 +148,7 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the divergence term from a teacher or the reference.
+    """Return the term of the loss that contains the divergence from a teacher or the reference.
 
     Returns:
         The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
@@ -170,9 +171,9 @@ def divergence_term(
 
 
 def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return the mean KL to a reference over active tokens, as a metric.
+    """Return the mean KL to a reference over the tokens with a loss, as a metric.
 
-    It is used if the loss does not compute the KL.
+    This metric is logged if the loss itself does not compute the KL.
     """
     kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
     return kl[mask].sum() / mask.sum().clamp(min=1)
@@ -188,7 +189,8 @@ def token_weights(
     Args:
         batch: the micro-batch with R completion tokens.
         config: configuration of the loss, which sets the aggregation.
-        items: number of tokens of the optimizer step, or the divisor of each completion.
+        items: number of tokens with a loss in the optimizer step, or one divisor for each
+            completion.
         completions: number of completions of the optimizer step.
     """
     ends = batch.packed.cu_seqlens.long()
@@ -208,7 +210,8 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     """Estimate variance and size of the gradient of the policy loss before the first update.
 
     Each of the n groups gives an independent estimate g_i of the gradient. The loss of a group is
-    normalized as if the step consisted of this group only. With the mean ḡ of the estimates::
+    normalized as if the step consisted of this group only. The two metrics use the mean ḡ of the
+    estimates::
 
         grad_variance = Σ|g_i - ḡ|² / (n · (n - 1))    trace of the covariance of ḡ
         grad_signal   = |ḡ|² - grad_variance           unbiased estimate of |E g|², may be negative
@@ -246,7 +249,8 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
                     squares += float(p.grad.double().square().sum())
                     own += p.grad.float()
                     p.grad = None
-    # 3. Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². This needs only the sum of the gradients, not each of them.
+    # 3. Use the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum of the gradients, so
+    # that the gradients of the groups need not be stored.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
     variance = max(0.0, squares - count * mean_square) / (count * (count - 1))

@@ -17,7 +17,10 @@ from grpo_fast.rollout.ranges import ranges, select_support
 
 @dataclass
 class MicroBatch:
-    """A packed row of B samples, with T trunk tokens and R completion tokens."""
+    """A row into which B samples are packed, with T tokens in total and R completion tokens.
+
+    A prompt that is stored once for several samples counts only once in T.
+    """
 
     samples: Samples  # all samples of the step
     chosen: list[int]  # indices of the B samples
@@ -27,7 +30,7 @@ class MicroBatch:
     advantages: Tensor  # (B,) fp32, 0 for samples without a loss
     support: Support | None  # token ids that the sampler kept, for the R tokens
     prompt_items: Tensor | None = None  # (B,) fp64, divisors of `aggregation: prompt_mean`
-    is_idle: bool = False  # no token has a loss; gives all ranks as many passes
+    is_idle: bool = False  # True: no token has a loss, see `idle`
 
     @classmethod
     def pack(
@@ -85,7 +88,11 @@ class MicroBatch:
         self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
-        """Return a copy that runs the same passes but in which no token has a loss."""
+        """Return a copy that runs the same passes but in which no token has a loss.
+
+        A rank with fewer micro-batches than another runs such copies, because FSDP2 requires the
+        same number of passes on all ranks.
+        """
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)
 

@@ -84,7 +84,9 @@ class Optimizer:
         vars(self).update({name: state[name] for name in COUNTERS})
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Return Adam's moments with names that are built from the names of the parameters.
+        """Return the state tensors of Adam, keyed by name.
+
+        The name of a tensor is the parameter's name followed by Adam's key, such as `.exp_avg`.
 
         Args:
             names: name of each parameter.

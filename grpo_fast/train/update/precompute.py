@@ -55,7 +55,8 @@ def precompute(
     keep_old = keep_old or by_advantage or reward_beta is not None
     with together(in_step=policy.is_sharded):
         for micro in batch.micro_batches:
-            # 1. Evaluate the reference: hidden states for an exact divergence, log-probs otherwise.
+            # 1. Evaluate the reference. An exact divergence needs its hidden states. All other
+            # estimators need its log-probs.
             if reference is not None and (by_loss or loss.kl_estimator in EXACT):
                 micro.write("ref_hidden", reference.hidden(micro.packed))
             elif reference is not None:
@@ -105,7 +106,7 @@ def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
 
 
 def teacher_advantages(batch: StepBatch, coef: float) -> Tensor:
-    """Return the advantages of tokens when distilling from a teacher, shape (R,).
+    """Return the advantage of each token in distillation from a teacher, shape (R,).
 
     The advantage is coef · (log q - log p) plus the advantage of the sample. q is the probability
     under the teacher and p is the probability under the policy. For a sample without a reward the

@@ -24,7 +24,7 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
     Args:
         updates: the updates of the step.
-        per_pass: updates per pass. Log-probabilities are included from the first pass only.
+        per_pass: updates per pass over the batch. Log-probabilities of later passes are left out.
     """
     seen = LossMetrics(optimizer_steps=len(updates))
     for index, each in enumerate(updates):
@@ -36,7 +36,7 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
 @dataclass
 class Step:
-    """Data of one training step. A run resumes between steps, so checkpoints never contain it."""
+    """Data of one training step. A checkpoint never contains a Step."""
 
     number: int
     clock: Clock

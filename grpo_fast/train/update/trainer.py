@@ -38,7 +38,7 @@ FULLY_VALIDATED_STEPS = 2
 
 
 class Trainer:
-    """Trains a policy, and manages the reference model, an optional critic, and the KL weight β.
+    """Trainer of a policy, with its reference model, an optional critic and the KL weight β.
 
     Args:
         config: configuration of the run.
@@ -88,7 +88,7 @@ class Trainer:
 
         Args:
             number: number of the step, counted from 1.
-            clock: measures the parts of the step.
+            clock: clock that measures the time of each part of the step.
             collected: samples and metrics of the collector.
         """
         samples, metrics = collected
@@ -105,7 +105,11 @@ class Trainer:
         return Step(number, clock, batch, metrics)
 
     def minibatches(self, step: Step) -> Iterator[int]:
-        """Yield the minibatch index of each optimizer step, over all passes of a step."""
+        """Yield the index of the minibatch for each optimizer step of a training step.
+
+        The batch is used in `inner_iterations` passes. Before each pass except the first, iteration
+        stops if the KL of the previous pass exceeds `max_approx_kl`.
+        """
         config = self.config
         batch = step.batch
         self.policy.model.train()
@@ -123,7 +127,10 @@ class Trainer:
             yield from range(config.minibatches)
 
     def update(self, step: Step, minibatch: int) -> None:
-        """Run one optimizer step on a minibatch. Use smaller micro-batches if memory runs out."""
+        """Run one optimizer step on a minibatch.
+
+        If memory runs out, repeat the passes with smaller micro-batches.
+        """
         batch = step.batch
         losses = None
         while losses is None:
@@ -157,7 +164,7 @@ class Trainer:
         step.updates.append(Update(losses, norms[0], rate))
 
     def precompute(self, batch: StepBatch) -> None:
-        """Fill the columns of a batch that are the same for all its updates."""
+        """Compute the columns that all updates of a step share, such as old log-probs."""
         precompute(
             batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
             reference=self.reference if self.reads_reference else None, critic=self.critic,
@@ -166,7 +173,7 @@ class Trainer:
         )  # fmt: skip
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Advance schedules, reference and β after a step's updates, and return its metrics.
+        """Advance the schedules, the reference and β after a step. Return the metrics of the step.
 
         After an early stop by the KL limit, the schedules advance by the full number of updates.
         """
@@ -255,7 +262,10 @@ class Trainer:
             optimizer.load_state_dict(state["optimizers"][who])
 
     def summary(self, memory_before: int) -> dict[str, Any]:
-        """Return totals of the run. `memory_before` is the peak memory before it, in bytes."""
+        """Return totals of the run.
+
+        The argument `memory_before` is the peak memory of the process before the run, in bytes.
+        """
         return {
             "steps": self.config.steps,
             "skipped_steps": self.optimizer.skipped,

@@ -24,7 +24,7 @@ def warm_start(
     seed: int,
     log: Callable[[int, dict[str, float]], object],
 ) -> None:
-    """Train on the gold solutions, each followed by EOS.
+    """Train a policy with supervised learning on gold solutions, each followed by EOS.
 
     Args:
         policy: the policy to train.

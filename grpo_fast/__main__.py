@@ -1,4 +1,4 @@
-"""Entry point of `grpo-fast` and of `python -m grpo_fast`."""
+"""Entry point of the commands `grpo-fast` and `python -m grpo_fast`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. If a package of the extra "train" is missing, exit with its name."""
+    """Run a command of `grpo-fast`. If a required package is missing, print its name and exit."""
     for stream in (sys.stdout, sys.stderr):
-        # Print ? for characters that the terminal cannot encode, such as → under LC_ALL=C. Check
-        # the type, because a caller may have replaced the stream by a different object.
+        # Print "?" for characters that the terminal cannot encode, such as → under LC_ALL=C. Check
+        # the type first, because a caller may have replaced the stream with a different object.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:

@@ -1,7 +1,7 @@
-"""The command line `grpo-fast`.
+"""The command-line program `grpo-fast`.
 
-Its commands are train, eval, export, doctor, bench, recipes, config, plan, plot and data. Each
-command imports its modules when it runs, so that `--help` and usage errors appear at once.
+The commands are train, eval, export, doctor, bench, recipes, config, plan, plot and data. Each
+command imports its modules only when it runs, so that `--help` and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _print_lines(*lines: str) -> None:
-    # Escape control characters in prompts and completions, because a terminal would execute them.
+    # Escape control characters, because a completion could contain commands for the terminal.
     from grpo_fast.data import escape_control
 
     for line in lines:
@@ -46,7 +46,7 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_pri
 
 @app.callback()
 def main(version: Version = False) -> None:
-    """Accept options before the name of a command, for example `grpo-fast --version`."""
+    """Define the options of `grpo-fast` without a command, for example `grpo-fast --version`."""
 
 
 @app.command()
@@ -84,8 +84,8 @@ def train(
         try:
             loop.train(config)
         except Stopped as stopped:
-            # A first signal has stopped the run. Restore the default action, so that a second
-            # signal ends the process at once, even while Python shuts down.
+            # The first signal has stopped the run. Restore the default action of SIGINT, so that a
+            # second Ctrl-C ends the process at once, even while Python shuts down.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if stopped.code != SAVED and launched_rank() == 0:
                 typer.echo(f"{stopped.name}: ended before there was anything to save", err=True)
@@ -108,8 +108,9 @@ def evaluate(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure accuracy on held-out questions: greedy, and with samples=N pass@k and maj@k.
+    """Measure the accuracy of a model on held-out questions, or compare two models.
 
+    The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
     Two models get the same questions. Their difference is shown with standard error and p-value.
     """
     from grpo_fast.errors import NonFiniteLogits
@@ -131,7 +132,7 @@ def export(
     out: Annotated[str, typer.Argument(help="A new folder.")],
     debug: Debug = False,
 ) -> None:
-    """Write the model of a checkpoint in the format of transformers, with LoRA merged."""
+    """Export the model of a checkpoint in the format of transformers. A LoRA adapter is merged."""
     from grpo_fast.train.runs.export import export as write
 
     with told(debug, OSError):
@@ -151,9 +152,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Test this machine. With a model, compare its rollouts with the trainer.
+    """Test this machine. With a model, compare the log-probs of its sampler and trainer.
 
-    The exit status is 1 if a self-test fails or the difference exceeds the threshold.
+    The exit status is 1 if a self-test fails, or if the mean difference of the log-probs exceeds
+    the threshold.
     """
     with told(debug, RuntimeError, OSError):
         from grpo_fast.doctor.command import run
@@ -167,10 +169,10 @@ def doctor(
     add_help_option=False,
 )
 def bench(context: typer.Context) -> None:
-    """Measure kernels, rollouts and steps against other libraries. Needs a checkout.
+    """Compare the speed of kernels, rollouts and steps with other libraries. Needs a checkout.
 
-    The benchmarks are not in the package, because they call the other libraries, read the commit
-    and write to benchmarks/results/.
+    The installed package does not contain the benchmarks, because they import the other libraries,
+    read the git commit and write to benchmarks/results/.
     """
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "benchmarks" / "command.py").is_file():
@@ -184,7 +186,7 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def recipes() -> None:
-    """List the recipes with subject, size, time and requirements."""
+    """List the recipes, each with its subject, size, time and requirements."""
     from grpo_fast.train.config.recipes import recipe_table
 
     for command, subject, size, time, needs in recipe_table():
@@ -196,7 +198,7 @@ def config(
     section: Annotated[str, typer.Argument(help="A section such as optim, or a key.")] = "",
     debug: Debug = False,
 ) -> None:
-    """List every key of a run's configuration with type, default and meaning."""
+    """List every setting of a run, with its type, default and description."""
     from grpo_fast.train.config import RunConfig
     from grpo_fast.train.config.listing import listed_keys
 
@@ -214,9 +216,10 @@ def plan(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict how many tokens of a micro-batch fit into memory under each option.
+    """Predict how many tokens of a micro-batch fit into memory with different options.
 
-    The weights are not loaded. Without gpu=… the plan is for this machine's GPU or main memory.
+    No weights are loaded. Without gpu=…, the prediction is for this machine's GPU, or for its main
+    memory if it has no GPU.
     Without a model, the command says for each known model what fits.
     """
     from rich.console import Console
@@ -240,7 +243,7 @@ def plot(
     out: Annotated[str | None, typer.Option("-o", "--out", help="A .png, .svg or .pdf.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Draw the curves of runs in one picture."""
+    """Draw the metrics of one or several runs as curves in one picture."""
     with told(debug, OSError, code=USAGE_ERROR):
         from grpo_fast.train.report.curves import plot_runs
 
@@ -256,7 +259,7 @@ def data(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show a data set as a run reads it: counts, skipped rows, prompts and gold answers."""
+    """Show how a run reads a data set: counts, skipped rows, prompts and gold answers."""
     from grpo_fast.data import escape_control
     from grpo_fast.train.evaluation.data_view import data_lines
 

@@ -1,7 +1,7 @@
-"""Errors for invalid arguments, and the exceptions that end a run.
+"""Functions that raise errors for invalid arguments, and the exceptions that end a run.
 
 An invalid argument raises a ValueError that names the argument, the expected value and the actual
-value. A run that cannot continue raises a subclass of `RunError`, which the commands catch.
+value. A run that cannot continue raises a subclass of `RunError`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
 from typing import TypeVar, cast
 
-FP32_MAX = 3.4028234663852886e38  # Largest finite fp32 number. The kernels compute in fp32.
-# Smallest log-probability that is accepted as a real value. vLLM writes -9999 in place of NaN and
-# -inf. Real log-probabilities of sampled or most likely tokens are always far above -1000.
+FP32_MAX = 3.4028234663852886e38  # the largest finite number in fp32, the dtype of the kernels
+# Log-probabilities below this limit are rejected, because they are placeholders: vLLM reports -9999
+# instead of NaN and -inf. The log-probability of a token that was sampled, or that is among the
+# most likely tokens, is always far above the limit.
 LEAST_LOGP = -1000.0
-LONGEST_WORD = 200  # letters of a word that are compared with known names
-SAVED = 75  # exit status of a run that was saved: EX_TEMPFAIL, "try again"
+LONGEST_WORD = 200  # number of letters of an unknown word that are compared with known names
+SAVED = 75  # exit status of a stopped run that can be resumed (EX_TEMPFAIL, "try again later")
 
 
 def argument_error(
     name: str, expected: str, came: object, kind: type[Exception] = ValueError
 ) -> Exception:
-    """Return an error that names an argument, the expected value and the actual value.
+    """Build an error that names an argument, the expected value and the actual value.
 
     Args:
         name: the argument.
-        expected: the values that are allowed, as a phrase that follows "expected".
+        expected: description of the allowed values, which follows the word "expected".
         came: the actual value.
         kind: the exception class.
     """
@@ -41,13 +42,14 @@ def require(
 ) -> None:
     """Raise the error of `argument_error` unless `fits` is true.
 
-    Functions that torch.compile may trace use `raise argument_error(...)` instead, because building
-    the message on every call, from shapes or numbers, would break the graph.
+    Do not call this function in code that torch.compile traces. The arguments of the message are
+    evaluated even if the condition holds, which can break the graph. Use an `if` statement and
+    `raise argument_error(...)` there.
 
     Args:
         fits: the condition, evaluated as a bool.
         name: the argument.
-        expected: the values that are allowed, as a phrase that follows "expected".
+        expected: description of the allowed values, which follows the word "expected".
         came: the actual value.
         kind: the exception class.
     """
@@ -56,12 +58,12 @@ def require(
 
 
 def conflict(a: str, b: str, why: str) -> ValueError:
-    """Return the error for two settings that cannot be combined.
+    """Build the error for two settings that cannot be combined.
 
     Args:
         a: the first setting with its value, for example "reference.kind=none".
         b: the second setting with its value, for example "loss.beta=0.1".
-        why: the reason, and what to do instead.
+        why: the reason for the conflict, and what to do instead.
     """
     return ValueError(f"{a} conflicts with {b}: {why}")
 
@@ -75,7 +77,7 @@ def choice(name: str, value: object, choices: Collection[str]) -> None:
 def number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
     """Raise a ValueError unless `value` is a finite number for which `holds(value)` is true."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # Every number must fit into fp32, because the kernels compute in fp32. The comparison also
+        # Reject numbers that overflow in fp32, the dtype of the kernels. This comparison also
         # rejects NaN, and integers that are too large for a float.
         if abs(value) <= FP32_MAX and holds(value):
             return
@@ -85,20 +87,20 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
 def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to a word, or None if no name is similar.
 
-    The comparison ignores case. For a dotted name such as "loss.beta" only the last part is
-    compared.
+    The comparison ignores case. Of a known name with dots, such as "loss.beta", it uses only the
+    last part.
 
     Args:
         word: the unknown word.
         known: the valid names.
-        cutoff: smallest similarity, from 0 to 1, that is accepted.
+        cutoff: minimum similarity of the result, from 0 (different) to 1 (equal).
     """
     letters = word[:LONGEST_WORD].casefold()
 
     def likeness(name: str) -> tuple[bool, float]:
         last = name.casefold().rpartition(".")[2]
-        # SequenceMatcher finds "gpro" equally similar to "gspo" and "grpo". Swapped letters are the
-        # more frequent mistake, so prefer the name with the same letters.
+        # Prefer a name that has the same letters in a different order, because people often swap
+        # letters. SequenceMatcher alone finds "gpro" equally similar to "gspo" and "grpo".
         return sorted(last) == sorted(letters), SequenceMatcher(None, last, letters).ratio()
 
     best = max(known, key=likeness, default=None)
@@ -106,7 +108,7 @@ def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the nearest known name, or ""."""
+    """Return a hint such as "; nearest: NAME" for an error message, or "" if no name is similar."""
     near = nearest_name(word, known)
     return f"; nearest: {near}" if near else ""
 
@@ -115,7 +117,10 @@ Target = TypeVar("Target", bound=Callable[..., object])
 
 
 def names_nearest(target: Target) -> Target:
-    """Make a function, dataclass or NamedTuple suggest the nearest name for an unknown keyword."""
+    """Decorate a function, dataclass or NamedTuple to improve the error for an unknown keyword.
+
+    The error then suggests the known keyword with the most similar name.
+    """
     if not isinstance(target, type):
         return cast(Target, _checks_keywords(target, target.__name__))
     name = "__new__" if issubclass(target, tuple) else "__init__"
@@ -124,9 +129,11 @@ def names_nearest(target: Target) -> Target:
 
 
 def _checks_keywords(build: Callable[..., object], owner: str) -> Callable[..., object]:
-    """Wrap `build` with a check for unknown keywords.
+    """Wrap a function with a check for unknown keywords.
 
-    The error message calls the function or class `owner`.
+    Args:
+        build: the function.
+        owner: name of the function or class in the error message.
     """
     known = [x for x in inspect.signature(build).parameters if x not in ("self", "_cls")]
     fields = frozenset(known)
@@ -141,7 +148,7 @@ def _checks_keywords(build: Callable[..., object], owner: str) -> Callable[..., 
 
 
 def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an unknown keyword, which suggests the nearest known keyword.
+    """Build the error for an unknown keyword. It suggests the nearest known keyword.
 
     Args:
         owner: name of the function or class.
@@ -153,14 +160,14 @@ def unknown_keyword(owner: str, word: str, known: Iterable[str]) -> TypeError:
 
 
 def kind_of(x: object) -> str:
-    """Describe a value for an error message: a tensor by its shape, any other value by its repr."""
+    """Describe a value in an error message: by its shape if it has one, otherwise by its repr."""
     return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
 class RunError(RuntimeError):
-    """Error that ends a run.
+    """Base class of errors that end a run.
 
-    The message gives the reason and says where the run was saved, if it was.
+    The message and its notes say why the run ended, and where it was saved if it was.
     """
 
 
@@ -169,7 +176,7 @@ class EngineError(RunError):
 
 
 class NonFiniteLogits(RunError):
-    """Raised if the policy has NaN or infinite logits, from which no token can be sampled."""
+    """Raised if the policy computes NaN or infinite logits, so that no token can be sampled."""
 
 
 class RewardError(RunError):
@@ -186,26 +193,26 @@ class NonFiniteGradient(RunError):
 class WriteError(RunError):
     """Raised if a file of a run could not be written.
 
-    The previous version of the file is intact.
+    If the file existed before, its previous content is intact.
     """
 
 
 class RankError(RunError):
-    """Raised if another rank failed or does not answer."""
+    """Raised on a rank if a different rank has failed or does not answer."""
 
 
 class Stopped(SystemExit):
-    """Exit of the process after a signal has ended the run.
+    """Raised to end a run, and with it the process, after a signal.
 
-    The class derives from SystemExit, so that no `except Exception` catches it. The exit status
-    `code` is 128 + the signal's number, or SAVED if a checkpoint of the run was written.
+    The class derives from SystemExit, so that `except Exception` does not catch it. The exit status
+    `code` is 128 plus the number of the signal, or SAVED if the run has written a checkpoint.
 
     Args:
-        number: the signal's number.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)  # pickle passes this argument to the class again
+        super().__init__(number)  # unpickling calls the class with this argument
         self.code = 128 + number
         self.number = number
         self.name = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""File access of a run: regular files only, and JSON-lines logs without partial rows."""
+"""File helpers of a run: safe reading of files, and JSON-lines logs without incomplete rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_fast.errors import WriteError, require
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Convert errors of writing inside this context to a WriteError that names `path`."""
+    """Convert file errors inside this context to a WriteError that names `path`."""
     from safetensors import SafetensorError
 
     try:
@@ -29,10 +29,10 @@ def written(path: Path) -> Iterator[None]:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the bytes of a file.
+    """Read the bytes of a regular file.
 
     Raises:
-        ValueError: the path is a folder, a pipe or a device. Reading a pipe would block.
+        ValueError: the path is a folder, a pipe or a device. Reading a pipe could block forever.
     """
     check_regular(path)
     return path.read_bytes()
@@ -52,7 +52,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file to the disk. For a folder, flush its directory entries."""
+    """Flush a file to disk. If the path is a folder, flush its directory entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -61,36 +61,37 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value to JSON types. Non-finite numbers become null, and 0-d tensors numbers."""
+    """Convert a value to JSON types. A non-finite number becomes null, a 0-d tensor a number."""
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
 class JsonLines:
-    """Open file of JSON lines. A call of `append` writes either all of its rows or none.
+    """Writer of a JSON-lines file. A call of `append` writes either all of its rows or none.
 
     Args:
         path: the file, which is created if it does not exist.
-        length: number of bytes of the existing file to keep. The rest is removed.
+        length: number of bytes to keep of an existing file. The rest is removed.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         check_regular(path)
         self.path = path
         self.length = length
-        # In append mode without a buffer every write goes to the end, even after a truncation.
+        # Use append mode, in which each write goes to the end of the file, even after a truncation.
+        # Without a buffer, `append` knows what the file contains after an error.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 
     def append(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Write one line for each row.
+        """Append one line for each row.
 
         Raises:
-            WriteError: the disk is full. The file is restored to its previous length.
+            WriteError: the disk is full. The file has its previous length again.
         """
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         rest = memoryview(text)
         try:
-            while rest:  # a nearly full disk may write only a part
+            while rest:  # on a nearly full disk, a call may write only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._file.truncate(self.length)
@@ -99,7 +100,7 @@ class JsonLines:
         self.length += len(text)
 
     def sync(self) -> None:
-        """Flush the file to the disk. Do nothing if the file is closed."""
+        """Flush the file to disk. Do nothing if the file is closed."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
 

@@ -1,4 +1,4 @@
-"""Top level of a run, which loads the models and then performs and saves the steps."""
+"""Top level of a training run. It loads the models, runs the steps and saves the result."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from grpo_fast.train.update.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-SHOWN = 8  # completions in a table, rounded up to complete groups
+SHOWN = 8  # number of completions in a saved table, which is rounded up to complete groups
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run a recipe. The numbered comments in this file name the parts of a run.
+    """Train a model as a configuration says.
 
-    On the same machine, the same configuration gives bitwise identical metrics except for timings.
+    The numbered comments in this file name the parts of a run. On the same machine, the same
+    configuration gives bitwise identical metrics, except for timings.
 
     Args:
         config: the configuration, for example from `load_recipe`.
@@ -47,14 +48,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: the configuration, the data or a model is invalid.
         RunError: the run cannot continue, or the disk is full or read-only.
-        Stopped: a signal ended the run. This is a SystemExit.
+        Stopped: a signal ended the run. This exception is a SystemExit.
     """
     started = time.perf_counter()
     memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), run_start(config) as start:
-        # 1. Load rewards, data and models. Raise errors about invalid input before any work is
-        # done.
+        # 1. Load rewards, data and models, so that errors in the input are raised before the first
+        # step.
         loaded = load(start)
         policy = loaded.policy
         stopping = Stopping()
@@ -88,18 +89,18 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
-    """Evaluate the untrained model, then run, log and save the remaining steps."""
+    """Evaluate the model before training, and then run, log and save all remaining steps."""
     trainer = saver.trainer
     collector = saver.collector
     if saver.state.before is None:
         before = _evaluated(0, saver, evaluate)
         saver.report.log(0, before)
         saver.mark(before=before, after=before)
-    _log(saver, evaluate)  # a resumed run may have a finished step that was not logged
+    _log(saver, evaluate)  # in a resumed run, the last finished step may not be logged yet
     for number in range(saver.state.step + 1, saver.config.steps + 1):
-        step, metrics = make_step(number, collector, trainer)  # parts 2 to 6 of a run
-        # 7. Log the step, and evaluate if an evaluation is due. Store the step and its rows in the
-        # run's state first, so that an error while logging or evaluating does not lose the step.
+        step, metrics = make_step(number, collector, trainer)  # parts 2 to 6
+        # 7. Log the step, and evaluate the model if an evaluation is due. Before that, record the
+        # step and its log rows, so that an error in logging or evaluation does not lose the step.
         saver.mark(step=number, unlogged=_rows(step, metrics, collector, trainer))
         _log(saver, evaluate)
         # 8. Save a checkpoint if one is due.
@@ -110,20 +111,20 @@ def _make_steps(saver: Saver, evaluate: Evaluation, stopping: Stopping) -> None:
 
 
 def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step, dict[str, float]]:
-    """Run one training step and return it with its metrics. Collective call.
+    """Run one training step. Return the step and its metrics. Collective call.
 
     Args:
         number: number of the step, counted from 1.
-        collector: samples and scores the completions.
-        trainer: updates the weights.
+        collector: the object that samples and scores completions.
+        trainer: the object that updates the weights.
     """
     clock = Clock()
-    # 2. Sample G completions of each prompt, 3. score them, 4. compute advantages.
+    # 2. Sample G completions of each prompt. 3. Score the completions. 4. Compute advantages.
     collected = collector.next(number, clock)
-    # 5. Pack the samples into micro-batches, and start sampling for the next step.
+    # 5. Pack the samples into micro-batches. With rollout.ahead, start sampling for the next step.
     step = trainer.pack(number, clock, collected)
     collector.begin_ahead(number, clock)
-    # 6. Update: hidden states → fused loss → backward → clip → optimizer.
+    # 6. Update the weights: hidden states → fused loss → backward → gradient clipping → optimizer.
     for minibatch in trainer.minibatches(step):
         trainer.update(step, minibatch)
     clock.lap("train")
@@ -132,7 +133,7 @@ def make_step(number: int, collector: Collector, trainer: Trainer) -> tuple[Step
 
 
 def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: Trainer) -> Rows:
-    """Return the log rows of a step. Collective call, because each rank has a part of the rows."""
+    """Collect the metrics of a step and, if due, its table of completions. Collective call."""
     config = trainer.config
     number = step.number
     rows = Rows(finite(metrics), [])
@@ -152,7 +153,7 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
 
 
 def _log(saver: Saver, evaluate: Evaluation) -> None:
-    """Log the latest finished step, unless that was already done. Evaluate first if due."""
+    """Log the last finished step if it is not logged yet. First evaluate the model if due."""
     rows = saver.state.unlogged
     if rows is None:
         return
@@ -166,7 +167,7 @@ def _log(saver: Saver, evaluate: Evaluation) -> None:
 
 
 def _evaluated(number: int, saver: Saver, evaluate: Evaluation) -> dict[str, float]:
-    """Return the evaluation metrics after a step, or {} if no evaluation is due."""
+    """Evaluate the model after a step and return the metrics, or {} if no evaluation is due."""
     every = saver.config.eval.every
     is_due = number in (0, saver.config.steps) or (every and number % every == 0)
     if not is_due:

@@ -1,7 +1,7 @@
 """Configuration of a run as pydantic models.
 
-Recipes provide the values, and command-line arguments such as `optim.lr=1e-4` change them. Defaults
-of the loss come from `LossConfig`. Importing this package loads no models.
+A recipe provides values, and command-line arguments such as `optim.lr=1e-4` override them. The
+defaults of the section `loss` come from `LossConfig`.
 """
 
 from grpo_fast.train.config.base import Positive, Section, UserPath, require

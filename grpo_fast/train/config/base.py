@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from grpo_fast.errors import require as require
 
 UserPath = Annotated[str, AfterValidator(os.path.expanduser)]
-LIMIT = 1 << 53  # larger integers would be rounded by JSON readers that use doubles
+LIMIT = 1 << 53  # a JSON reader that stores numbers as doubles would round larger integers
 Count = Annotated[int, Field(ge=0, lt=LIMIT)]
 Positive = Annotated[int, Field(ge=1, lt=LIMIT)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at the same time
@@ -21,8 +21,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at t
 class Section(BaseModel):
     """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
 
-    It is strict, so that true is not read as 1. `grpo-fast config` prints the docstring below a
-    field as the description of the field.
+    Validation is strict: for example, `true` is not accepted as the integer 1. The docstring below
+    a field is the description of the field that `grpo-fast config` prints.
     """
 
     model_config = ConfigDict(
@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 @contextmanager
 def named_in(section: str) -> Iterator[None]:
-    """Prefix the message of a ValueError with the name of a section."""
+    """Add the name of a configuration section to the start of a ValueError's message."""
     try:
         yield
     except ValueError as error:
@@ -41,9 +41,9 @@ def named_in(section: str) -> Iterator[None]:
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """Yield a type and all its type arguments.
+    """Yield a type and, recursively, all types that it contains as arguments.
 
-    For `list[int] | None` these are the union, `list[int]`, `int` and `None`.
+    For example, `list[int] | None` yields the union itself, `list[int]`, `int` and `NoneType`.
     """
     yield annotation
     for part in get_args(annotation):

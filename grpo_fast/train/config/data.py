@@ -13,21 +13,23 @@ from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath, require
 from grpo_fast.train.config.plain import read_yaml
 
-KEPT_AT_MOST = 512  # top_k if only top_p is set; limits the token ids stored per position
-CommaList = BeforeValidator(  # YAML reads k=4 as a number, and k=1,4,8 as one text
+# Value of top_k if only top_p is set. It limits how many token ids are stored per position.
+KEPT_AT_MOST = 512
+# YAML reads k=4 as a number and k=1,4,8 as a text. Convert both to a list.
+CommaList = BeforeValidator(
     lambda value: value if isinstance(value, list) else read_yaml(f"[{value}]", "k")
 )
 
 
 class DataConfig(Section):
     task: Literal["sort", "arithmetic", "open", "gsm8k", "jsonl", "traces"]
-    """Generated prompts, listed prompts, GSM8K, questions of a file, or recorded rollouts."""
+    """Generated prompts, a fixed list (open), GSM8K, questions of a file, or recorded rollouts."""
     path: UserPath | None = None
-    """A file, a folder with training and test split, or a hub id such as openai/gsm8k."""
+    """A file, a folder with training and test files, or a hub id such as openai/gsm8k."""
     columns: dict[Literal["prompt", "answer", "solution"], str] = Field(default_factory=dict)
-    """Columns to read, for example {prompt: title, answer: reward_model.truth}."""
+    """Names of the columns to read, for example {prompt: title, answer: reward_model.truth}."""
     prompt_template: str | None = None
-    """Text with {question} in it, or plain, hash or answer_tag; null sends the question."""
+    """A text with {question}, or plain, hash or answer_tag; null sends the question alone."""
     system_prompt: str | None = None
     """System message before every question; null sends none."""
     chat: bool | None = None
@@ -35,9 +37,9 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, for example {enable_thinking: false}."""
     shots_tokens: Positive | None = None
-    """Tokens to fill with worked examples before each question, drawn anew for each question."""
+    """Number of tokens for worked examples, which are drawn anew for each question."""
     n_test: Size | None = None
-    """Test examples to use; null uses all, or a tenth of a file without a test split."""
+    """Number of test examples; null uses all, or a tenth of a file without a test split."""
     digits: int = Field(5, ge=1, le=4096)
     """Length of a generated prompt in symbols."""
 
@@ -59,15 +61,15 @@ class RewardConfig(Section):
     name: str
     """A built-in reward, package.module:function or file.py:function."""
     convention: Literal[CONVENTIONS] | None = None  # type: ignore[valid-type]
-    """Library whose arguments the function takes; {verl: FUNCTION} sets name and convention."""
+    """Library whose reward signature the function has; {verl: FUNCTION} also sets the name."""
     label: str | None = None
-    """Name in the metrics; null uses the function's name."""
+    """Name of the reward in the metrics; null uses the function's name."""
     weight: float = Field(1.0, ge=-1e30, le=1e30)
     """Weight in the sum of the rewards; 0 logs the reward without training on it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
     path: UserPath | None = None
-    """Folder or hub id of the model of reward_model."""
+    """Folder or hub id of the model for the reward named reward_model."""
     timeout: float = Field(60.0, gt=0, le=1e6)
     """Seconds that a call in a worker process may take."""
     in_process: bool = False
@@ -95,12 +97,12 @@ class RewardConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups in which all rewards are equal, because they give no gradient."""
+    """Replacement of groups in which all rewards are equal. Such groups give no gradient."""
 
     rounds: Positive = 4
-    """Times that further prompts are sampled before dropped groups fill the batch."""
+    """Maximum number of resampling rounds; then dropped groups fill the rest of the batch."""
     judged_by: str | None = None
-    """Label of the reward whose spread counts; null uses the weighted sum."""
+    """Label of the reward that must differ within a group; null uses the weighted sum."""
 
 
 class RolloutConfig(Section, Sampling):
@@ -113,30 +115,30 @@ class RolloutConfig(Section, Sampling):
     prompts_per_step: Size = 8
     """Prompts per step."""
     mask_truncated: bool = False
-    """Leave completions without an EOS out of the loss."""
+    """Exclude completions that do not end with an EOS from the loss."""
     correct_sampling: bool = False
     """Correct the loss by the ratio of the trainer's probabilities to the sampler's."""
     ahead: int = Field(0, ge=0, le=1)
-    """1 samples the completions of the next step while this step trains; 0 samples in turn."""
+    """1 samples the next step's completions while this step trains; 0 alternates."""
     dynamic: DynamicSamplingConfig | None = None
     """Drop groups of equal rewards and sample further prompts; null keeps all groups."""
     replay_support: Literal["auto", "off"] = "auto"
-    """With top_p or top_k, auto computes the loss over the tokens that the sampler kept."""
+    """auto normalizes the loss over the tokens that top_p or top_k kept; off uses all tokens."""
     vllm: VLLMOptions = Field(default_factory=VLLMOptions)
     """Options of the engines vllm and vllm-server."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # Set top_k if only top_p is set, because top_p alone would keep nearly the whole vocabulary
-        # of a flat distribution. Write to __dict__, because an assignment would validate again and
-        # mark top_k as set by the user.
+        # Set top_k if only top_p is set. For a flat distribution, top_p alone would keep nearly the
+        # whole vocabulary. Write to __dict__, because a normal assignment would validate the
+        # section again and mark top_k as set by the user.
         if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         return self
 
     @property
     def needs_support(self) -> bool:
-        """True if the engine must report the tokens that top_p or top_k kept for each position."""
+        """Return True if the engine must report the tokens that top_p or top_k kept."""
         return self.replay_support == "auto" and self.truncates
 
 
@@ -144,19 +146,19 @@ class EvalConfig(Section, Sampling):
     every: Count = 0
     """Steps between evaluations; 0 evaluates only before and after the run."""
     n: Positive | None = None
-    """Number of held-out questions; null asks all."""
+    """Number of held-out questions; null uses all."""
     samples: Size = 1
     """Completions per question."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: Size | None = None
-    """Most tokens of a completion; null uses rollout.max_new_tokens."""
+    """Maximum number of tokens in a completion; null uses rollout.max_new_tokens."""
     batch_size: Positive = 256
-    """Completions that are sampled at a time."""
+    """Number of completions that are sampled at the same time."""
     k: Annotated[list[Positive], CommaList] = Field(default_factory=list)
-    """Values of k for pass@k and maj@k, at most `samples`."""
+    """Values of k for pass@k and maj@k; none may exceed `samples`."""
 
     @property
     def needs_support(self) -> bool:
-        """False, because an evaluation computes no loss and needs no list of the kept tokens."""
+        """Return False, because only a loss uses the kept tokens, and evaluations compute none."""
         return False

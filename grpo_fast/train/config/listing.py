@@ -1,4 +1,4 @@
-"""Output of `grpo-fast config`: each configuration key with its type, default and meaning."""
+"""Output of `grpo-fast config`, which lists each key with its type, default and description."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "true | false", Non
 
 
 def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return two lines for each key. The first is `key: type = default`, the second its meaning.
+    """Return two lines per configuration key: `key: type = default`, and the description.
 
     Args:
         kind: class of the configuration.
-        prefix: a section such as `optim`, or one key. An empty text selects all keys.
+        prefix: a section such as `optim`, or a single key. An empty text selects all keys.
 
     Raises:
         ValueError: no key or section has the name `prefix`.

@@ -1,4 +1,4 @@
-"""Section `loss` of a run, with the arguments of `LossConfig`."""
+"""The configuration section `loss`, whose keys are arguments of `LossConfig`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def default_corrections() -> list[dict[str, Any]]:
 
 
 class LossSettings(Section):
-    """The objective. Other arguments of LossConfig, for example delta, are keys, too."""
+    """The objective. Further arguments of LossConfig, for example delta, are also valid keys."""
 
     model_config = ConfigDict(extra="allow")
     more_keys: ClassVar = [f.name for f in fields(LossConfig) if f.name not in OF_THE_RUN]
 
     loss_type: Literal[tuple(OBJECTIVES)] = LossConfig.loss_type  # type: ignore[valid-type]
-    """The objective. docs/losses explains each one."""
+    """The objective; docs/losses explains each choice."""
     epsilon_low: float = LossConfig.epsilon_low
     """The importance ratio is clipped below 1 - epsilon_low."""
     epsilon_high: float | None = LossConfig.epsilon_high
@@ -38,7 +38,7 @@ class LossSettings(Section):
     kl_estimator: Literal[tuple(CHOICES["kl_estimator"])] = (  # type: ignore[valid-type]
         LossConfig.kl_estimator
     )
-    """Estimator of the KL divergence to the reference."""
+    """How the KL divergence to the reference is estimated."""
     aggregation: Literal[(*AGGREGATIONS, None)] = LossConfig.aggregation  # type: ignore[valid-type]
     """How the losses of tokens are averaged; null uses the default of the loss type."""
     entropy_coef: float = LossConfig.entropy_coef
@@ -46,7 +46,7 @@ class LossSettings(Section):
     compute_entropy: bool = LossConfig.compute_entropy
     """Log the entropy even if entropy_coef is 0."""
     corrections: list[dict[str, Any]] = Field(default_factory=default_corrections)
-    """Corrections by the sampler's log-probabilities, each with the arguments of Correction."""
+    """Corrections of the sampler-trainer mismatch, each with arguments of Correction."""
 
     @model_validator(mode="after")
     def _know_arguments(self) -> LossSettings:
@@ -60,7 +60,8 @@ class LossSettings(Section):
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `LossConfig`."""
-        # In recipes and saved configurations null means the default of a rarely used argument.
+        # A recipe or a saved configuration may set a rarely used argument to null, which means its
+        # default. Omit it, because LossConfig would use None as the value.
         rare = {
             name: value for name, value in (self.model_extra or {}).items() if value is not None
         }

@@ -1,4 +1,4 @@
-"""Configuration sections of policy, optimizer, reference, teacher, critic and warm start."""
+"""Configuration sections for the policy, optimizer, reference, teacher, critic and warm start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which peft adds to all linear layers and multiplies by 2."""
+    """Low-rank adapters (LoRA) on all linear layers, with a scaling factor of 2."""
 
     r: Positive = 16
     """Rank of the adapter matrices."""
@@ -24,25 +24,25 @@ class ModelConfig(Section):
     path: UserPath | None = None
     """Hub id or local folder of the model."""
     config: dict[str, Any] | None = None
-    """Fields of a transformers config with its model_type, for a model with random weights."""
+    """Transformers config as a dict with model_type, for a model with random weights."""
     tokenizer: Literal["bpe", "symbols"] | None = None
     """Kind of tokenizer to build from the data; null loads the tokenizer of `path`."""
     vocab_size: Size = 2048
-    """Number of tokens of the tokenizer `bpe`."""
+    """Vocabulary size of the tokenizer `bpe`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the weights."""
     autocast: Literal["bfloat16", "float16"] | None = None
-    """Dtype in which the layers compute over fp32 weights; null computes in `dtype`."""
+    """Dtype of the layers' computations with fp32 weights; null computes in `dtype`."""
     device: str = "auto"
-    """Torch device; auto takes a GPU if one exists."""
+    """Torch device; auto uses a GPU if one exists."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the weights; null trains the weights."""
     gradient_checkpointing: Literal[True, False, "offload"] = False
     """Recompute each layer in the backward pass; offload also moves layer inputs to host memory."""
     tiled_mlp: Positive | None = None
-    """Rows that an MLP computes at a time, for example 2048; null computes all rows at once."""
+    """Tokens that an MLP processes at a time, for example 2048; null processes all at once."""
     trust_remote_code: bool = False
-    """Run the Python code that a model's folder or hub page contains."""
+    """Run the Python code in a model's folder or hub repository."""
 
     @model_validator(mode="after")
     def _known_type(self) -> ModelConfig:
@@ -57,11 +57,11 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate changes after the warm-up; linear and cosine end at 0."""
     warmup: Count = 0
-    """Optimizer steps in which the learning rate rises; 0 starts at the full rate."""
+    """Optimizer steps over which the learning rate rises to `lr`; 0 starts at `lr`."""
     weight_decay: float = Field(0.0, ge=0)
-    """Weight decay of AdamW; 0 applies none."""
+    """Weight decay of AdamW; 0 switches it off."""
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
-    """Norm to which gradients are clipped; .inf switches clipping off."""
+    """Largest gradient norm; larger gradients are scaled down, and .inf switches this off."""
     states: Literal["full", "8bit", "offload"] = "full"
     """Store Adam's moments in the dtype of the weights, in 8 bits, or in host memory."""
 
@@ -70,13 +70,13 @@ class ReferenceConfig(Section):
     """The reference model of the KL divergence."""
 
     kind: Literal["none", "frozen", "synced"] = "none"
-    """No reference, a model that stays constant, or a copy that follows the policy."""
+    """Use no reference, a frozen model, or a copy of the policy that is updated regularly."""
     path: UserPath | None = None
-    """Model of kind: frozen, with the policy's vocabulary; null is the policy at the start."""
+    """Model for kind: frozen, with the policy's vocabulary; null copies the initial policy."""
     sync_every: Positive = 64
     """Steps between updates of a synced reference."""
     mixing: float = Field(0.6, gt=0, le=1)
-    """Weight m of an update: reference = m * policy + (1 - m) * reference."""
+    """Weight m of the policy in an update: reference = m * policy + (1 - m) * reference."""
 
 
 class KLConfig(Section):
@@ -85,34 +85,34 @@ class KLConfig(Section):
     into: Literal["loss", "reward"] = "loss"
     """Add beta * KL to the loss, or subtract it from the reward of each token before GAE."""
     target: float | None = Field(None, gt=0)
-    """Mean KL per token that beta is adapted to; null keeps beta constant."""
+    """Mean KL per token that the run aims at by adapting beta; null keeps beta constant."""
     horizon: float = Field(10_000.0, gt=0)
-    """Completions in which an adaptive beta changes by at most 20%."""
+    """Number of completions over which an adaptive beta changes by at most 20%."""
 
 
 class DistillConfig(Section):
     """On-policy distillation: the policy learns to match a teacher on the policy's samples."""
 
     teacher: UserPath | None = None
-    """Folder, hub id or vLLM server's URL of the teacher; null takes the reference."""
+    """Teacher as a folder, hub id or URL of a vLLM server; null uses the reference model."""
     topk: Positive = 20
-    """Token ids per position that a server reports for form: loss."""
+    """Likeliest token ids per position that a teacher server reports, for form: loss."""
     form: Literal["loss", "advantage"] = "loss"
     """Add the divergence to the loss, or the log ratio teacher / policy to the advantages."""
     kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
     """Divergence between teacher and policy."""
     beta: float = Field(0.5, gt=0, lt=1)
-    """Share of the teacher in the mixture of kind: jsd."""
+    """Weight of the teacher in the mixture distribution of kind: jsd."""
     coef: float = Field(1.0, ge=0)
     """Weight of the divergence or of the log ratio."""
     task: float = Field(1.0, ge=0)
-    """Weight of the advantages from the rewards; 0 learns from the teacher alone."""
+    """Weight of the advantages that come from rewards; 0 learns from the teacher alone."""
 
     @property
     def server(self) -> tuple[str, int] | None:
-        """URL of the teacher server, and the number of likeliest token ids to request from it.
+        """Return the URL of the teacher server, and how many likeliest token ids to request.
 
-        None if the teacher is not a server. The number is 0 for `form: advantage`.
+        The number is 0 for `form: advantage`. The result is None if the teacher is not a server.
         """
         if self.teacher is None or "://" not in self.teacher:
             return None
@@ -123,7 +123,7 @@ class CriticConfig(Section):
     """The value function of PPO, for `advantages: gae`."""
 
     kind: Literal["shared", "model"] = "shared"
-    """Put the value head on the policy's layers, or on a separate model."""
+    """Put the value head on the policy's layers (shared) or on a separate model (model)."""
     path: UserPath | None = None
     """Folder or hub id of the separate model; null copies the policy."""
     lr: float | None = Field(None, gt=0)
@@ -135,13 +135,13 @@ class CriticConfig(Section):
     lam_returns: float | None = Field(None, ge=0, le=1)
     """Lambda of GAE for the value targets; null uses `lam`."""
     lam_alpha: float | None = Field(None, gt=0)
-    """Lambda becomes 1 - 1 / (lam_alpha * length of the completion); null uses `lam`."""
+    """Use 1 - 1 / (lam_alpha * completion length) as lambda of the advantages; null uses `lam`."""
     bootstrap: bool = True
-    """Use the critic's value after the end of a truncated completion; false uses 0."""
+    """After a truncated completion, GAE continues with the critic's value; false uses 0."""
     whiten: bool = True
     """Scale the advantages of a step to mean 0 and standard deviation 1."""
     loss: Literal[tuple(VALUE_LOSSES)] = "clipped"  # type: ignore[valid-type]
-    """Loss of the values; huber has its threshold at 1."""
+    """Loss function of the critic's values; huber changes from quadratic to linear at 1."""
     epsilon: float = Field(0.2, gt=0)
     """Clip range of loss: clipped."""
     coef: float = Field(0.5, ge=0)
@@ -149,7 +149,7 @@ class CriticConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training on the gold solutions before the first rollout."""
+    """Supervised training on the data set's solutions before the first rollout."""
 
     steps: Positive = 200
     """Optimizer steps of the supervised training."""

@@ -23,7 +23,7 @@ PLAIN = {
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that rejects aliases and repeated keys."""
+    """YAML loader that raises a ValueError for aliases and for repeated keys."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in pairs if tag not in PLAIN]
@@ -31,7 +31,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        # Reject aliases, because nested aliases can expand 400 bytes to a billion values.
+        # Reject aliases. With nested aliases, a text of 400 bytes can expand to a billion values.
         if self.check_event(yaml.AliasEvent):
             raise ValueError("aliases (*name) are not supported: repeat the value")
         node: Any = super().compose_node(parent, index)
@@ -45,10 +45,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes strings which the loader would read as numbers."""
+    """YAML dumper that quotes a string if the loader would otherwise read it as a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True  # the loader refuses aliases
+        return True  # write repeated values in full, because the loader rejects aliases
 
 
 for _tag, _pattern in PLAIN.items():
@@ -58,11 +58,11 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """Return the data of a YAML text.
+    """Parse a YAML text.
 
     Args:
         text: the YAML text.
-        name: name of the text, such as its path. Error messages begin with the name.
+        name: what the text is, for example its path. Error messages begin with this name.
 
     Raises:
         ValueError: the text is not strict YAML.
@@ -85,7 +85,7 @@ def read_yaml_file(path: str | Path, name: str) -> Any:
 
 
 def write_yaml(data: Any, path: str | Path) -> None:
-    """Write data as YAML and replace the file atomically, so that no reader sees a partial file."""
+    """Write data as YAML. Replace the file atomically, so that no reader sees a partial file."""
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     part = Path(f"{path}.tmp")
     part.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Recipes, which are configurations in the package or in YAML files of the user."""
+"""Loading and saving of recipes, which are YAML configurations in the package or of the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_recipe(
     Args:
         name_or_path: name of a recipe of the package, or path of a YAML file.
         words: changes such as ``optim.lr=1e-4``.
-        also: keys of the command that are not keys of a run. Error messages list them, too.
+        also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: the recipe does not exist or cannot be read, or a setting is invalid.
@@ -36,7 +36,7 @@ def load_recipe(
 
 
 def save_config(config: BaseModel, path: str | Path) -> None:
-    """Write a configuration with all its defaults as YAML, which `load_recipe` can read."""
+    """Write a configuration, including defaults, to a YAML file that `load_recipe` can read."""
     write_yaml(config.model_dump(mode="json"), path)
 
 
@@ -46,10 +46,9 @@ def recipe_names() -> list[str]:
 
 
 def recipe_table() -> list[list[str]]:
-    """Return one row per recipe of the package: command, subject, size, time and requirements.
+    """Return the command, subject, size, time and requirements of each recipe in the package.
 
-    All values except the command are read from the first line of the recipe's file, where ` · `
-    separates them.
+    The first line of a recipe's file contains the values after the command, separated by ` · `.
     """
     table = []
     for name in recipe_names():
@@ -85,15 +84,21 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
 
 
 def _resolved(value: Any, folder: str, key: str = "") -> Any:
-    """Prepend the recipe's folder to every path that exists relative to this folder.
+    """Return the settings of a recipe with paths that no longer depend on the recipe's folder.
 
-    Other paths stay unchanged, because they may be hub ids or relative to the working folder.
+    If a path exists relative to the recipe's folder, the folder is prepended. Any other path stays
+    unchanged, because it may be a hub id or relative to the working folder.
+
+    Args:
+        value: nested settings, or a single value.
+        folder: folder of the recipe's file.
+        key: key of `value`, which tells whether `value` is a path.
     """
     if isinstance(value, dict):
         return {name: _resolved(item, folder, str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, folder, key) for item in value]
-    # Reward functions can appear as file.py:function under any of these keys.
+    # The value of these keys can be a reward function, given as file.py:function.
     is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
     if not isinstance(value, str) or not (is_code or key in ("path", "teacher", "resume")):
         return value

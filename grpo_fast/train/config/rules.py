@@ -1,4 +1,4 @@
-"""Rules of `RunConfig` that reject settings with which a run would be wrong or fail late."""
+"""Checks of `RunConfig` for settings that would make a run wrong or let it fail late."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.train.config.base import named_in
 
-GAE = "gae"  # the mode in which a critic provides advantages per token
-MOST_COMPLETIONS = 1 << 20  # largest number of completions in one step
+GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
+MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
 TRACES = "data.task=traces"
 DIFFER = "the branches of a task differ in number"
-# Each row has two settings that exclude each other, and the reason. `key=pattern` and
-# `key!=pattern` compare the value with a shell pattern. A key alone means that its value is not
-# null, false, 0 or empty.
+# Each row has two conditions that must not both hold, and the reason. The conditions `key=pattern`
+# and `key!=pattern` compare the key's value with a shell pattern. The condition `key` holds if the
+# value is not null, false, 0 or empty.
 CONFLICTS = (
     ("model.path=null", "model.config=null", "name a model: model=PATH"),
     ("model.path", "model.config", "keep one; model=PATH replaces a recipe's config"),
@@ -68,7 +68,7 @@ CONFLICTS = (
 
 
 def check_conflicts(config: Any) -> None:
-    """Raise a ValueError for the first row of CONFLICTS whose two settings the configuration has.
+    """Raise a ValueError for the first row of CONFLICTS whose two conditions both hold.
 
     Args:
         config: the `RunConfig`.
@@ -93,7 +93,7 @@ def _shown(config: Any, condition: str) -> str:
 
 
 def _value(config: Any, condition: str) -> Any:
-    """Return the value of the key in a condition, or None if a section above it is null."""
+    """Return the value of a condition's key, or None if the section of the key is null."""
     value = config
     for part in condition.partition("=")[0].rstrip("!").split("."):
         value = getattr(value, part, None)
@@ -101,14 +101,18 @@ def _value(config: Any, condition: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a condition spells it. An empty value is null."""
+    """Format a value for the comparison with a pattern. None, [] and {} become "null"."""
     if value is None or value in ([], {}):
         return "null"
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 def check_numbers(config: Any) -> None:
-    """Raise a ValueError for numbers and names of a `RunConfig` that do not fit together."""
+    """Raise a ValueError for settings that conflict in ways that CONFLICTS cannot express.
+
+    Args:
+        config: the `RunConfig`.
+    """
     mode = config.advantages
     rollout = config.rollout
     if mode != GAE:

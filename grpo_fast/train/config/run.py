@@ -26,9 +26,10 @@ from grpo_fast.train.config.rules import GAE, check_conflicts, check_numbers
 
 
 def reward_sections(rewards: Any) -> Any:
-    """Convert the setting `rewards` to a list of sections.
+    """Convert the setting `rewards` to a list of reward sections.
 
-    A plain text such as myreward.py:reward becomes a section with this name.
+    A single reward becomes a list of one. A plain text such as myreward.py:reward becomes a section
+    with this name.
     """
     listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
     if not isinstance(listed, list):
@@ -38,15 +39,15 @@ def reward_sections(rewards: Any) -> Any:
 
 class LogConfig(Section):
     completions_every: Count = 10
-    """Steps between tables of completions; 0 writes none."""
+    """Steps between saved tables of completions; 0 saves none."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers of accelerate that receive the metrics, for example tensorboard, wandb or mlflow."""
     progress: bool = True
-    """Show the progress of the run."""
+    """Print progress lines and the results of evaluations."""
     save_model: bool = True
     """Write the trained model to output_dir/model."""
     grad_variance: bool = False
-    """Log the variance of the gradient over groups, which takes as long as an update."""
+    """Log the variance of the gradient between groups. This takes as long as an update."""
 
 
 class CheckpointConfig(Section):
@@ -57,11 +58,11 @@ class CheckpointConfig(Section):
     every_minutes: float = Field(15, ge=0, le=1e6)
     """Minutes between checkpoints; 0 writes them by steps only."""
     keep: Positive = 2
-    """Number of newest checkpoints that are kept."""
+    """Number of checkpoints to keep; older ones are deleted."""
 
 
 class RunConfig(Section):
-    """All settings of a run. The run saves them as config.yaml in its output_dir."""
+    """All settings of a run. The run also saves its settings to config.yaml in the output_dir."""
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of all random numbers."""
@@ -74,41 +75,41 @@ class RunConfig(Section):
     loss: LossSettings = Field(default_factory=LossSettings)
     """The objective. All arguments of LossConfig are keys, for example loss.delta."""
     advantages: Literal[(*MODES, GAE)] = "normalized"  # type: ignore[valid-type]
-    """How rewards become advantages."""
+    """How advantages are computed from rewards."""
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     """Options of `advantages`, for example {eps: 1e-4}."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(reward_sections)] = Field(
         default_factory=list
     )
-    """Reward functions, each as a name, as file.py:function or as a section."""
+    """Reward functions, each given as a name, as file.py:function or as a section."""
     max_reward_failures: float = Field(0.5, ge=0, le=1)
-    """Share of samples without a reward above which the run ends."""
+    """Largest share of samples without a reward; above this share the run ends with an error."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """How completions are sampled."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     """The optimizer, AdamW."""
     steps: Count = 100
-    """Steps of the run; each samples completions and trains on them."""
+    """Number of steps. Each step samples completions and trains on them."""
     inner_iterations: Positive = 1
-    """Passes over the completions of a step (mu)."""
+    """Number of training passes over the completions of a step (mu)."""
     minibatches: Positive = 1
-    """Optimizer steps per pass."""
+    """Number of optimizer steps in one pass over the completions."""
     tokens_per_microbatch: Positive | None = None
     """Tokens of one forward and backward pass; null uses as many as fit into memory."""
     shuffle: Literal["off", "groups", "completions"] = "off"
-    """What is shuffled before each pass is split into minibatches."""
+    """Which items to shuffle before each pass is split into minibatches."""
     max_approx_kl: float | None = Field(None, gt=0)
-    """Mean KL to the sampling policy after which no further pass is made; null has no limit."""
+    """Mean KL to the sampling policy above which later passes are skipped; null sets no limit."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     """The reference model of the KL divergence."""
     kl: KLConfig = Field(default_factory=KLConfig)
-    """Use of the KL divergence to the reference, and an adaptive weight."""
+    """Where the KL divergence to the reference is applied, and how its weight adapts."""
     distill: DistillConfig | None = None
-    """A teacher for on-policy distillation; null has none."""
+    """On-policy distillation from a teacher; null switches it off."""
     critic: CriticConfig | None = None
-    """PPO's value function, for advantages: gae; null has none."""
+    """The value function of PPO, for advantages: gae; null means no critic."""
     warm_start: WarmStartConfig | None = None
-    """Supervised training on the solutions before the first rollout; null has none."""
+    """Supervised training on solutions before the first rollout; null skips it."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation on held-out questions."""
     log: LogConfig = Field(default_factory=LogConfig)
@@ -116,28 +117,28 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     distributed: Literal["ddp", "fsdp2", "hsdp"] | None = None
-    """Whether the processes of torchrun hold copies, shards or copies of shards of the model."""
+    """Give each process the full model (ddp), a shard (fsdp2), or a shard of a copy (hsdp)."""
     distributed_replicas: Positive | None = None
-    """Number of copies for distributed: hsdp."""
+    """Number of sharded copies of the model, for distributed: hsdp."""
     distributed_timeout: float = Field(1800, gt=0, le=1e6)
-    """Seconds that a process waits for the others."""
+    """Seconds that a process waits for the other processes before it fails."""
     resume: Literal["auto"] | None = None
-    """auto continues from the newest checkpoint of output_dir, or begins if it has none."""
+    """auto resumes from the newest checkpoint in output_dir; without one, it starts a new run."""
     resume_allow: list[Literal["data", "rewards", "reference"]] = Field(default_factory=list)
-    """Parts that may differ from the run that is resumed."""
+    """Kinds of files that may have changed since the resumed run began."""
 
     @model_validator(mode="before")
     @classmethod
     def _teacher_is_the_reference(cls, values: Any) -> Any:
         distill = values.get("distill") if isinstance(values, dict) else None
         path = distill.get("teacher") if isinstance(distill, dict) else None
-        # Check the URL here, because it may contain a password and pydantic's error message would
-        # print the password.
+        # Check a URL here and not in a validator of the field. A URL may contain a password, and
+        # pydantic's error message for the field would print the password.
         if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
-        # A teacher that is not a server is loaded as the frozen reference, unless the user has set
-        # a reference.
+        # The trainer uses the reference model as a local teacher. Make the teacher the frozen
+        # reference, unless the user has set a reference.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
@@ -147,33 +148,33 @@ class RunConfig(Section):
         # 1. Set rollout.max_new_tokens to the length of a generated task's longest answer.
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
-            # A sum can have one digit more than its terms, and an EOS follows it. Both need a
-            # token.
+            # A sum can have one digit more than its terms, and it is followed by an EOS. Add two
+            # tokens for them.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
-        # 2. Reject settings that do not fit together.
+        # 2. Reject settings that cannot be combined.
         check_conflicts(self)
         check_numbers(self)
         return self
 
     @property
     def is_sharded(self) -> bool:
-        """True if every rank stores only a shard of the weights."""
+        """Return True if every rank stores only a shard of the weights."""
         return self.distributed in ("fsdp2", "hsdp")
 
     @property
     def stores_reference(self) -> bool:
-        """True if checkpoints must contain the reference, because no path can load it again."""
+        """Return True if checkpoints must store the reference, because it has no path."""
         is_new = self.reference.kind == "synced" or self.warm_start is not None
         return is_new and self.reference.path is None
 
     @property
     def has_code(self) -> bool:
-        """True if the run executes Python code from outside the package."""
+        """Return True if the run executes Python code from outside the package."""
         return self.model.trust_remote_code or any(":" in reward.name for reward in self.rewards)
 
     def loss_config(self) -> LossConfig:
-        """Return the configuration of the loss, including settings from the section `rollout`."""
+        """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""
         settings = self.loss.arguments()
         # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
         if self.kl.into == "reward":
@@ -186,8 +187,8 @@ class RunConfig(Section):
                 max_completion_length=rollout.max_new_tokens,
                 group_size=rollout.group_size,
             )
-        # bnpo averages over the tokens of a micro-batch. Replace this mean with the mean over all
-        # tokens of the step, so that the result does not depend on the split into micro-batches.
+        # The loss type bnpo averages over the tokens of a micro-batch. Average over all tokens of
+        # the step instead, so that the result does not depend on the split into micro-batches.
         if config.aggregation == "token_mean_local":
             return replace(config, aggregation="token_mean_global")
         return config

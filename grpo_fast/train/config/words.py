@@ -1,4 +1,4 @@
-"""Settings as `key=value` arguments, and error messages that suggest the nearest key or value."""
+"""Parser of `key=value` settings, with error messages that suggest the nearest key or value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grpo_fast.train.config.base import members, require
 from grpo_fast.train.config.plain import read_yaml, read_yaml_file
 from grpo_fast.train.config.run import reward_sections
 
-QUOTED = 200  # most characters of a value that an error message shows
-DEEPEST_KEY = 16  # most parts of a dotted key
+QUOTED = 200  # maximum number of characters of a value in an error message
+DEEPEST_KEY = 16  # maximum number of parts in a dotted key
 
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 
@@ -30,19 +30,19 @@ def read_words(
     settings: dict[str, Any] | None = None,
     also: Iterable[str] = (),
 ) -> Config:
-    """Return a configuration from nested settings and the words that change them.
+    """Build a configuration from nested settings and `key=value` words that change them.
 
     Args:
         kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
-        settings: nested settings, which are changed in place. None starts with empty settings.
-        also: keys of the command that are not fields of `kind`. Error messages list them, too.
+        settings: nested settings. They are changed in place. None means no settings.
+        also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
     """
-    # Apply all words before validation, because a single change may conflict with old settings.
+    # Apply all words before the validation. Two changes may only be valid together.
     settings = {} if settings is None else settings
     for word in words:
         apply_word(settings, word)
@@ -50,12 +50,16 @@ def read_words(
 
 
 def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[str]]:
-    """Separate a command's own `key=value` arguments from the settings of the run.
+    """Separate a command's own settings from its other `key=value` arguments.
+
+    Args:
+        kind: class of the command's own settings.
+        words: all `key=value` arguments of the command.
 
     Returns:
-        The configuration of class `kind`, and the arguments whose keys are not fields of `kind`.
+        The command's own settings, and the arguments whose keys are not fields of `kind`.
     """
-    # A dotted key such as model.path never belongs to the command.
+    # A dotted key such as model.path is never one of the command's own settings.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 
@@ -64,7 +68,7 @@ def split_word(word: str) -> tuple[str, str]:
     """Split a command-line argument `key=text` into key and text.
 
     Raises:
-        ValueError: the argument is not of this form. The message quotes it.
+        ValueError: the argument does not have this form. The message quotes the argument.
     """
     key, equals, text = word.partition("=")
     parts = key.split(".")
@@ -74,9 +78,9 @@ def split_word(word: str) -> tuple[str, str]:
 
 
 def apply_word(settings: dict[str, Any], word: str) -> None:
-    """Apply a `key=value` argument to nested settings.
+    """Change nested settings as a `key=value` argument says.
 
-    Three keys have short forms:
+    Three keys have short forms. The last two require that the settings contain the section.
 
     - `rewards=NAME` sets a list with one reward section.
     - `data=X` sets data.path.
@@ -95,10 +99,10 @@ def apply_word(settings: dict[str, Any], word: str) -> None:
 
 
 def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value at a dotted key of nested settings, and create missing sections.
+    """Set the value of a dotted key in nested settings, and create missing sections.
 
     Raises:
-        ValueError: a part of the key is below a value, or is not an index of a list.
+        ValueError: the key leads below a value that is not a section, or a list has no such index.
     """
     node: Any = settings
     for part in key.split("."):
@@ -118,15 +122,15 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
 
 # --------------------------------------------------------------------------------- Error messages
 def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Config:
-    """Return nested settings as a configuration.
+    """Validate nested settings and return them as a configuration.
 
     Args:
         kind: class of the configuration.
         settings: nested settings.
-        also: keys of the command that are not fields of `kind`. Error messages list them, too.
+        also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
-        ValueError: settings are invalid. The message has one line for each invalid setting.
+        ValueError: a setting is invalid. The message has one line for each invalid setting.
     """
     try:
         return kind.model_validate(settings)
@@ -136,7 +140,7 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
 
 
 def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
-    """Format an error of pydantic as a line with the dotted key, expectation and given value."""
+    """Format a pydantic error as one line with the dotted key, expected value and actual value."""
     # 1. Build the dotted key, and find the section that contains it and the type of its value.
     path = list(map(str, error["loc"]))
     where = quoted(".".join(path), str)
@@ -155,7 +159,8 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
         return f"{where}: unknown key" + nearest(name, known, list(dotted_keys(kind)))
     if error["type"] == "missing":
         return f"{where}: is missing"
-    # 3. Describe an invalid value. Messages of a section's validators already name the field.
+    # 3. Describe an invalid value. The message of a section's validator already begins with the
+    # name of the field, so only the name of the section is missing.
     message = error["msg"].removeprefix("Value error, ")
     value = error["input"]
     if error["type"] == "value_error" and section_of(annotation) is not None:
@@ -176,9 +181,9 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
 
 
 def fields_of(kind: type[BaseModel], above: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted key and the field of every setting.
+    """Yield the dotted key and the pydantic field of every setting.
 
-    The fields of a list of sections are listed with the index 0, for example `rewards.0.name`.
+    If a field is a list of sections, its keys have the index 0, for example `rewards.0.name`.
     """
     for name, field in kind.model_fields.items():
         yield above + name, field
@@ -193,25 +198,26 @@ def dotted_keys(kind: type[BaseModel]) -> Iterator[str]:
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the section class in a type such as `Section | None` or `list[Section]`.
+    """Find the section class in a type such as `Section | None` or `list[Section]`.
 
-    None if the type contains no section.
+    Returns:
+        The class, or None if the type contains no section.
     """
     types = (x for x in members(annotation) if isinstance(x, type) and not get_args(x))
     return next((x for x in types if issubclass(x, BaseModel)), None)
 
 
 def other_names() -> dict[str, str]:
-    """Return a dict from setting names of TRL, verl, OpenRLHF and transformers to our keys."""
+    """Map setting names of TRL, verl, OpenRLHF and transformers to the keys of this package."""
     table = read_yaml_file(OTHER_NAMES, "other_names")
     return {theirs: ours for ours, names in table.items() for theirs in names.split()}
 
 
 def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
-    """Return the suggestion at the end of a message about an unknown key.
+    """Return a suggestion to append to a message about an unknown key.
 
-    The suggestion is our key for another library's name. Without such a key it lists similar keys,
-    and otherwise all known keys.
+    If the key is a setting of another library, suggest the matching key of this package. Otherwise
+    suggest similar keys. If no key is similar, list all known keys.
 
     Args:
         key: the unknown key, without its section.
@@ -230,6 +236,6 @@ def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
 
 
 def quoted(value: Any, show: Any = repr) -> str:
-    """Return a value as text for an error message, cut to 200 characters."""
+    """Format a value for an error message. A text of more than 200 characters is cut."""
     text = show(value)
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}… ({len(text)} characters)"

@@ -1,1 +1,1 @@
-"""Accuracy on held-out questions, which a run and the command `grpo-fast eval` measure."""
+"""Evaluation on held-out questions, used by training runs and by `grpo-fast eval`."""

@@ -1,4 +1,4 @@
-"""Log lines that show in which form the model receives the questions."""
+"""Log lines that show how a question is formatted for the model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from grpo_fast.train.config import DataConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHOWN_PROMPT = 1200  # most characters of a prompt that a line shows
+SHOWN_PROMPT = 1200  # maximum number of characters of a prompt in the log
 
 
 def asking_lines(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, key: str = "data.chat"
 ) -> list[str]:
-    """Return lines that report whether the chat template is used, and show the first prompt.
+    """Return log lines that say whether the chat template is used, and show the first prompt.
 
     Args:
         data: the section `data`, with `chat` resolved to true or false.
         tokenizer: tokenizer of the model.
-        prompt: the first prompt. The middle of a long prompt is replaced by an ellipsis.
+        prompt: the first prompt. The middle of a long prompt is replaced with an ellipsis.
         key: name of the setting that turns the chat template on or off.
 
     Returns:
-        The lines, or an empty list for recorded traces.
+        The lines, or an empty list for recorded rollouts, which contain no questions.
     """
     if data.task == TRACES:
         return []
@@ -45,7 +45,7 @@ def asking_lines(
 def prompt_lines(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: Mapping[str, object]
 ) -> list[str]:
-    """Return the lines of a prompt as the model receives it, including special tokens."""
+    """Format a prompt exactly as the model receives it, with special tokens, as a list of lines."""
     text = tokenizer.decode(encode_prompts(tokenizer, [prompt], template_kwargs)[0])
     half = SHOWN_PROMPT // 2
     if len(text) > SHOWN_PROMPT:

@@ -1,4 +1,4 @@
-"""The command `grpo-fast eval`, which evaluates one model or compares two."""
+"""The command `grpo-fast eval`, which evaluates one model or compares two models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from grpo_fast.train.models import loading
 
 Say = Callable[..., object]  # function that receives lines of text
 
-RESULTS_BEGIN = b'{\n  "greedy": {'  # a file that begins differently is not overwritten
+# First bytes of every results file. The command overwrites no file that begins differently.
+RESULTS_BEGIN = b'{\n  "greedy": {'
 
 
 def say_nothing(*lines: str) -> None:
@@ -41,23 +42,23 @@ def run_eval(
     """Evaluate a model on held-out questions, or compare two models on the same questions.
 
     Args:
-        models: one or two models, each as a folder, a hub id, or the folder of a finished run. If
-            the first one is a run, its configuration selects the questions for both models.
+        models: one or two models, each given as a folder, a hub id, or the folder of a finished
+            run. The configuration of the first run selects the questions for both models.
         words: settings as key=value, see `EvalSettings`.
-        allow_code: allow Python code that the model's folder names. This includes rewards with an
-            import path and custom model classes. For a run's folder, custom classes also require
-            that the run set `trust_remote_code`.
-        say: function that receives lines about the form of the questions, the time, the first
+        allow_code: allow custom Python code, which means rewards with an import path and custom
+            model classes. In a run's folder, custom model classes also require that the run was
+            trained with `trust_remote_code`.
+        say: function that receives output lines: the format of the questions, the time, the first
             sample and the results.
 
     Returns:
-        The results of the greedy pass, {"greedy": results}, and also "sampled" if the settings
-        request a sampled pass. The results of one model are its metrics. The results of two models
-        are a `Paired` for each metric.
+        A dict with the key "greedy", and also "sampled" if the settings request a sampled pass.
+        For one model, each value is a dict of metrics. For two models, each value is a dict with
+        a `Paired` comparison for each metric.
 
     Raises:
-        ValueError: the data or the model cannot be loaded, or `allow_code` is False and code is
-            needed.
+        ValueError: the data or a model cannot be loaded, or custom code is needed and `allow_code`
+            is False.
         OSError: the file `out` cannot be written.
     """
     sources = [Source.of(model) for model in models]
@@ -100,16 +101,16 @@ def _evaluate_all(
     examples: Sequence[Example],
     say: Say,
 ) -> dict[str, list[EvalResult]]:
-    """Load and evaluate the models one after the other.
+    """Load each model and evaluate it.
 
     Returns:
-        For each pass ("greedy", "sampled") the results of all models.
+        A dict from the name of a pass ("greedy" or "sampled") to the results of all models.
     """
-    # 1. Build the rewards before the models, which load slowly.
+    # 1. Build the rewards before loading models, which is slow, so that errors appear early.
     data = config.data
     rewards = build_rewards(config.rewards)
     check_examples(rewards, examples, "test")
-    # 2. Choose the passes.
+    # 2. Choose the passes: always a greedy one, and a sampled one if the settings request it.
     length = config.eval.max_new_tokens or config.rollout.max_new_tokens
     asked = config.eval.model_copy(update={"max_new_tokens": length})
     modes = {"greedy": asked.model_copy(update={"samples": 1, "temperature": 0.0, "k": []})}
@@ -134,7 +135,7 @@ def _evaluate_all(
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """Format the metrics as aligned lines with their standard errors."""
+    """Format the metrics of a model as aligned lines with standard errors."""
     lines = []
     for mode, metrics in results.items():
         n, samples = metrics["eval_n"], metrics["eval_samples"]
@@ -147,7 +148,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def paired_table(results: dict[str, dict[str, Any]]) -> str:
-    """Format a comparison as aligned lines with the difference B − A, its error and its p-value."""
+    """Format a comparison as aligned lines with difference B − A, standard error and p-value."""
     lines = []
     for mode, metrics in results.items():
         n = max(metric.n for metric in metrics.values())
@@ -160,12 +161,12 @@ def paired_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _plus_minus(error: float) -> str:
-    """Format a standard error. Return "" if it is not finite, as with a single question."""
+    """Format a standard error. If it is not finite, as for a single question, return ""."""
     return f" ± {error:.4f}" if math.isfinite(error) else ""
 
 
 def _check_out(out: str | None) -> None:
-    """Raise a ValueError if `out` is not in a folder, or is not a file of evaluation results."""
+    """Raise a ValueError if `out` cannot be written, or would overwrite a file of another kind."""
     if out is None:
         return
     path = Path(out)
@@ -178,7 +179,7 @@ def _check_out(out: str | None) -> None:
 
 
 def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Sequence[Example]:
-    # Use all lines of a file that the user names. Other sources have a separate test split.
+    # If the user names a file, evaluate on all its lines. Otherwise use the test split.
     data = config.data
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
     if is_named and data.path and os.path.isfile(data.path):

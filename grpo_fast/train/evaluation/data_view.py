@@ -1,4 +1,4 @@
-"""The command `grpo-fast data`, which shows a data set as a run reads it."""
+"""The command `grpo-fast data`, which shows how a run reads a data set."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SHOWN = 3  # number of prompts that the command shows
 
 
 class ViewSettings(Section):
-    """Settings of the command `grpo-fast data`. All other words are keys of the section `data`."""
+    """Settings of the command `grpo-fast data`. All other arguments are keys of section `data`."""
 
     model: UserPath | None = None
-    """The model whose tokenizer and chat template show the prompts."""
+    """Model whose tokenizer and chat template format the prompts; null shows them unformatted."""
 
 
 def data_lines(source: str, words: Sequence[str]) -> list[str]:
-    """Return lines that describe a data set.
+    """Return output lines that describe a data set.
 
-    The lines contain the counts, the skipped rows with the reason, and the first prompts.
+    The lines report the numbers of examples, the reasons for skipped rows, and the first prompts.
 
     Args:
         source: a file, a folder, or a hub id.
-        words: model=MODEL, and keys of the section `data` as key=value.
+        words: key=value arguments: the key `model`, and keys of the section `data`.
 
     Raises:
         ValueError: a setting, the source or a row of the data is invalid.
@@ -74,7 +74,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
 
 
 def kind_of(example: Example) -> str:
-    """Return a phrase that says how completions are compared with an example's gold answer."""
+    """Describe how a completion is compared with the gold answer of an example."""
     if example.answer is None:
         return "without an answer"
     if parse_number(example.answer) is not None:

@@ -25,17 +25,18 @@ from grpo_fast.train.ranks import rollouts
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
-SHOWN_SAMPLE = 200  # most characters of a completion that the sample line shows
-# Signature: generate(prompts, samples=, temperature=, seed=). The samples of a prompt are adjacent.
+SHOWN_SAMPLE = 200  # maximum number of characters of a completion in the sample line
+# Function that samples completions: generate(prompts, samples=, temperature=, seed=). The samples
+# of a prompt must be adjacent.
 Generate = Callable[..., Samples]
 
 
 class EvalResult(NamedTuple):
     """Metrics of an evaluation, and the values per question from which they are computed."""
 
-    metrics: dict[str, float]  # `eval_…`, with standard errors `eval_…_se`
-    per_question: dict[str, list[float]]  # the mean of a metric excludes NaN
-    lines: list[str]  # time, tokens per second, and the first sample with its verdict
+    metrics: dict[str, float]  # means as `eval_…`, standard errors as `eval_…_se`
+    per_question: dict[str, list[float]]  # values by metric; NaN is excluded from the mean
+    lines: list[str]  # output lines: tokens, time and speed; the first sample and its verdict
 
 
 def evaluate(
@@ -48,26 +49,28 @@ def evaluate(
     *,
     prompt_texts: Callable[[Sequence[Prompt]], list[str]] | None = None,
 ) -> EvalResult:
-    """Sample answers to every question and judge them.
+    """Sample answers to every question, and compare the answers with the gold answers.
 
     Args:
         generate: function that samples completions for prompts.
         examples: the questions with their gold answers.
-        rewards: reward functions whose mean is also reported. The mean excludes samples without a
-            reward. None computes no rewards.
+        rewards: reward functions, whose means are also reported. A mean excludes samples without
+            a reward. None means no rewards.
         scorer: function that returns the `Scorer` of an example.
-        asked: number of samples, temperature, batch size, and the values of k for pass@k and maj@k.
-            At temperature 0 the samples of a question are identical.
+        asked: the section `eval`, with the number of samples, the temperature, the batch size and
+            the values of k for pass@k and maj@k.
         seed: seed of the first batch. The seed of a later batch is this seed plus the index of the
             batch's first question.
-        prompt_texts: function that returns prompts as the model receives them. If a chat template
-            ends with the start of the answer, this start is judged as part of the completion.
+        prompt_texts: function that formats prompts as the model receives them. It is needed if a
+            chat template ends with the start of the answer, such as an opening tag. This start is
+            then judged together with the completion. None means that no prompt has such a start.
 
     Returns:
-        The metrics eval_n, eval_samples, eval_accuracy_strict, eval_accuracy_lenient, eval_reward,
-        eval_rewards/<function>, eval_pass@k and eval_maj@k. All except the first two have a
-        standard error with the suffix `_se`. pass@k and maj@k also exist with the suffix
-        `_lenient`.
+        The metrics eval_n (number of questions), eval_samples (samples per question),
+        eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function>,
+        eval_pass@k and eval_maj@k. All except the first two metrics have a standard error with the
+        suffix `_se`. The metrics pass@k and maj@k use strict answers, and exist with the suffix
+        `_lenient` for lenient answers.
 
     Raises:
         ValueError: there are no examples, or `generate` returned a wrong number of texts.
@@ -118,7 +121,7 @@ def evaluate(
 
 
 def _sample_line(scorer: Scorer, text: str) -> str:
-    """Format a sample as one line, with the extracted answers and whether they are right."""
+    """Format a sample as one line that shows the extracted answers and says if they are right."""
     shown = text if len(text) <= SHOWN_SAMPLE else f"{text[:20]} … {text[20 - SHOWN_SAMPLE :]}"
     if scorer.gold is None:
         return f"first sample: {shown!r}"
@@ -131,7 +134,7 @@ def _sample_line(scorer: Scorer, text: str) -> str:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error sqrt(Σ(v - mean)² / (n - 1) / n).
+    """Return the mean of n values v and its standard error sqrt(Σ(v - mean)² / (n - 1) / n).
 
     The mean is NaN if there are no values. The error is NaN if there are fewer than two values.
     """
@@ -143,40 +146,42 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate the probability that at least one of k samples is correct.
+    """Estimate pass@k, the probability that at least one of k samples is correct.
 
-    The estimate 1 - C(n - c, k) / C(n, k) is unbiased (Chen et al. 2021, arXiv 2107.03374). It is
-    computed as a product, because the binomial coefficients overflow.
+    The estimator 1 - C(n - c, k) / C(n, k) is unbiased (Chen et al. 2021, arXiv 2107.03374). It is
+    computed as a product, because the binomial coefficients would overflow a float.
 
     Args:
-        n: number of samples.
+        n: number of samples of the question.
         correct: number of correct samples (c).
-        k: number of samples that are drawn without replacement.
+        k: number of samples of which at least one must be correct.
     """
     fits = 0 <= correct <= n and 1 <= k <= n
     came = f"n={n}, correct={correct}, k={k}"
     require(fits, "pass_at_k", "0 ≤ correct ≤ n and 1 ≤ k ≤ n", came)
-    # Fewer than k samples are wrong, so every choice of k samples contains a correct one.
+    # If fewer than k samples are wrong, every choice of k samples contains a correct one.
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """Return the most frequent answer.
+    """Return the most frequent answer, or None if no sample has an answer.
 
-    If several answers are equally frequent, the first of them is returned. None marks a sample
-    without an answer and is never counted.
+    If several answers are equally frequent, the answer that occurs first is returned.
+
+    Args:
+        answers: the answer of each sample. None means that the sample has no answer.
     """
     votes = Counter(answer for answer in answers if answer is not None)
-    return max(votes, key=votes.__getitem__) if votes else None  # max returns the first of equals
+    return max(votes, key=votes.__getitem__) if votes else None  # of equals, max returns the first
 
 
 def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
     """Return the accuracy, pass@k and maj@k of one question, or {} if it has no gold answer.
 
-    For maj@k the samples are split into blocks of k. The metric is the share of blocks whose
-    majority answer is right.
+    For maj@k, the samples are split into blocks of k samples. The value is the share of blocks
+    whose most frequent answer is right.
     """
     if scorer.gold is None:
         return {}
@@ -203,11 +208,11 @@ def evaluate_policy(
     seed: int,
     engine: Engine | None = None,
 ) -> EvalResult:
-    """Evaluate a policy, which samples itself or by an engine. See `evaluate`."""
+    """Evaluate a policy. It samples with `engine`, or by itself if `engine` is None."""
 
     def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Samples:
-        # `evaluate` forms the batches. If the engine split them again, the random numbers would
-        # differ.
+        # `evaluate` has already formed batches. Set no batch size here, because the engine would
+        # split the batches again and draw different random numbers.
         options = asked.model_copy(update={"temperature": temperature, "batch_size": None})
         return rollouts.generate(
             policy, prompts, options, group_size=samples, seed=("evaluate", seed), engine=engine
@@ -221,17 +226,17 @@ def evaluate_policy(
 def build_evaluation(
     asked: EvalConfig, splits: Splits, policy: SampledModel, rewards: RewardSet, max_new_tokens: int
 ) -> Callable[[Engine], dict[str, float]]:
-    """Return the evaluation function of a run, which uses the same prompts and seed at each call.
+    """Build the evaluation function of a run. Every call uses the same questions and the same seed.
 
     Args:
         asked: the section `eval`.
-        splits: the data. Recorded rollouts have no prompts, so their evaluation returns no metrics.
-        policy: the policy, which provides the tokenizer and the length limit.
+        splits: the data. For recorded rollouts, the returned function returns no metrics.
+        policy: the policy to evaluate.
         rewards: the reward functions of the run.
-        max_new_tokens: length limit that applies if the section `eval` sets none.
+        max_new_tokens: maximum number of tokens in a completion, if the section `eval` sets none.
 
     Returns:
-        A function that takes an engine and returns the metrics.
+        A function that samples with an engine and returns the metrics.
     """
     if splits.data.task == TRACES:
         return lambda engine: {}

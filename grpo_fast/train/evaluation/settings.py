@@ -1,4 +1,4 @@
-"""Settings of `grpo-fast eval`. A recipe or the evaluated run provides the missing settings."""
+"""Settings of `grpo-fast eval`. The defaults come from a recipe or from the evaluated run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from grpo_fast.train.config.words import apply_word, own_words, split_word, vali
 
 DEFAULT_REWARDS = {"gsm8k": ["gsm8k_correct", "gsm8k_format"], "sort": ["sort_positions"]}
 SHORT: dict[str, type[Section]] = {"eval": EvalConfig, "data": DataConfig, "model": ModelConfig}
-SAMPLED_AT = 0.7  # temperature of the sampled pass if only the number of samples is given
+SAMPLED_AT = 0.7  # default temperature of the sampled pass
 
 
 class EvalSettings(Section):
-    """Settings of `grpo-fast eval` that a run does not have. The others are keys of a run.
+    """Settings of `grpo-fast eval` that are not settings of a run.
 
-    Keys of the sections in SHORT need no section, for example n=100, task=sort or dtype=bfloat16.
+    The command also accepts all settings of a run. The keys of the sections in SHORT can be written
+    without the section, for example n=100 for eval.n or task=sort for data.task.
     """
 
     recipe: str | None = None
-    """Name of a recipe or path of a YAML file; null takes the evaluated run."""
+    """Name of a recipe or path of a YAML file; null uses the settings of the evaluated run."""
     out: UserPath | None = None
-    """JSON file for the metrics; null writes none."""
+    """JSON file to write the metrics to; null writes no file."""
 
 
 class Source(NamedTuple):
-    """A model to evaluate. If the user named the folder of a run, `run` is the configuration."""
+    """A model to evaluate. If it was named by a run's folder, `run` is the run's configuration."""
 
     name: str
     path: str
@@ -44,10 +45,10 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, model: str) -> Source:
-        """Return the source for the folder of a model, a hub id, or the folder of a run.
+        """Find a model, given as a folder, a hub id, or the folder of a run.
 
         Raises:
-            ValueError: the folder does not exist, or is the folder of a run without a saved model.
+            ValueError: the folder does not exist, or belongs to a run that has saved no model.
         """
         folder = os.path.expanduser(model)
         is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
@@ -63,7 +64,7 @@ class Source(NamedTuple):
 
 
 def is_model(word: str) -> bool:
-    """Return True if a command-line word names a model, False if it is a setting `key=value`."""
+    """Return True if a command-line argument names a model, False if it is a setting."""
     return os.path.isdir(os.path.expanduser(word)) or ("=" not in word and "/" in word)
 
 
@@ -73,14 +74,14 @@ def read_settings(
     """Return the settings of an evaluation and the configuration that selects its questions.
 
     Args:
-        sources: the models. The first run among them provides settings if no recipe is named.
+        sources: the models. If no recipe is named, the first run among them provides settings.
         words: settings as key=value.
-        allow_code: allow reward functions that must be imported.
+        allow_code: allow reward functions from outside the package.
 
     Raises:
-        ValueError: a setting is invalid, or nothing names the questions.
+        ValueError: a setting is invalid, or no setting says where the questions come from.
     """
-    # 1. Take the settings of the recipe, or else of the first run.
+    # 1. Start with the settings of the recipe, or else of the first run.
     own, words = own_words(EvalSettings, words)
     runs = [(f"{source.name}/config.yaml", source.run) for source in sources if source.run]
     if own.recipe is not None:
@@ -101,12 +102,12 @@ def read_settings(
         name = key.partition(".")[0]
         above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
         apply_word(settings, word if above is None else f"{above}.{word}")
-    # 3. Check that questions are named, and choose the rewards.
+    # 3. Check that a source of questions is set, and choose the rewards.
     data = settings["data"]
     task = str(data.get("task"))
     fits = task not in ("gsm8k", "jsonl") or bool(data.get("path"))
     if not fits:
-        data["path"] = "."  # so that an unknown key is found first
+        data["path"] = "."  # a placeholder, so that an unknown key is reported first
     missing = [x.name for x in sources if not os.path.isdir(x.path)]
     came = f"nothing, and no folder {missing[0]!r} exists here" if missing else "nothing"
     if not runs:

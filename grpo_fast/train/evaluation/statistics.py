@@ -1,8 +1,9 @@
-"""Compare two models on the same questions: paired difference, standard error and p-value.
+"""Comparison of two models on the same questions: paired difference, standard error and p-value.
 
 The p-value comes from Fisher's sign-flip test. If both models are equally good, the difference on a
-question is as likely to be d as -d. The p-value is the probability that random signs give a mean at
-least as far from 0 as the observed mean. The test assumes no distribution.
+question is as likely to be d as -d. The p-value is the probability that differences with random
+signs have a mean at least as far from 0 as the observed mean. The test does not assume that the
+differences follow a particular distribution.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ import torch
 from grpo_fast.train.config import require
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 
-FLIPS = 100_000  # number of random sign choices, if the differences have several sizes
-AT_ONCE = 2_000  # sign choices in memory at the same time
+FLIPS = 100_000  # number of random choices of signs in an estimate
+AT_ONCE = 2_000  # number of these choices that are in memory at the same time
 
 
 class Paired(NamedTuple):
-    """Comparison of one metric of two models, over the n questions on which both have a value."""
+    """Comparison of two models in one metric, over the questions for which both have a value."""
 
-    a: float
-    b: float
+    a: float  # mean of the first model
+    b: float  # mean of the second model
     difference: float  # b - a
     se: float  # standard error of the difference
     p: float  # two-sided p-value
-    n: int
+    n: int  # number of questions
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Compare one metric of two models, given one value per question.
+    """Compare two models in one metric, given each model's value for every question.
 
     Args:
         a: values of the first model.
-        b: values of the second model, in the same order. A question with a NaN in `a` or `b` is
-            excluded.
+        b: values of the second model, in the same order of questions. A question is excluded if
+            one of its values is NaN.
     """
     came = f"{len(a)} and {len(b)}"
     require(len(a) == len(b), "paired", "one value of each model per question", came)
@@ -52,9 +53,12 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the sign-flip test, or NaN if there are no differences.
 
-    The p-value is exact if all nonzero differences have the same size, as for greedy accuracy.
-    Otherwise it is estimated from 100,000 random choices of signs, which are the same in every
-    call.
+    If all nonzero differences have the same size, as for greedy accuracy, the p-value is exact.
+    Otherwise it is estimated from 100,000 random choices of signs. The random seed is fixed, so the
+    result is reproducible.
+
+    Args:
+        differences: difference between the two models for each question.
     """
     if not differences:
         return math.nan
@@ -64,14 +68,14 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     if n == 0:
         return 1.0
     sizes = values.abs()
-    # 1. If all differences have the same size, the test is McNemar's exact test, a binomial test of
-    # the signs.
+    # 1. If all differences have the same size, the test is a binomial test of the signs, which is
+    # known as McNemar's exact test.
     if bool((sizes == sizes[0]).all()):
         positive = int((values > 0).sum())
         tail = sum(math.comb(n, i) for i in range(min(positive, n - positive) + 1))
         return min(1.0, 2 * tail / 2**n)
     # 2. Otherwise count the sign choices whose sum is at least as far from 0 as the observed sum.
-    # The tolerance also counts sums that are equal except for rounding errors.
+    # Subtract a tolerance, so that sums count as equal if they only differ by rounding errors.
     limit = abs(float(values.sum())) - 1e-9 * float(sizes.max()) * n
     generator = torch.Generator().manual_seed(0)
     far = 0

@@ -1,1 +1,1 @@
-"""Metrics of a step: losses, samples, timings, agreement with the sampler."""
+"""Metrics of a training step: losses, samples, timings, and agreement with the sampler."""

@@ -1,4 +1,4 @@
-"""Clock of the parts of a step, which measures time and device memory."""
+"""Clock that measures the time and GPU memory of each part of a training step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ import torch
 
 @dataclass
 class Clock:
-    """Measures time, tokens and memory of each part of a step. Call `lap` after each part."""
+    """Clock for one training step. Call `lap` at the end of each part of the step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)  # by part: sampled or trunk tokens
-    peaks: dict[str, int] = field(default_factory=dict)  # peak bytes on the GPU, by part
+    tokens: dict[str, int] = field(default_factory=dict)  # sampled or trunk tokens of each part
+    peaks: dict[str, int] = field(default_factory=dict)  # peak GPU memory of each part in bytes
     start: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str, tokens: int = 0) -> None:
-        """Add the time since the previous call, and a number of tokens, to a part of the step."""
+        """Mark the end of a part of the step. Add the time since the last call to this part.
+
+        Args:
+            name: name of the part. A name may occur several times in a step.
+            tokens: number of tokens that this part processed.
+        """
         if torch.cuda.is_available():
-            # CUDA kernels run asynchronously. Without a sync their time would be counted for the
-            # next part.
+            # Wait for the GPU. CUDA kernels run asynchronously, and their time would otherwise be
+            # counted for the next part.
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
@@ -33,7 +38,7 @@ class Clock:
         self.last = now
 
     def metrics(self) -> dict[str, float]:
-        """Return `step_time`, and the times, token rates and peak memory as `perf/…`."""
+        """Return the metric `step_time`, and times, token rates and peak memory as `perf/…`."""
         peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
         rates = {
             f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]

@@ -1,4 +1,4 @@
-"""Metrics of the loss, reduced over micro-batches, optimizer steps and ranks."""
+"""Reduction of the loss's metrics over micro-batches, optimizer steps and ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from grpo_fast.train.ranks import distributed
 
-# Reduction of each metric over micro-batches. A metric that is not listed is a mean over tokens.
-# Metrics with "parts" are already divided by the step's normalizers, so they are summed within an
-# optimizer step and averaged over optimizer steps.
+# How each metric is reduced over micro-batches. A metric that is not listed is a mean over tokens.
+# "parts" marks values that are already divided by the normalizer of their optimizer step. They are
+# therefore summed within an optimizer step, and then averaged over optimizer steps.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -30,10 +30,11 @@ REDUCTIONS = {
 
 @dataclass
 class LossMetrics:
-    """Metrics of micro-batches. `result` reduces them as REDUCTIONS says, with one GPU sync."""
+    """Metrics of all micro-batches of a step. `result` reduces them with only one GPU sync."""
 
     parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # metrics, tokens
-    # Log-probs of the active tokens: pairs of the trainer's and the sampler's, each of shape (R,).
+    # Log-probs of the active tokens of each micro-batch: a pair of the trainer's log-probs and the
+    # sampler's log-probs, each of shape (active tokens,).
     logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     optimizer_steps: int = 1
 
@@ -43,7 +44,7 @@ class LossMetrics:
         self.parts.append((part, tokens))
 
     def of_all_ranks(self) -> LossMetrics:
-        """Return the metrics of the micro-batches of all ranks. Collective call."""
+        """Collect the metrics of the micro-batches of all ranks. Collective call."""
         if distributed.size() == 1:
             return self
         every = LossMetrics(optimizer_steps=self.optimizer_steps)
@@ -55,11 +56,11 @@ class LossMetrics:
         return every
 
     def mean(self, name: str) -> float:
-        """Return the reduced value of one metric."""
+        """Reduce one metric over all micro-batches."""
         return float(self._merge(name, torch.stack([part[name] for part, _ in self.parts])))
 
     def result(self) -> dict[str, float]:
-        """Return the reduced values of all metrics."""
+        """Reduce all metrics over all micro-batches."""
         names = list(self.parts[0][0])
         merged = [self._merge(n, torch.stack([part[n] for part, _ in self.parts])) for n in names]
         return dict(zip(names, torch.stack(merged).tolist(), strict=True))
@@ -72,7 +73,8 @@ class LossMetrics:
         if kind == "sum":
             return values.sum()
         if kind is not None:
-            # Exclude micro-batches without tokens. They report 0, which could be a wrong minimum.
+            # Exclude micro-batches without tokens. They report 0, which could be mistaken for the
+            # minimum or maximum.
             filled = [v for v, (_, tokens) in zip(values, self.parts, strict=True) if tokens]
             values = torch.stack(filled) if filled else values
             return values.min() if kind == "min" else values.max()

@@ -1,4 +1,4 @@
-"""Metrics of the samples: rewards, lengths, support, and agreement with the trainer."""
+"""Metrics of the samples: rewards, lengths, age, and agreement of sampler and trainer."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from grpo_fast.rollout import Samples, Sampling
 
 log = logging.getLogger(__name__)
 
-# Mean difference of log-probs, in nats per token, above which a run warns. Rounding in 16-bit
-# kernels causes a difference of about a tenth of this limit. Policies that are a few updates apart
-# differ by about ten times this limit.
+# A run warns if the log-probs of sampler and trainer differ by more than this limit, in nats per
+# token. For comparison, rounding in 16-bit kernels causes a difference of about a tenth of the
+# limit. A sampler with weights that are a few updates old differs by about ten times the limit.
 MOST_DIFFERENCE = 0.05
 
 
 def reward_metrics(
     rewards: Tensor, scores: Mapping[str, Tensor], lost: Mapping[str, Counter[str]], group_size: int
 ) -> dict[str, float]:
-    """Return `reward`, its spread within groups, and the metrics of each reward function.
+    """Compute the mean reward, its spread within groups, and metrics of each reward function.
 
-    `rewards/<fn>/failed` counts the samples without a reward. `rewards/<fn>/failed/<reason>` counts
-    them separately for each reason.
+    The metric `rewards/<fn>/failed` counts the samples without a reward from a function. The metric
+    `rewards/<fn>/failed/<reason>` counts only the samples with this reason.
 
     Args:
         rewards: weighted sums of the rewards, shape (N·G,).
         scores: rewards of each function, shape (N·G,).
-        lost: for each reward function, the numbers of samples without a reward, by reason.
+        lost: for each reward function, how many samples have no reward, by reason.
         group_size: number of samples in a group (G).
     """
     groups = rewards.double().view(-1, group_size)
@@ -52,10 +52,9 @@ def reward_metrics(
 
 
 def completion_metrics(samples: Samples) -> dict[str, float]:
-    """Return the lengths of completions in tokens, including EOS, as `completions/…`.
+    """Return statistics of the completion lengths in tokens, including EOS, as `completions/…`.
 
-    The metrics cover all completions, and separately the completions that ended before the length
-    limit.
+    The metrics with `terminated` cover only the completions that ended before the length limit.
     """
     lengths = samples.lengths
     ended = [n for n, cut in zip(lengths, samples.truncated.tolist(), strict=True) if not cut]
@@ -68,9 +67,10 @@ def completion_metrics(samples: Samples) -> dict[str, float]:
 
 
 def support_metrics(samples: Samples) -> dict[str, float]:
-    """Return the size and the total probability of the tokens' supports, as `sampling/…`.
+    """Return statistics of the tokens' supports as `sampling/…`.
 
-    The support of a token is the set of ids from which the sampler drew it.
+    The support of a token is the set of token ids that top_k and top_p kept when the token was
+    sampled. The metrics are the size of the support and its total probability.
     """
     if samples.support is None:
         return {}
@@ -87,15 +87,15 @@ def support_metrics(samples: Samples) -> dict[str, float]:
 
 
 def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Return the age of the sampling weights in steps, as `sampling/staleness/…`.
+    """Return the age of the weights that sampled the completions, as `sampling/staleness/…`.
 
     Args:
-        samples: the samples, which store the version of the weights that sampled them.
+        samples: the samples, with the version of the weights that sampled each of them.
         step: number of the current step.
-        most: largest age that is allowed. If it is 0, the result is {}.
+        most: maximum age in steps. If it is 0, the age is only checked, and the result is {}.
 
     Raises:
-        RuntimeError: some weights are older than `most` steps.
+        RuntimeError: the weights of a sample are older than `most` steps.
     """
     ages = step - 1 - samples.weight_version
     oldest = int(ages.max())
@@ -111,9 +111,9 @@ def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
 
 
 def spread_of(values: Tensor) -> Tensor:
-    """Return the sample standard deviation (divisor n − 1), ignoring NaN, as a 0-d tensor.
+    """Return the sample standard deviation (divisor n − 1) as a 0-d tensor, ignoring NaN.
 
-    It is 0 for fewer than two values.
+    The standard deviation of fewer than two values is 0.
     """
     values = values[~values.isnan()]
     if values.numel() < 2 or bool((values == values[0]).all()):
@@ -126,7 +126,7 @@ def _mean(values: Tensor) -> float:
 
 
 class SamplerWatch:
-    """Compares the log-probs of sampler and trainer, and warns at most once per run."""
+    """Monitor that warns once per run if the log-probs of sampler and trainer differ."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.truncates = sampling.truncates
@@ -137,8 +137,8 @@ class SamplerWatch:
 
         Args:
             step: number of the step.
-            logps: pairs of the trainer's and the sampler's log-probs, computed before the step's
-                updates.
+            logps: pairs of the trainer's and the sampler's log-probs. The trainer's log-probs are
+                from before the updates of the step.
         """
         difference = sampling_metrics(logps).get("sampling/sampling_logp_difference/mean", 0.0)
         if self.has_warned or difference <= MOST_DIFFERENCE:
@@ -155,7 +155,7 @@ class SamplerWatch:
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return differences and ratios between trainer and sampler as `sampling/…`.
+    """Return differences of log-probs and ratios of trainer to sampler, as `sampling/…`.
 
     Args:
         logps: pairs of the trainer's and the sampler's log-probs, as in `LossMetrics.logps`.

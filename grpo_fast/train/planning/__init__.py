@@ -1,1 +1,1 @@
-"""Predict the memory that a run needs, before and during the run."""
+"""Prediction of the memory that a training step needs."""

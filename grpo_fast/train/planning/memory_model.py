@@ -1,25 +1,33 @@
-"""Predict a training step's memory from the shape of the model.
+"""Prediction of a training step's memory from the sizes of the model.
 
-The peak of a step has three parts:
+The memory at the peak of a step is the sum of three parts:
 
-- fixed memory for weights, gradients, optimizer states and a reference copy
-- the activations of T trunk tokens
-- the larger of the head's workspace and the backward pass of one layer
+- the fixed memory of weights, gradients, optimizer states and a reference copy
+- the activations that autograd stores for the tokens of a micro-batch
+- the temporary memory of the LM head or of one layer's backward pass, whichever is larger
 
-A decoder layer has width h, MLP width I, q = heads·head_dim and kv = kv_heads·head_dim. If an
-activation has e bytes, autograd stores the following bytes per token and layer::
+Trunk tokens are the tokens that pass through the decoder layers. A prompt counts once, because its
+completions share it.
+
+In the following table, h is the hidden size, I the MLP size, q = heads·head_dim and kv =
+kv_heads·head_dim. An activation has e bytes. Autograd stores these bytes per token and layer::
 
     two RMSNorms    e = 4: 24h (input, normalized, output)
                     e = 2: 16h (fp32 copy, normalized, output)
     attention       e·(2q + 2kv): q, k, v and output. Kernels store k and v without repeating heads.
     MLP             4·e·I: gate, silu(gate), up and their product
 
-The backward pass of a layer needs e·(2I + 3h) in addition. With gradient checkpointing a step
-stores e·h for each layer, and all activations of one layer at a time. At 16 bits these are 27h +
-12I if q = h and kv is small. With a tiled MLP no tensor of size I remains. The backward pass then
-needs 18h at 16 bits (39h including the layer's activations) and 16h at 32 bits. Deep trees of
-recorded samples can need a quarter more. Tests compare these numbers with the tensors that autograd
-stores and with the peak of the allocator.
+The backward pass of a layer needs e·(2I + 3h) more bytes per token.
+
+With gradient checkpointing, a step stores only the input of each layer (e·h), and the activations
+of one layer at a time. If q = h and kv is small, a layer in its backward pass then needs 27h + 12I
+at 16 bits.
+
+With a tiled MLP, no tensor of size I is stored for all tokens. The backward pass of a layer needs
+18h at 16 bits (39h including the layer's activations) and 16h at 32 bits.
+
+Deep trees of recorded samples can need a quarter more. Tests compare these numbers with the tensors
+that autograd stores and with the peak that the allocator reports.
 """
 
 from __future__ import annotations
@@ -42,7 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SMALL = 1_000_000  # with fewer parameters, an unknown architecture gives no warning
+# A model of unknown architecture logs a warning only if it has at least this many parameters.
+SMALL = 1_000_000
 USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
 USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -51,7 +60,7 @@ STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scal
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder model."""
+    """Sizes of a decoder model that determine its memory."""
 
     layers: int
     hidden: int
@@ -64,14 +73,14 @@ class Shape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, parameters: int) -> Shape:
-        """Return the shape that a transformers config describes.
+        """Read the sizes of a model from its transformers config.
 
         Args:
             config: the config of the text model.
             parameters: number of parameters of the model.
 
         Raises:
-            ValueError: the config lacks a field.
+            ValueError: the config lacks a field, so the architecture is not supported.
         """
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if not isinstance(getattr(config, name, None), int):
@@ -89,26 +98,28 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of a training step in bytes, divided into its parts."""
+    """Predicted memory of a training step in bytes, divided into parts."""
 
-    fixed: int  # bytes of weights, gradients, optimizer states and a reference copy
-    logits: int  # bytes of the head's largest workspace
-    logits_row: int  # bytes of this workspace for one completion token
-    head_gradient: int  # bytes of the head's new gradient, before it is added to `.grad`
-    head_sum: int  # bytes of the fp32 sum of the head's gradients over chunks
-    one_chunk_rows: int  # most completion tokens that fit into one chunk and need no fp32 sum
-    kept_per_token: float  # bytes that all layers store until the backward pass
-    working_per_token: float  # bytes that one layer needs in its backward pass
-    working: int  # bytes for one MLP tile, independent of the number of tokens
+    fixed: int  # weights, gradients, optimizer states and a reference copy
+    logits: int  # the LM head's buffer for the logits of one chunk, at its largest size
+    logits_row: int  # the part of this buffer for one completion token
+    head_gradient: int  # the new gradient of the LM head, before it is added to `.grad`
+    head_sum: int  # fp32 sum of the LM head's gradients over several chunks
+    # Maximum number of completion tokens that are computed in one chunk, so that no fp32 sum over
+    # chunks is needed.
+    one_chunk_rows: int
+    kept_per_token: float  # per trunk token: activations of all layers for the backward pass
+    working_per_token: float  # per trunk token: temporary memory of one layer's backward pass
+    working: int  # one tile of the MLP, independent of the number of tokens
 
     @property
     def per_token(self) -> float:
-        """Number of bytes per trunk token at the peak of the backward pass."""
+        """Return the number of bytes per trunk token at the peak of the backward pass."""
         return self.kept_per_token + self.working_per_token
 
     @property
     def head(self) -> int:
-        """Largest number of bytes that the head needs in addition to the trunk's activations."""
+        """Return the maximum temporary memory of the LM head in bytes."""
         return self.logits + self.head_gradient + self.head_sum
 
     def peak(self, tokens: int, rows: int | None = None) -> int:
@@ -116,8 +127,8 @@ class Memory:
 
         Args:
             tokens: number of trunk tokens.
-            rows: number of completion tokens. None assumes enough tokens to fill the head's
-                workspace.
+            rows: number of completion tokens. None assumes that they fill the LM head's buffer for
+                logits.
         """
         head = self.head
         if rows is not None:
@@ -129,7 +140,7 @@ class Memory:
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
-        """Return the largest number of trunk tokens for which `peak` is at most `limit` bytes."""
+        """Return the maximum number of trunk tokens for a memory limit in bytes."""
         room = limit - self.fixed
         with_head = (room - self.head) / self.kept_per_token if self.kept_per_token else math.inf
         return max(0, int(min(with_head, (room - self.working) / self.per_token)))
@@ -151,12 +162,13 @@ def predict(
         shape: sizes of the model.
         model: the section `model` of the configuration.
         optim: the section `optim` of the configuration.
-        device: "cpu" or "cuda". On the CPU, offloading checkpoints saves no memory.
+        device: "cpu" or "cuda". On the CPU, offloading of layer inputs saves no memory.
         reference: True if a copy of the weights is stored for the KL term.
         critic: True if a separate critic of the policy's shape is trained, too.
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
-    # 1. Weights (autocast keeps a 16-bit copy), gradients, optimizer states and a reference.
+    # 1. Add up weights, gradients, optimizer states and a reference. Autocast stores a 16-bit copy
+    # of the weights.
     weight = DTYPE_BYTES[model.dtype]
     activation = DTYPE_BYTES[model.autocast or model.dtype]
     stored = weight + (activation if model.autocast else 0)
@@ -167,8 +179,8 @@ def predict(
         fixed *= 2
     if reference and model.lora is None:
         fixed += shape.parameters * weight
-    # 2. The head's workspace and its gradient. On a GPU, 16-bit exponentials are stored, and few
-    # rows fit into one chunk, whose gradient needs no fp32 sum.
+    # 2. Compute the memory of the LM head. The bf16 kernels of a GPU store exponentials in 16 bits
+    # instead of logits in fp32. If all rows fit into one chunk, they need no fp32 sum over chunks.
     head = 0 if model.lora is not None else shape.vocab * shape.hidden
     head_sum = 4 * head if activation < 4 else 0
     logits = workspace_bytes(torch.device(device), memory=gpu)
@@ -185,7 +197,7 @@ def predict(
 
 
 def host_memory() -> int:
-    """Return the size of this machine's memory in bytes, or the limit of its container."""
+    """Return this machine's memory in bytes, or its container's memory limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
@@ -193,7 +205,7 @@ def host_memory() -> int:
 
 
 def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
-    """Return the number of trained parameters. LoRA is assumed on all linear layers."""
+    """Return the number of trained parameters. A LoRA adapter covers all linear layers."""
     if model.lora is None:
         return shape.parameters
     h, i, q, kv = shape.hidden, shape.mlp, shape.query, shape.kv
@@ -202,17 +214,24 @@ def trainable_parameters(shape: Shape, model: ModelConfig) -> int:
 
 
 def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[float, float, int]:
-    """Return the memory per token and of one MLP tile, in bytes.
+    """Compute the memory of activations.
+
+    Args:
+        shape: sizes of the model.
+        model: the section `model` of the configuration.
+        e: bytes of an activation.
+        on_cpu: True if the model is on the CPU.
 
     Returns:
-        The bytes per token that all layers store, the bytes per token that the layer in its
-        backward pass needs, and the bytes of one MLP tile.
+        The bytes per token that all layers store, the bytes per token that one layer needs in its
+        backward pass, and the bytes of one tile of a tiled MLP.
     """
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
-    # The tiles are views of the norm's output, and the backward pass recomputes one tile at a time.
+    # The input tiles are views of the norm's output, so they need no memory. The backward pass
+    # recomputes one tile at a time.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
     layer = norms + attention + mlp
@@ -223,7 +242,7 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
 
 
 def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
-    """Predict the memory of a run. A separate critic model is assumed to have the policy's shape.
+    """Predict the memory of a run. A separate critic is assumed to have the sizes of the policy.
 
     Args:
         shape: sizes of the policy.
@@ -252,7 +271,8 @@ def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
         log.log(logging.INFO if parameters < SMALL else logging.WARNING, said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
-    if ranks and config.model.lora is None:  # then the model's path is an adapter
+    # If `lora` is not set, the adapter comes from the model's path. Predict with its rank.
+    if ranks and config.model.lora is None:
         model = config.model.model_copy(update={"lora": LoraConfig(r=max(ranks))})
         config = config.model_copy(update={"model": model})
     return predict_run(shape, config, lm.device.type)

@@ -1,4 +1,4 @@
-"""The plan of a training step, which says what fits into memory without loading any weights."""
+"""Memory plan for a training step, computed without loading any weights (`grpo-fast plan`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ OFFLOAD = "model.gradient_checkpointing=offload"
 TILED = "model.tiled_mlp=2048"
 EIGHT_BIT = "optim.states=8bit"
 LORA = "model.lora={r: 16}"
-OPTIONS: dict[str, tuple[str, ...]] = {  # settings of each row of the table, by the row's label
+# Sets of options that the plan compares: from the label of a table row to its settings.
+OPTIONS: dict[str, tuple[str, ...]] = {
     "as configured": (),
     "checkpointing": (CHECKPOINTING,),
     "+ tiled MLP": (CHECKPOINTING, TILED),
@@ -50,7 +51,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # settings of each row of the table, by
 
 
 def _by_name(value: Any) -> Any:
-    """Convert the name of a GPU to its memory in GB."""
+    """Convert the name of a GPU to its memory in GB. Return a number unchanged."""
     if not isinstance(value, str):
         return value
     known = {name.casefold(): gb for name, gb in GPUS.items()}
@@ -60,58 +61,62 @@ def _by_name(value: Any) -> Any:
 
 
 class PlanSettings(Section):
-    """Settings of the command `grpo-fast plan`. All other words are settings of the run."""
+    """Settings of the command `grpo-fast plan`. All other arguments are settings of the run."""
 
     gpu: Annotated[float | None, BeforeValidator(_by_name)] = Field(None, gt=0, lt=1e9)
-    """Memory in GB, or a name such as H100; null means this machine's GPU, else its memory."""
+    """GPU memory in GB or a name such as H100; null uses this machine's GPU or main memory."""
     prompt: Positive = 8192
-    """Tokens of the prompt."""
+    """Length of the prompt in tokens."""
     completion: Positive | None = None
-    """Tokens of a completion; null means rollout.max_new_tokens."""
+    """Length of each completion in tokens; null means rollout.max_new_tokens."""
     group: Positive | None = None
-    """Completions of a prompt; null means rollout.group_size."""
+    """Number of completions per prompt; null means rollout.group_size."""
 
 
 class Plan(NamedTuple):
-    """Predicted memory of a model under each set of options."""
+    """Predicted memory of a model for each set of options in `OPTIONS`."""
 
     name: str
     shape: Shape
     device: str  # "cuda" or "cpu"
     gb: float  # memory of the device, in 10⁹ bytes
-    memory: dict[str, Memory]  # by set of options; the unchanged configuration is first
-    prompt: int  # tokens
-    completion: int  # tokens of each completion
-    size: int  # completions of the prompt, which share it
+    memory: dict[str, Memory]  # keyed by the label of the options, "as configured" first
+    prompt: int  # length of the prompt in tokens
+    completion: int  # length of each completion in tokens
+    size: int  # number of completions per prompt
     dtypes: str
 
     @property
     def tokens(self) -> int:
-        """Number of trunk tokens of a group, which is a prompt with its completions."""
+        """Return the number of trunk tokens of a group, which is a prompt with its completions.
+
+        The completions share the prompt, so it counts once. The last token of a completion is not
+        an input of the model.
+        """
         return self.prompt + self.size * (self.completion - 1)
 
     @property
     def share(self) -> float:
-        """Fraction of the device's memory that the plan may use."""
+        """Return the fraction of the device's memory that the plan may use."""
         return USABLE_GPU if self.device == "cuda" else USABLE_CPU
 
     @property
     def usable(self) -> float:
-        """Number of bytes that the plan may use."""
+        """Return the number of bytes that the plan may use."""
         return self.share * self.gb * 1e9
 
     def groups(self, options: str) -> int:
-        """Return the number of groups that fit into one micro-batch."""
+        """Return the number of groups that fit into one micro-batch with these options."""
         return self.memory[options].tokens(self.usable) // self.tokens
 
     @property
     def ranked(self) -> list[str]:
-        """Names of the sets of options. Sets with which at least one group fits come first."""
+        """Return the labels of the options, first those with which at least one group fits."""
         return sorted(self.memory, key=lambda options: self.groups(options) == 0)
 
     @property
     def verdict(self) -> str:
-        """Sentence that says what fits into memory, and with which settings."""
+        """Return a sentence that says how many groups fit into memory, and with which settings."""
         best = self.ranked[0]
         completions = f"{self.size} completions of {self.completion:,}"
         what = f"a prompt of {self.prompt:,} tokens with {completions}"
@@ -125,15 +130,15 @@ class Plan(NamedTuple):
 
 
 def plan(model: str, settings: Sequence[str]) -> Plan:
-    """Predict a model's memory under every set of options.
+    """Predict a model's memory for every set of options in `OPTIONS`.
 
     Args:
         model: a recipe, a name in KNOWN_MODELS, a hub id, a model's folder, or its config.json.
-        settings: gpu=GB or gpu=NAME, prompt=…, completion=…, group=…, and `key=value` of a run's
-            configuration.
+        settings: fields of `PlanSettings` and of `RunConfig`, each as key=value, for example
+            gpu=H100.
 
     Raises:
-        ValueError: `model` is none of these, or a key is unknown.
+        ValueError: the model is not found, or a setting is invalid.
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
@@ -162,7 +167,7 @@ def verdicts(settings: Sequence[str]) -> list[str]:
 
 
 def render(plan: Plan) -> list[object]:
-    """Return a rich table of a plan, followed by its verdict."""
+    """Return the output of a plan: a rich table and the sentence `plan.verdict`."""
     from rich.table import Table
 
     where = "" if plan.device == "cuda" else " of this machine, which has no GPU,"
@@ -175,7 +180,8 @@ def render(plan: Plan) -> list[object]:
         "tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
     )
     table.add_column("options")
-    # Short lines, so that 80 columns have room for the options.
+    # Break the headers into short lines. In a terminal of 80 columns, long headers would leave too
+    # little room for the labels of the options.
     largest = f"largest prompt\nC={plan.completion}, G={plan.size}"
     for name in ("fixed GB", "kB per\ntoken", "largest\ntokens", largest, "groups"):
         table.add_column(name, justify="right")
@@ -192,7 +198,7 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     if model in recipe_names() or model.endswith((".yaml", ".yml")):
         return load_recipe(model, words, PlanSettings.model_fields)
     settings: dict[str, Any] = {
-        "model": {"path": model, "autocast": "bfloat16"},  # the recipes also train with this dtype
+        "model": {"path": model, "autocast": "bfloat16"},  # as in the recipes
         "data": {"task": "gsm8k", "path": "openai/gsm8k"},
         "rewards": [{"name": "gsm8k_correct"}],
         "rollout": {"group_size": 16, "max_new_tokens": 512},
@@ -203,7 +209,7 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
 def _config_and_parameters(
     model: ModelConfig, data: DataConfig, name: str
 ) -> tuple[PreTrainedConfig, int]:
-    """Return the transformers config and the number of parameters, without allocating weights."""
+    """Return a model's transformers config and number of parameters, without allocating weights."""
     from transformers import AutoModelForCausalLM
 
     try:

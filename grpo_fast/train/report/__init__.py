@@ -1,1 +1,1 @@
-"""Output of a run for its user: logs, tables, curves and the page of completions."""
+"""Output of a run for the user: logs, tables, curves and a web page of completions."""

@@ -1,4 +1,4 @@
-"""Curves of one or several runs, with one panel for each metric that was logged and changes."""
+"""Pictures of the metrics of one or several runs, with a panel for each group of metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Rows = list[dict[str, float | None]]  # rows of a metrics.jsonl
 Series = list[tuple[float, float]]  # pairs of step and value
 
 
-# Panels by title. Each panel maps its metrics to labels. The first metric is drawn solid, the
-# second dashed.
+# From the title of each panel to its metrics and their labels. The first metric of a panel has a
+# solid line, the second metric a dashed line.
 PANELS: dict[str, dict[str, str]] = {
     "Reward": {"reward": "train", "eval_reward": "held out"},
     "Accuracy on held-out prompts": {
@@ -36,16 +36,16 @@ PANELS: dict[str, dict[str, str]] = {
     "Throughput (tokens/s)": {"perf/rollout_tok_s": "rollout", "perf/train_tok_s": "train"},
     "Gradient norm": {"grad_norm": "grad norm"},
 }  # fmt: skip
-ALWAYS = ("Reward", "Accuracy on held-out prompts")  # drawn even if they never change
-STYLE = Path(__file__).with_name("pictures.mplstyle")  # colors C0 to C7
+ALWAYS = ("Reward", "Accuracy on held-out prompts")  # panels drawn even if the values are constant
+STYLE = Path(__file__).with_name("pictures.mplstyle")  # defines the colors C0 to C7
 INK = "#3b4252"
 GRID = "#e3e6eb"
 COLORS = 8
-SMOOTHED = 2000  # points of a smoothed series; more than a picture has columns
+SMOOTHED = 2000  # points of a smoothed series; a picture has fewer columns of pixels
 
 
 def read_metrics(run: str | Path) -> Rows:
-    """Read the rows of a metrics.jsonl. An incomplete last line is ignored.
+    """Read the rows of a metrics.jsonl file. An incomplete last line is ignored.
 
     Args:
         run: folder of a run, or path of the file.
@@ -72,7 +72,7 @@ def read_metrics(run: str | Path) -> Rows:
 
 
 def series(rows: Rows, metric: str) -> Series:
-    """Return pairs of step and value of a metric, from the rows that contain a number for it."""
+    """Return the pairs (step, value) of a metric. Rows without a finite value are skipped."""
     points = []
     for index, row in enumerate(rows):
         value = row.get(metric)
@@ -82,15 +82,16 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Smooth a series with a centered moving average over a twentieth of the run.
+    """Smooth a series with a centered moving average. The window is a twentieth of the series.
 
-    The result has at most about SMOOTHED points.
+    A long series is also thinned out to about SMOOTHED points.
     """
     values = [value for _, value in points]
     half = max(1, len(points) // 40)
     smoothed = []
     for index in range(0, len(points), 1 + len(points) // SMOOTHED):
-        # Shrink the window symmetrically at both ends. A one-sided window would shift a slope.
+        # Near the ends of the series, use a smaller window on both sides. A one-sided window would
+        # shift the average of a rising or falling series.
         reach = min(half, index, len(points) - 1 - index)
         window = values[index - reach : index + reach + 1]
         smoothed.append((points[index][0], math.fsum(window) / len(window)))
@@ -98,7 +99,7 @@ def smooth(points: Series) -> Series:
 
 
 def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Draw the curves of runs into one picture.
+    """Draw the metrics of one or several runs into one picture.
 
     Args:
         runs: folders of runs, or paths of their metrics.jsonl.
@@ -109,7 +110,7 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
         The path of the picture.
 
     Raises:
-        ValueError: the runs have no metrics to draw, or `out` is not the name of a picture.
+        ValueError: the runs have logged no metric of PANELS, or `out` is not the path of a picture.
     """
     from matplotlib.lines import Line2D
 
@@ -139,21 +140,21 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
 
 
 def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
-    """Return True if a metric of the panel was logged and changes, or if it is in ALWAYS."""
+    """Return True if a run logged a metric of the panel, and the metric changes or is in ALWAYS."""
     lines = [series(rows, metric) for rows in logged for metric in PANELS[title]]
     changes = any(len({value for _, value in points}) > 1 for points in lines)
     return any(lines) and (changes or title in ALWAYS)
 
 
 def picture_path(out: str | Path) -> Path:
-    """Return the path of a picture.
+    """Check the path of a picture and return it.
 
     Raises:
         ValueError: the path is a folder, has no suffix, or has the suffix .pgf.
     """
     path = Path(out)
-    # Without a suffix matplotlib would append one and write to a different path. Format .pgf needs
-    # LaTeX.
+    # If the path has no suffix, matplotlib appends one and writes to a different path. Reject .pgf,
+    # because matplotlib needs LaTeX to write it.
     fits = not path.is_dir() and path.suffix not in ("", ".pgf")
     require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path
@@ -163,18 +164,18 @@ def picture_path(out: str | Path) -> Path:
 def picture(
     path: Path, size: tuple[float, float], grid: tuple[int, int], **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure in the common style and its axes, then write the figure to a file.
+    """Yield an empty figure and its axes, and write the figure to a file at the end of the context.
 
-    Identical figures produce identical bytes.
+    The same drawing always gives a file with the same bytes.
 
     Args:
         path: path of the picture.
         size: width and height in inches.
-        grid: numbers of rows and columns of the axes.
+        grid: number of rows and number of columns of axes.
         **options: further arguments of `Figure.subplots`.
     """
     from matplotlib import rc_context
-    from matplotlib.figure import Figure  # pyplot would need a display
+    from matplotlib.figure import Figure  # pyplot could need a display
 
     with rc_context(fname=STYLE):
         figure = Figure(figsize=size)
@@ -184,7 +185,7 @@ def picture(
 
 
 def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
-    """Draw one panel. Each run has a color, or each metric if there is only one run."""
+    """Draw one panel. Several runs have different colors; for one run, its metrics have."""
     for index, (metric, label) in enumerate(PANELS[title].items()):
         for run, rows in enumerate(logged):
             points = series(rows, metric)
@@ -201,7 +202,11 @@ def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
 def _line(
     axes: Axes, points: Series, errors: dict[float, float], metric: str, style: dict[str, Any]
 ) -> None:
-    """Draw evaluation metrics as points with error bars, and other metrics raw and smoothed."""
+    """Draw one metric of one run.
+
+    An evaluation metric becomes points with error bars. Any other metric becomes a pale line of
+    the values and a line of the smoothed values.
+    """
     steps, values = zip(*points, strict=True)
     if metric.startswith("eval_"):
         bars = [max(0.0, errors.get(step, 0.0)) for step in steps]

@@ -1,4 +1,4 @@
-"""Arguments of commands, and the conversion of errors to one line and an exit status."""
+"""Shared parts of the commands: arguments, and errors printed as one line with an exit status."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import typer
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 Words = list[str] | None  # the arguments `key=value` of a command
-LONGEST_MESSAGE = 4000  # characters; a message may quote a file
+LONGEST_MESSAGE = 4000  # maximum characters of an error message, which may quote a whole file
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def key_values(example: str) -> Any:
-    """Return the typer declaration of `key=value` arguments, with an example as its help text."""
+    """Declare the `key=value` arguments of a typer command, with an example as the help text."""
     return typer.Argument(metavar="[KEY=VALUE]...", help=example)
 
 
 @contextlib.contextmanager
 def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iterator[None]:
-    """Convert an error inside this context to one line on stderr and an exit status.
+    """Print an error inside this context as one line on stderr, and exit with a status.
 
-    A ValueError ends with USAGE_ERROR, because the user can correct its cause. The line of an
-    unexpected error includes the class of the error.
+    For a ValueError the status is USAGE_ERROR, because the user can correct the cause. For an
+    unexpected error the line includes the class of the error.
 
     Args:
         debug: also print the traceback.
-        *failures: classes of expected errors, which end with the status `code`.
-        code: exit status of `failures`.
+        *failures: further expected classes of errors, which exit with the status `code`.
+        code: exit status for `failures`.
     """
     try:
         yield
@@ -44,7 +44,7 @@ def told(debug: bool, *failures: type[Exception], code: int = RUN_ERROR) -> Iter
         refuse(error, debug, code)
     except KeyboardInterrupt as error:
         refuse(error, debug, INTERRUPTED, "interrupted")
-    except ModuleNotFoundError:  # `grpo_fast.__main__` says which extra to install
+    except ModuleNotFoundError:  # `grpo_fast.__main__` tells the user which extra to install
         raise
     except Exception as error:
         refuse(error, debug, RUN_ERROR, f"unexpected {type(error).__name__}: ")

@@ -1,4 +1,4 @@
-"""Status lines for the user at the start and the end of a run. Each line states one fact."""
+"""Lines that a run prints for the user at its start and at its end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grpo_fast.train.config import RolloutConfig
 
-NEAR_ZERO = 1e-6  # smaller numbers are shown as 0; metrics.jsonl has all digits
-COMPARED = {  # metrics of an evaluation, with their labels
+NEAR_ZERO = 1e-6  # smaller numbers are printed as 0; metrics.jsonl contains the exact numbers
+COMPARED = {  # evaluation metrics that are printed, with their labels
     "eval_reward": "reward",
     "eval_accuracy_strict": "strict",
     "eval_accuracy_lenient": "lenient",
@@ -18,9 +18,15 @@ COMPARED = {  # metrics of an evaluation, with their labels
 
 
 def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return the change of the evaluation metrics, or "" if an evaluation is missing.
+    """Format the change of the evaluation metrics between the start and the end of a run.
 
-    The format is `reward 0.310 ± 0.020 → 0.950 ± 0.010 · strict …`.
+    Args:
+        before: metrics of the first evaluation.
+        after: metrics of the last evaluation.
+
+    Returns:
+        A line such as `reward 0.310 ± 0.020 → 0.950 ± 0.010 · strict …`, or "" if an evaluation is
+        missing.
     """
     parts: list[str] = []
     for key, label in COMPARED.items():
@@ -34,14 +40,14 @@ def final_line(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 def opening_lines(
     rollout: RolloutConfig, kernels: Mapping[str, object], fallback: str | None
 ) -> list[str]:
-    """Return lines that name the kernels and the sampler, with the reason if a slower one is used.
+    """Return lines that name the kernels and the sampler, and explain why a slower one is used.
 
     Args:
         rollout: the section `rollout` of the configuration.
-        kernels: dict with `backend` and with `backend_fallback`, the reason for a slower backend or
-            None.
-        fallback: reason why the engine samples with transformers' `generate`, or None if it does
-            not.
+        kernels: a dict with the keys `backend` and `backend_fallback`. The second value is the
+            reason why a slower backend is used, or None.
+        fallback: reason why the engine samples with transformers' slower `generate`, or None if it
+            uses a faster sampler.
     """
     why = kernels["backend_fallback"]
     lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
@@ -57,12 +63,12 @@ def opening_lines(
 
 
 def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
-    """Return lines that list the result files of a run and the commands to inspect them.
+    """Return lines that list the files of a finished run and the commands to inspect them.
 
     Args:
         folder: folder of the run.
-        has_code: True if the settings name custom code, which `grpo-fast eval` runs only with
-            --allow-code.
+        has_code: True if the run used custom Python code. The command `grpo-fast eval` then needs
+            the option --allow-code.
     """
     names = ("completions.html", "curves.png", "model")
     present = [name for name in names if (folder / name).exists()]
@@ -74,14 +80,14 @@ def closing_lines(folder: Path, has_code: bool = False) -> list[str]:
 
 
 def shown_number(value: float, form: str = "{:.4g}") -> str:
-    """Format a number. Numbers below NEAR_ZERO, such as 1e-22 or −0.0, are shown as 0."""
+    """Format a number. Numbers closer to 0 than NEAR_ZERO are printed as 0 without a sign."""
     text = form.format(0.0 if abs(value) < NEAR_ZERO else value)
     return text.lstrip("+-") if not text.strip("+-0.") else text
 
 
 def with_error(metrics: Mapping[str, float], key: str) -> str:
-    """Format a metric with its standard error if the error is known. Accuracies are in per cent."""
+    """Format a metric, with its standard error if it has one. Accuracies are in per cent."""
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
     text = shown_number(scale * metrics[key], f"{{:{form}}}") + unit
-    error = metrics.get(key + "_se", math.nan)  # NaN for a single question
+    error = metrics.get(key + "_se", math.nan)  # an evaluation of one question has the error NaN
     return f"{text} ± {scale * error:{form}}" if math.isfinite(error) else text

@@ -1,7 +1,8 @@
-"""The page completions.html, which shows completions with rewards in one file without scripts.
+"""The web page completions.html, which shows completions and their rewards.
 
-The texts of models and data are escaped. The Content-Security-Policy of the page allows only its
-inline style sheet, and blocks scripts, images and network requests.
+The page is a single file. Texts of models and data sets are escaped, and the
+Content-Security-Policy of the page blocks scripts, images and network requests. It allows only the
+inline style sheet.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from jinja2 import Environment, FileSystemLoader
 from grpo_fast.data import escape_control
 from grpo_fast.train.report.lines import shown_number
 
-LONGEST_TEXT = 4000  # characters of a prompt or answer; of longer texts both ends are shown
-LONGEST_TOKENS = 1200  # tokens of a completion; of longer ones both ends are shown
-LOGP_STEP = 0.5  # nats for each shade of surprise
+# Maximum length of a prompt or answer in characters, and of a completion in tokens. The page omits
+# the middle of longer texts.
+LONGEST_TEXT = 4000
+LONGEST_TOKENS = 1200
+LOGP_STEP = 0.5  # a token's shade gets stronger by one level for each 0.5 nats of surprise
 LOGP_LEVELS = 8
-ADVANTAGE_LEVELS = 4  # shades for each sign; the strongest is the step's largest advantage
-MOST_STEPS = 16  # steps on the page: the first one and the latest ones
-MOST_COMPLETIONS = 16  # completions of a step
+ADVANTAGE_LEVELS = 4  # shades per sign; the strongest shade is the largest advantage of the step
+MOST_STEPS = 16  # maximum number of steps on the page: the first step and the latest steps
+MOST_COMPLETIONS = 16  # maximum number of completions per step
 
 Row = Mapping[str, Any]  # see `grpo_fast.train.report.samples.rows_of`
 
 
 class CompletionsPage:
-    """The completions page of a run, which shows the first step and the latest ones.
+    """The web page with the completions of a run. It shows the first step and the latest steps.
 
     Args:
         path: path of the page.
@@ -45,7 +48,7 @@ class CompletionsPage:
         self.parts: list[tuple[int, str]] = []  # number and HTML of each step
 
     def add(self, step: int, rows: Sequence[Row]) -> None:
-        """Add the rows of a step to the page and write the file."""
+        """Add the completions of a step to the page, and write the file."""
         self.parts.append((step, step_html(step, rows)))
         if len(self.parts) > MOST_STEPS:
             del self.parts[1]
@@ -57,7 +60,7 @@ class CompletionsPage:
 
 
 def step_html(step: int, rows: Sequence[Row]) -> str:
-    """Return the HTML of a step with its first completions, sorted by reward in each group."""
+    """Return the HTML of a step. It shows the first completions, sorted by reward in each group."""
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
@@ -75,23 +78,24 @@ def _worth(row: Row) -> float:
 
 
 def has_fixed_length(row: Row) -> bool:
-    """Return True if completion and gold answer have one symbol per token and equal lengths.
+    """Return True if the completion has one symbol per token and the length of the gold answer.
 
-    Such a completion fills its length limit exactly, so the page does not call it cut off.
+    In generated tasks, such a completion is complete although it has no EOS. The page therefore
+    does not mark it as cut off by the length limit.
     """
     symbols = len((row["answer"] or "").split())
     return symbols == len(row["completion"].split()) == len(row["tokens"])
 
 
 def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
-    """Yield the data of each shown token for the template.
+    """Yield a dict for each shown token of a completion, for use in the HTML template.
 
-    Each dict has the keys `shade` (CSS classes), `title` (log-prob and advantage) and `text`. If
-    the completion is long, the middle is replaced by one dict with the key `hidden`, the number of
-    omitted tokens.
+    A dict has the keys `shade` (CSS classes), `title` (log-prob and advantage) and `text`. In a
+    long completion, one dict stands for all omitted tokens in the middle. It has only the key
+    `hidden`, which is the number of these tokens.
 
     Args:
-        row: row of a completion.
+        row: data of the completion, see `rows_of`.
         largest: largest absolute advantage of the step.
     """
     half = LONGEST_TOKENS // 2
@@ -101,17 +105,17 @@ def shaded_tokens(row: Row, largest: float) -> Iterator[dict[str, Any]]:
     for place, (text, logp, advantage) in enumerate(tokens):
         if place == half and hidden:
             yield {"hidden": len(hidden)}
-        if text and place not in hidden:  # an incomplete character has an empty text
+        if text and place not in hidden:  # a token that ends within a character has an empty text
             title = f"logp {shown_number(logp, '{:.3f}')}"
             title += f" advantage {shown_number(advantage, '{:+.3g}')}"
             yield {"shade": _shade(logp, advantage, largest), "text": text, "title": title}
 
 
 def _shade(logp: float, advantage: float, largest: float) -> str:
-    """Return the CSS classes of a token.
+    """Return the CSS classes that color a token.
 
-    The classes p1 to p8 stand for surprise (negative log-prob), u1 to u4 for positive and d1 to d4
-    for negative advantages.
+    The classes p1 to p8 mean low to high surprise (negative log-prob). The classes u1 to u4 mean
+    positive advantages, and the classes d1 to d4 negative advantages.
     """
     classes = []
     surprise = int(min(LOGP_LEVELS, max(0.0, -logp) / LOGP_STEP))
@@ -124,7 +128,7 @@ def _shade(logp: float, advantage: float, largest: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """Escape the control characters of a text. Replace the middle of a long text with a note."""
+    """Escape the control characters of a text. In a long text, replace the middle with a note."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         hidden = len(text) - LONGEST_TEXT

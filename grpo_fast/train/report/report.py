@@ -1,7 +1,7 @@
-"""The files and the progress display of a run, both written by rank 0.
+"""The log files and the progress display of a run. Only rank 0 writes them.
 
-The files are metrics.jsonl (with the metric names of TRL), completions/step_000010.parquet and so
-on, completions.html, curves.png and summary.json.
+The files are metrics.jsonl (with the same metric names as TRL), completions.html, curves.png,
+summary.json, and a table such as completions/step_000010.parquet for every logged step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_fast.train.report.page import CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import start_trackers
 
-CLIPPED = "clip_ratio/region_mean"  # not shown if 0, as is usual with one update per batch
+CLIPPED = "clip_ratio/region_mean"  # hidden if 0, which is normal with one update per batch
 SECONDS = 10.0  # minimum time between two progress lines
 SHOWN = (  # metric, label and format of each value in a progress line
     ("reward", "reward", "{:.3f}"),
@@ -44,7 +44,7 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def by_rank_0(method: Method) -> Method:
-    """Decorate a method so that it runs on rank 0 only. It returns None on the other ranks."""
+    """Decorate a method so that it runs only on rank 0, and returns None on the other ranks."""
 
     @functools.wraps(method)
     def guarded(self: RunReport, *arguments: object) -> object:
@@ -54,14 +54,14 @@ def by_rank_0(method: Method) -> Method:
 
 
 class RunReport(AbstractContextManager[Any]):
-    """Writer of a run's files and its progress display. It writes nothing before `begin`.
+    """Writer of a run's log files and progress display. Call `begin` before any method that writes.
 
     Args:
         folder: folder of the run.
         config: the section `log` of the configuration.
         steps: number of steps of the run.
-        length: number of bytes of metrics.jsonl to keep.
-        step: number of finished steps.
+        length: number of bytes of an existing metrics.jsonl to keep. `begin` removes the rest.
+        step: number of steps that were finished before the run resumed.
         stream: stream for the progress display. None uses stdout.
     """
 
@@ -87,9 +87,9 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def begin(self) -> None:
-        """Truncate the log to the step of the loaded checkpoint, and start the progress display.
+        """Open the files, remove logs of steps after the checkpoint, and start timing the run.
 
-        Call this after loading, so that a failed start leaves the log unchanged.
+        Call this method after the checkpoint is loaded, so that a failed start changes no file.
         """
         folder = self.folder
         config = self.config
@@ -101,8 +101,8 @@ class RunReport(AbstractContextManager[Any]):
         if config.trackers:
             settings = read_yaml_file(folder / "config.yaml", "config.yaml")
         self._trackers = start_trackers(config.trackers, folder, settings)
-        # 2. Add the finished steps to the page. Delete tables of later steps, which will be written
-        # again.
+        # 2. Add the completions of finished steps to the page. Delete the tables of later steps,
+        # because the run will repeat these steps.
         for path in sorted((folder / "completions").glob("step_*.parquet")):
             step = int(re.sub(r"\D", "", path.stem))
             if step <= self._step:
@@ -117,7 +117,7 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row of numbers or 0-d tensors to metrics.jsonl, and show the progress."""
+        """Append a step's metrics to metrics.jsonl, send them to trackers, and print progress."""
         values = {name: float(value) for name, value in metrics.items()}
         self._metrics.append([{"step": int(step), **plain_json(values)}])
         numbers = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -126,7 +126,7 @@ class RunReport(AbstractContextManager[Any]):
         self._show(step, values)
 
     def length(self) -> int:
-        """Return the length of metrics.jsonl in bytes."""
+        """Return the current length of metrics.jsonl in bytes."""
         return self._metrics.length if self._has_begun else self._length
 
     @by_rank_0
@@ -136,10 +136,10 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def note(self, *lines: str) -> None:
-        """Print lines, with control characters escaped.
+        """Print lines to the output stream, with control characters escaped.
 
-        If the reader of the stream has closed it (for example `| head`) or the disk is full, all
-        further output is discarded.
+        If printing fails, all further output is discarded and the run continues. Printing can fail
+        because the disk is full, or because a reader such as `| head` has closed the pipe.
         """
         text = "\n".join(map(escape_control, lines))
         try:
@@ -147,14 +147,14 @@ class RunReport(AbstractContextManager[Any]):
         except (OSError, ValueError):
             lost = self._stream
             self._stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            # Redirect the stream as well. Text in its buffer would otherwise raise an error again
-            # at exit.
+            # Redirect the file descriptor of the old stream, too. Otherwise Python would try to
+            # write the text in its buffer at exit, which would raise the error again.
             with suppress(OSError, ValueError, AttributeError):
                 os.dup2(self._stream.fileno(), lost.fileno())
 
     @by_rank_0
     def completions(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write completions/step_….parquet, and add the rows to completions.html."""
+        """Write the completions of a step to a parquet table, and add them to completions.html."""
         path = self.folder / "completions" / f"step_{int(step):06d}.parquet"
         with written(path):
             path.parent.mkdir(exist_ok=True)
@@ -163,7 +163,7 @@ class RunReport(AbstractContextManager[Any]):
 
     @by_rank_0
     def finish(self, summary: Mapping[str, Any]) -> str:
-        """Write summary.json and curves.png, and print the change of the evaluation metrics.
+        """Write summary.json and curves.png. Print how the evaluation metrics changed in the run.
 
         Returns:
             The printed line, or "" if the run had no evaluations.
@@ -175,7 +175,7 @@ class RunReport(AbstractContextManager[Any]):
             part.replace(self.folder / "summary.json")
         try:
             plot_runs([self.folder], self.folder / "curves.png")
-        except Exception as error:  # a picture must not fail a run
+        except Exception as error:  # a failed picture must not end the run
             self.note(f"no curves.png: {reason(error)}")
         line = final_line(summary.get("before") or {}, summary.get("after") or {})
         if line:
@@ -183,16 +183,16 @@ class RunReport(AbstractContextManager[Any]):
         return line
 
     def close(self) -> None:
-        """Close the files and the trackers. A second call has no effect."""
+        """Close the log file and the trackers. A second call has no effect."""
         if self._has_begun:
             self._metrics.close()
-            # Call `finish` of each tracker. accelerate's `end_training` would also destroy the
-            # process group of the ranks.
+            # Call `finish` of each tracker. Do not use accelerate's `end_training`, which would
+            # also destroy the process group of the ranks.
             while self._trackers:
                 self._trackers.pop().finish()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """Print the metrics of an evaluation, and the metrics of a step with the remaining time."""
+        """Print progress: evaluation metrics always, and training metrics at most every SECONDS."""
         if not self.config.progress:
             return
         place = f"step {step}/{self.total_steps}"

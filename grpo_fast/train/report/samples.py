@@ -1,4 +1,4 @@
-"""The completions of a step as dicts and as parquet files."""
+"""Conversion of a step's completions to dicts, and parquet tables of these dicts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 def rows_of(
     samples: Samples,
-    advantages: Sequence[Tensor],  # of each completion's tokens, shape (tokens,)
-    examples: Sequence[Example],  # the example of each completion
-    sent: Sequence[str],  # the prompt of each completion as the model received it
+    advantages: Sequence[Tensor],  # advantages of each completion's tokens, shape (tokens,)
+    examples: Sequence[Example],  # the example that each completion answers
+    sent: Sequence[str],  # prompt of each completion, as the model received it
     tokenizer: PreTrainedTokenizerBase,
     scorer: Callable[[Example], Scorer],
     *,
     group_size: int,
 ) -> list[dict[str, Any]]:
-    """Return a dict for each sample, with its texts and numbers.
+    """Return a dict for each sample, with its texts, rewards and advantages.
 
-    `tokens`, `logps` (of the sampler) and `advantages` are lists with one entry per token.
+    The values of `tokens`, `logps` (from the sampler) and `advantages` are lists with an entry for
+    each token. All other values describe the whole completion.
     """
     assert samples.rewards is not None
     logps = samples.logps.cpu().split(samples.lengths)
@@ -60,26 +61,27 @@ def rows_of(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds.
+    """Return the text that each token adds to the decoded completion.
 
-    If a character consists of several tokens, the last of these tokens has the text.
+    If a character consists of several tokens, the last of these tokens gets the character, and the
+    others get an empty text.
     """
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=False)
     try:
         texts = [stream.step(tokenizer.backend_tokenizer, i) or "" for i in ids]
-    except Exception:  # no fast tokenizer, or bytes that the stream rejects
+    except Exception:  # not a fast tokenizer, or invalid bytes
         return [tokenizer.decode([i]) for i in ids]
     whole = tokenizer.decode(ids)
     streamed = "".join(texts)
-    if texts and whole.startswith(streamed):  # the stream omits an incomplete last character
+    if texts and whole.startswith(streamed):  # the stream omits an incomplete end
         texts[-1] += whole[len(streamed) :]
     return texts
 
 
 def write_parquet(rows: Sequence[Mapping[str, object]], step: int, path: str | Path) -> None:
-    """Write the rows as a parquet table with a column `step`. The file is replaced atomically."""
+    """Write rows to a parquet table, with a column `step`. The file is replaced atomically."""
     import pyarrow
     from pyarrow import parquet
 
@@ -97,7 +99,7 @@ def read_parquet(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _storable(value: Any) -> Any:
-    r"""Replace lone surrogates by escapes such as \ud800, because UTF-8 cannot encode them."""
+    r"""Replace lone surrogates with escapes such as \ud800, because UTF-8 cannot encode them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return [_storable(item) for item in value] if isinstance(value, list) else value

@@ -8,12 +8,12 @@ from typing import Any
 
 from grpo_fast.errors import choice, require
 
-PROJECT = "grpo_fast"  # the name under which a service lists the runs
-FOLDER = "trackers"  # subfolder of the run for the files of trackers
+PROJECT = "grpo_fast"  # name of the project in the tracker's service
+FOLDER = "trackers"  # subfolder of a run for files that trackers write
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ValueError for a tracker that accelerate does not support or that is missing."""
+    """Raise a ValueError if a tracker is not installed or is not supported by accelerate."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -44,8 +44,8 @@ def start_trackers(
     from accelerate import Accelerator
     from accelerate.utils import clear_environment
 
-    # With the launcher's environment variables, accelerate would wait for ranks that start no
-    # trackers.
+    # Hide the environment variables of torchrun. With them, accelerate would wait for the other
+    # ranks, which start no trackers.
     with clear_environment():
         accelerator = Accelerator(
             cpu=True, log_with=list(names), project_dir=str(Path(folder) / FOLDER)
@@ -57,7 +57,7 @@ def start_trackers(
 
 
 def _flat(settings: Mapping[str, object], above: str = "") -> dict[str, Any]:
-    """Flatten settings to dotted keys. Values become numbers or texts, which trackers accept."""
+    """Flatten nested settings to dotted keys. Convert values that are not plain to text."""
     flattened: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""The folder of a run with its lock and checkpoints, and the start and end of a run."""
+"""Start and end of a run, and the folder of the run with its lock and checkpoints."""

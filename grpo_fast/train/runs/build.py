@@ -1,6 +1,6 @@
-"""The parts of a run that must exist before its first step.
+"""Preparation of a run before its first step.
 
-They are the inputs, the models, the trainer and the collector.
+`load` loads the data, the rewards and the models. `build` builds the trainer and the collector.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Evaluation = Callable[[Engine], dict[str, float]]
 
 
 class Loaded(NamedTuple):
-    """The inputs and models of a run after loading."""
+    """The loaded inputs and models of a run."""
 
     rewards: RewardSet
-    questions: Splits  # questions without few-shot examples, for a warm start
-    splits: Splits  # questions with few-shot examples
+    questions: Splits  # the data without few-shot examples in the prompts, for a warm start
+    splits: Splits  # the data with few-shot examples in the prompts
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     policy: Policy
-    another: Policy | None  # the reference, if it is a different model
+    another: Policy | None  # the reference model, if it is not a copy of the policy
     evaluate: Evaluation
-    asking: list[str]  # log lines about the form of questions and the calls of rewards
+    asking: list[str]  # log lines about the format of questions and the signatures of rewards
 
 
 def load(start: Start) -> Loaded:
-    """Load rewards, data and models, and check them before any work. Collective call.
+    """Load the rewards, the data and the models, and check them. Collective call.
 
     Raises:
         ValueError: an input is invalid, differs between ranks, or has changed since the run began.
@@ -61,11 +61,11 @@ def load(start: Start) -> Loaded:
     check_trackers(config.log.trackers)
     fits = config.warm_start is None or not config.is_sharded or start.checkpoint is not None
     require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
-    # 1. Load the inputs before the models, because they load faster and errors then appear earlier.
+    # 1. Load rewards and data. They load faster than models, so their errors appear early.
     rewards, questions, settings = _load_inputs(start)
     # 2. Load the models.
     policy, another = _load_models(config, questions)
-    # 3. Prepare the questions in the form in which the model receives them.
+    # 3. Format the questions for the model, for example with its chat template.
     questions = questions.for_tokenizer(policy.tokenizer)
     splits = questions.with_shots(policy.tokenizer)
     longest = config.rollout.max_new_tokens
@@ -84,15 +84,18 @@ def _be_deterministic(seed: int) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # In deterministic mode torch fills every uninitialized buffer by default. Turn this off,
-        # because it costs a pass over memory.
+        # By default, deterministic mode also fills every new buffer of torch.empty. Turn this off,
+        # because it costs an extra pass over memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
-    """Return rewards, data, and the settings with fingerprints of the files that they name.
+    """Load the rewards and the data, and check that all ranks have the same inputs.
 
     Collective call.
+
+    Returns:
+        The rewards, the data, and the settings with fingerprints of the files that they name.
     """
     config = start.config
     with distributed.together():
@@ -108,7 +111,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """Load the policy, and the reference if it is a different model. Collective call."""
+    """Load the policy, and the reference if it is not a copy of the policy. Collective call."""
     is_empty = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights later
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -123,25 +126,25 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
 def build(
     start: Start, loaded: Loaded, engine: Engine, report: RunReport, stopping: Stopping
 ) -> Saver:
-    """Build trainer, collector and saver, and load the checkpoint if there is one. Collective call.
+    """Build the trainer, collector and saver, and load a checkpoint into them. Collective call.
 
     Args:
-        start: the point at which the run starts: a checkpoint or the beginning.
+        start: the start of the run. It may name a checkpoint to resume from.
         loaded: the inputs and models.
-        engine: samples the completions.
-        report: writes the logs.
-        stopping: handles signals.
+        engine: the engine that samples completions.
+        report: the writer of the logs.
+        stopping: the signal handler.
 
     Returns:
-        The saver, which holds the trainer and the collector.
+        The saver. Its attributes `trainer` and `collector` are the new objects.
     """
     config = start.config
     policy = loaded.policy
     if config.warm_start is not None and start.checkpoint is None:
         examples = loaded.questions.train
         warm_start(policy, examples, config.warm_start, seed=config.seed, log=report.log)
-    # Build the reference after the warm start, because a frozen reference copies the policy at this
-    # point.
+    # Build the reference after the warm start, because a reference without a path copies the policy
+    # when it is built.
     reference = Reference(policy, config.reference, loaded.another)
     trainer = Trainer(config, policy, reference, load_critic(config.critic, config.model, policy))
     queue = PromptQueue(loaded.splits.train)

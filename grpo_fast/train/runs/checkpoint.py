@@ -1,7 +1,8 @@
-"""Checkpoints on disk: safetensors and JSON files, with a manifest of their SHA-256 hashes.
+"""Reading and writing of checkpoint folders.
 
-A checkpoint is written into a folder with a temporary name, which is renamed at the end. A process
-that is killed at any moment therefore leaves either a complete checkpoint or none.
+A checkpoint consists of safetensors and JSON files, and a manifest with their SHA-256 hashes. It is
+first written into a folder with a temporary name, which gets its final name at the end. A process
+that is killed during writing therefore never leaves an incomplete checkpoint with a final name.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
 FORMAT: Literal[7] = 7
-FILE_BYTES = 1 << 28  # size of a tensor file; two copies of it are in memory during writing
+# Approximate size of a tensor file. While a file is written, two copies of it are in memory.
+FILE_BYTES = 1 << 28
 NAME = re.compile(r"step_(\d{6,12})")
 
 
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
-    """Manifest of a checkpoint, with the SHA-256 of each file."""
+    """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
 
     format: Literal[7] = FORMAT
     files: dict[str, str]
 
 
 class FormatError(ValueError):
-    """Error for a checkpoint of another version of this package. Such a checkpoint is intact."""
+    """Raised for a checkpoint that another version of this package wrote. It is not damaged."""
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step number in the name of a checkpoint.
+    """Return the number of the step in the name of a checkpoint's folder.
 
     Raises:
-        ValueError: the name is not of the form step_000010.
+        ValueError: the name does not have the form step_000010.
     """
     match = NAME.fullmatch(checkpoint.name)
     require(match, "checkpoint", "a name such as step_000010", repr(checkpoint.name))
@@ -59,18 +61,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(run: str | Path) -> list[Path]:
-    """Return the checkpoints in the folder of a run, newest first, including damaged ones."""
+    """Return all checkpoints in a run's folder, including damaged ones, from newest to oldest."""
     root = Path(run) / FOLDER
     found = [path for path in root.iterdir() if NAME.fullmatch(path.name)] if root.is_dir() else []
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest(run: str | Path, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None.
+    """Return the newest checkpoint of a run that is not damaged, or None if none exists.
 
     Args:
         run: folder of the run.
-        say: function that receives a line about each damaged checkpoint that is skipped.
+        say: function that receives a message about each damaged checkpoint.
     """
     for path in checkpoints_in(run):
         problem = problem_of(path)
@@ -98,7 +100,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return the first problem with the files of a checkpoint, or None if they are complete."""
+    """Compare the files of a checkpoint with its manifest.
+
+    Returns:
+        A description of the first damaged or missing file, or None if the checkpoint is complete.
+    """
     try:
         for name, digest in read_manifest(checkpoint).files.items():
             if sha256_of(checkpoint / name) != digest:
@@ -115,19 +121,19 @@ def problem_of(checkpoint: Path) -> str | None:
 def write_checkpoint(
     run: str | Path, step: int, tensors: Mapping[str, Tensor], fill: Callable[[Path], None]
 ) -> Path:
-    """Write the checkpoint of a step, unless a complete one exists. Collective call.
+    """Write a checkpoint, unless a complete checkpoint of the step exists. Collective call.
 
     Args:
         run: folder of the run.
         step: number of finished steps.
-        tensors: the tensors, keyed by name. For a sharded tensor, this rank's shard.
-        fill: function that writes the other files into a folder. It is called on rank 0 only.
+        tensors: the tensors by name. A sharded tensor is given as this rank's shard.
+        fill: function that writes all other files into a given folder. It runs only on rank 0.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        WriteError: the disk is full or read-only. Older checkpoints are kept.
+        WriteError: the disk is full or read-only. Older checkpoints stay intact.
     """
     final = Path(run) / FOLDER / f"step_{step:06d}"
     part = final.with_name(final.name + UNFINISHED)
@@ -146,7 +152,7 @@ def write_checkpoint(
 
 
 def _begin(part: Path, fill: Callable[[Path], None]) -> None:
-    with written(part):  # all ranks must raise a WriteError
+    with written(part):  # rank 0 sends the error to the other ranks, so it must be a WriteError
         part.parent.mkdir(exist_ok=True)
         for unfinished in part.parent.glob(f"*{UNFINISHED}"):
             shutil.rmtree(unfinished)
@@ -155,7 +161,7 @@ def _begin(part: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _finish(part: Path, final: Path) -> None:
-    """Write the manifest, flush all files to the disk, and rename the folder to its final name."""
+    """Write the manifest, flush all files to disk, and give the folder its final name."""
     with written(final):
         files = sorted(path for path in part.rglob("*") if path.is_file())
         sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
@@ -165,14 +171,14 @@ def _finish(part: Path, final: Path) -> None:
         # checkpoint with its final name and empty files.
         for path in (*part.rglob("*"), part):
             sync(path)
-        set_aside(final)  # os.replace cannot replace a nonempty folder
+        set_aside(final)  # move a damaged checkpoint away, because os.replace cannot overwrite it
         os.replace(part, final)
         sync(final.parent)
         sync(final.parent.parent)
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, if it exists, so that no run resumes from it."""
+    """Rename the folder of a damaged checkpoint, so that no run uses it. It may not exist."""
     if checkpoint.exists():
         os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
@@ -184,10 +190,10 @@ def prune(run: str | Path, keep: int) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write full tensors into files of about FILE_BYTES each. Collective call.
+    """Write tensors into files of about FILE_BYTES each. Collective call.
 
-    All ranks gather the sharded tensors one by one, and rank 0 writes them. Memory holds the full
-    tensors of at most one file at a time.
+    The ranks gather one sharded tensor after the other, and rank 0 writes the full tensors. Only
+    the full tensors of one file are in memory at the same time.
     """
     names = list(tensors)
     full: dict[str, Tensor] = {}
@@ -207,7 +213,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored_in(folder: Path) -> dict[str, Path]:
-    """Return a dict from the name of each stored tensor to its file."""
+    """Find the file of each stored tensor.
+
+    Returns:
+        A dict from the name of a tensor to the path of its file.
+    """
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -216,7 +226,7 @@ def stored_in(folder: Path) -> dict[str, Path]:
 
 
 def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Read the stored tensors whose names begin with a prefix. Their new names omit the prefix."""
+    """Read the stored tensors whose names begin with a prefix. The result's keys have no prefix."""
     part = {}
     for name, path in stored.items():
         if name.startswith(prefix):
@@ -227,14 +237,15 @@ def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None:
-    """Fill tensors with the stored tensors of the same names.
+    """Copy stored tensors into existing tensors of the same names.
 
     Args:
-        stored: file of each stored tensor, keyed by the tensor's name.
-        into: the tensors to fill, keyed by name. For a sharded tensor, this rank's shard is filled.
+        stored: the file of each stored tensor, from `stored_in`.
+        into: the tensors to fill, by name. Of a sharded tensor, this rank's shard is filled.
 
     Raises:
-        ValueError: a name exists on one side only, or a dtype or a shape differs.
+        ValueError: a tensor exists only in `stored` or only in `into`, or its dtype or shape
+            differs.
     """
     for name in sorted(stored.keys() | into.keys()):
         expected = "no such tensor"

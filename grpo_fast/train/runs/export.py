@@ -1,4 +1,4 @@
-"""Export of unsharded models, from a checkpoint (`grpo-fast export`) or at the end of a run."""
+"""Export of models in transformers' format, from a checkpoint or at the end of a run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ log = logging.getLogger(__name__)
 
 
 def export(source: str | Path, out: str | Path) -> Path:
-    """Write the policy of a checkpoint as a folder that transformers can load. LoRA is merged.
+    """Export the policy of a checkpoint to a folder that transformers can load. LoRA is merged.
 
     Args:
-        source: a checkpoint, or a run, whose newest complete checkpoint is used.
+        source: folder of a checkpoint or of a run. For a run, the newest complete checkpoint is
+            used.
         out: a new or empty folder.
 
     Returns:
         The folder `out`.
 
     Raises:
-        ValueError: the checkpoint is damaged, of another version, or has non-finite weights. Also
-            raised if the folder `out` is occupied.
+        ValueError: the checkpoint is damaged, has non-finite weights, or was written by another
+            version of the package. Also raised if the folder `out` is not empty.
     """
     # 1. Find a complete checkpoint.
     path = Path(source)
@@ -51,7 +52,7 @@ def export(source: str | Path, out: str | Path) -> Path:
             settings = read_state(checkpoint).settings
             settings.pop(FILES)
             config = RunConfig.model_validate(settings).model
-            # The checkpoint may come from an untrusted source. Loading must not run its code.
+            # The checkpoint may come from an untrusted source, so loading must not run custom code.
             plain = {"device": "cpu", "trust_remote_code": False}
             tokenizer = load_tokenizer(ModelConfig(path=str(checkpoint / files.TOKENIZER)))
             policy = load_policy(config.model_copy(update=plain), tokenizer)
@@ -69,10 +70,16 @@ def export(source: str | Path, out: str | Path) -> Path:
 
 @torch.no_grad()
 def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folder: Path) -> None:
-    """Save the trained models as `model` and `critic` in the folder of a run. Collective call.
+    """Save the trained policy and critic to the subfolders `model` and `critic`. Collective call.
 
-    If the model is sharded, rank 0 loads an unsharded model and copies the gathered weights into
-    it.
+    If the weights are sharded, rank 0 loads the initial model without shards, and copies the
+    gathered weights into it.
+
+    Args:
+        policy: the trained policy.
+        critic: the trained critic, or None.
+        model: the section `model` of the configuration.
+        folder: folder of the run.
     """
     trained: dict[str, Any] = {"model": policy}
     if critic is not None:

@@ -1,4 +1,4 @@
-"""Checks that settings and files are the same on all ranks, and the same when a run resumes."""
+"""Checks that all ranks use the same settings and files, and that a resumed run does, too."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from grpo_fast.train.ranks import distributed
 
 log = logging.getLogger(__name__)
 
-FILES = "files"  # key of the fingerprints in the stored settings
-# Prefixes of the settings that may change when a run resumes.
+FILES = "files"  # key under which the fingerprints are stored next to the settings
+# Prefixes of settings that may differ between a run and its resumption.
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
-    """Return a hash of each file that a configuration names but does not contain.
+    """Compute fingerprints of the custom rewards and models that a configuration names.
 
-    The keys are `rewards.NAME` for custom functions and reward models, and `reference`. A policy
-    that starts from an adapter adds the keys `adapter` and `base`.
+    Returns:
+        A dict with the keys `rewards.LABEL` for custom functions and reward models, and `reference`
+        for the reference model. If the policy starts from an adapter, the keys `adapter` and `base`
+        are for the adapter and its base model.
     """
     prints = {}
     for spec in config.rewards:
@@ -40,7 +42,8 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
             prints[f"rewards.{label}"] = _of_path(source)
     reference = config.reference
     model = config.model
-    # Checkpoints do not contain these models, so they are loaded again when a run resumes.
+    # A checkpoint does not contain the models below. A resumed run loads them again, so they must
+    # be unchanged.
     base = None if model.path is None else adapter_at(model.path)
     if base is not None:
         prints["adapter"] = _of_path(str(model.path))
@@ -53,9 +56,12 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
 
 
 def check_ranks(settings: dict[str, Any]) -> None:
-    """Raise a ValueError if the settings of a rank differ from those of rank 0. Collective call.
+    """Raise a ValueError if a rank's settings differ from rank 0's settings. Collective call.
 
-    The message names the ranks and the settings that differ.
+    The message lists the ranks and the settings that differ.
+
+    Args:
+        settings: settings of this rank, including its fingerprints.
     """
     first, *others = distributed.gather(settings)
     lines = [
@@ -69,14 +75,15 @@ def check_ranks(settings: dict[str, Any]) -> None:
 
 
 def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
-    """Raise a ValueError that lists the settings and files that changed since a run began.
+    """Raise a ValueError if a resumed run has other settings or files than the original run.
 
-    Settings in FREE may change. The number of steps may increase if the learning rate is constant.
+    The settings in FREE may change. If the learning rate is constant, the number of steps may
+    increase.
 
     Args:
-        was: settings of the run when it began, including its fingerprints.
-        now: settings of the run that resumes, including its fingerprints.
-        allowed: kinds of files that may change, as listed in `resume_allow`.
+        was: settings of the original run, including its fingerprints.
+        now: settings of the resumed run, including its fingerprints.
+        allowed: kinds of files that may change, from the setting `resume_allow`.
     """
     changed = {key: line for key, line in differences(was, now) if not f"{key}.".startswith(FREE)}
     is_constant = now["optim"]["schedule"] == "constant"
@@ -94,7 +101,7 @@ def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str
 
 
 def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every setting that differs, with the text `key: old → new`."""
+    """Yield the dotted key of every setting that differs, and a text `key: old → new`."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in [*was, *(key for key in now if key not in was)]:
             yield from differences(was.get(key), now.get(key), f"{above}{key}.")
@@ -103,7 +110,7 @@ def differences(was: Any, now: Any, above: str = "") -> Iterator[tuple[str, str]
 
 
 def _source(name: str) -> str | None:
-    """Return the source file of a custom reward function, or None for a built-in function."""
+    """Find the source file of a custom reward function. Return None for a built-in function."""
     module, _, _ = name.rpartition(":")
     if not module or module.endswith(".py"):
         return os.path.expanduser(module) or None
@@ -112,7 +119,7 @@ def _source(name: str) -> str | None:
 
 
 def _of_path(path: str) -> str:
-    """Return a hash of a file or of a model's folder. For a hub id, return the commit."""
+    """Fingerprint a file or a model's folder by a hash, and a model on the hub by its commit."""
     place = Path(path)
     if place.is_file():
         return f"sha256 {sha256_of(place)[:16]}"
@@ -122,8 +129,8 @@ def _of_path(path: str) -> str:
         return f"sha256 {hashlib.sha256(' '.join(rows).encode()).hexdigest()[:16]}"
     from transformers.utils import cached_file
 
-    hub.is_offline()  # avoids six retries of the hub's client when offline
+    hub.is_offline()  # if so, this call makes the hub's client skip its six retries
     config = None
-    with contextlib.suppress(OSError):  # loading the model raises a better error
+    with contextlib.suppress(OSError):  # loading the model later raises a clearer error
         config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
     return "unknown" if config is None else f"commit {Path(config).parent.name}"

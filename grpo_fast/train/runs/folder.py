@@ -1,4 +1,4 @@
-"""The folder of a run: checks of its name and contents, and its lock."""
+"""Functions that name, check and lock the folder of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from filelock import FileLock, Timeout
 from grpo_fast.errors import require
 
 LOCK = ".lock"
-IGNORED = {LOCK, "config.yaml.tmp"}  # files left by a run that failed at its start
+IGNORED = {LOCK, "config.yaml.tmp"}  # a run that failed at its start can leave these files
 
 
 def run_folder(root: str | Path, name: str) -> Path:
-    """Return the path of the folder `name` in `root`.
+    """Return the path of the folder with this name in `root`. It need not exist.
 
     Raises:
-        ValueError: the name is not a plain folder name, or leads outside `root`.
+        ValueError: the name is not the name of a single folder directly inside `root`.
     """
     place = Path(root) / name
     is_plain = name.isprintable() and not {*"/\\:"} & {*name}
@@ -30,14 +30,14 @@ def run_folder(root: str | Path, name: str) -> Path:
 
 
 def free_folder(folder: str | Path) -> Path:
-    """Return the first of `folder`, `folder`-2, `folder`-3 and so on that contains no run."""
+    """Return the first folder without a run among `folder`, `folder`-2, `folder`-3 and so on."""
     base = Path(folder)
     numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([base], numbered) if not is_occupied(path))
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return True if the folder contains files of a run.
+    """Return True if the folder contains any file, except files of a failed start.
 
     Raises:
         ValueError: the folder cannot be read.
@@ -49,7 +49,7 @@ def is_occupied(folder: str | Path) -> bool:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise a ValueError if the existing folder is occupied or not writable."""
+    """Raise a ValueError if an existing folder is not empty or not writable."""
     if is_occupied(folder):
         listed = ", ".join(sorted({*os.listdir(folder)} - IGNORED)[:3])
         raise ValueError(
@@ -62,7 +62,7 @@ def check_folder(folder: str | Path) -> None:
 
 @contextmanager
 def locked(folder: str | Path) -> Iterator[Path]:
-    """Create the folder if it does not exist, and lock it against other processes.
+    """Create the folder if necessary, and lock it against other processes inside this context.
 
     Raises:
         ValueError: another process holds the lock, or the folder cannot be created.
@@ -80,8 +80,8 @@ def locked(folder: str | Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Remove the lock file before releasing the lock. After the release another process may
-        # already have locked the file.
+        # Remove the lock file before releasing the lock. After the release, another process could
+        # already have locked this file.
         with suppress(OSError):
             (path / LOCK).unlink()
             if is_new:

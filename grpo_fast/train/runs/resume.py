@@ -1,7 +1,7 @@
-"""The start of a run, either from the beginning or from the newest complete checkpoint.
+"""Start of a run, either from the beginning or from the newest complete checkpoint.
 
-A start locks the folder, finds the checkpoint, loads it, and only then changes the folder. A start
-that fails therefore leaves the folder unchanged.
+The run locks its folder, finds a checkpoint and loads it. Only then does it change any file in the
+folder, so a failed start has no effect on an existing run.
 """
 
 from __future__ import annotations
@@ -35,33 +35,36 @@ from grpo_fast.train.runs.saving import Saver, State, ahead_of, read_state, refu
 log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"
-DRAWN = ("random.", "ahead.")  # prefixes of tensors that are not weights
+DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither weights nor moments
 
 
 @dataclass
 class Start:
-    """The point at which a run starts: a checkpoint, or the beginning if `checkpoint` is None."""
+    """Starting point of a run, which is a checkpoint, or step 0 if `checkpoint` is None."""
 
     config: RunConfig
     checkpoint: Path | None = None
-    state: State | None = None  # state in the checkpoint
+    state: State | None = None  # the state that the checkpoint contains
 
     @property
     def logged(self) -> tuple[int, int]:
-        """Number of bytes of the log to keep, and the number of steps that it contains."""
+        """Return the number of bytes of metrics.jsonl to keep, and the number of steps they log."""
         if self.state is None:
             return 0, 0
         return self.state.length, self.state.step - (self.state.unlogged is not None)
 
     def enter_folder(self, report: RunReport) -> None:
-        """Prepare the folder and let the report write into it. Collective call."""
+        """Save the configuration in the run's folder, and begin the report. Collective call.
+
+        If the run resumes, checkpoints that are newer than the loaded one are moved away.
+        """
         folder = Path(self.config.output_dir)
         with distributed.together():
             if not distributed.is_main():
                 return
             for path in checkpoints_in(folder):
                 if self.checkpoint and step_of(path) > step_of(self.checkpoint):
-                    set_aside(path)  # checkpoints that are newer than the loaded one are damaged
+                    set_aside(path)  # newer than the newest complete one, so damaged
             with written(folder):
                 save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
             report.begin()
@@ -69,11 +72,11 @@ class Start:
 
 @contextmanager
 def run_start(config: RunConfig) -> Iterator[Start]:
-    """Lock the folder of a run and find the point at which to start. Collective call.
+    """Lock the folder of a run, and decide where the run starts. Collective call.
 
     Raises:
-        ValueError: the folder is in use or occupied, all of its checkpoints are damaged, or the
-            newest one has another configuration or version.
+        ValueError: the folder is in use, or contains a different run or only damaged checkpoints.
+            Also raised if another version of the package wrote the checkpoint.
     """
     with ExitStack() as until_the_end:
         with distributed.together():
@@ -101,10 +104,11 @@ def _find_checkpoint(config: RunConfig) -> Path | None:
 
 
 def _check_begins(folder: Path, config: RunConfig) -> None:
-    """Check that the folder contains an unfinished run with the same settings and no checkpoint.
+    """Check that a run without checkpoints can begin again in an occupied folder.
 
     Raises:
-        ValueError: the folder contains anything else.
+        ValueError: the folder contains checkpoints, a finished run, a run with other settings, or
+            other files.
     """
     damaged = checkpoints_in(folder)
     if damaged:
@@ -120,14 +124,21 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
 
 
 def _check_log(file: Path, length: int) -> None:
-    """Raise a ValueError if the log is shorter than when the checkpoint was written."""
+    """Raise a ValueError if the log is shorter than it was when the checkpoint was written.
+
+    Args:
+        file: path of the log.
+        length: length of the log in bytes when the checkpoint was written.
+    """
     size = file.stat().st_size if file.is_file() else 0
     expected = f"at least {length} bytes in {file}, as when the checkpoint was written"
     require(size >= length, "resume", expected, f"{size} bytes")
 
 
 def resume(start: Start, saver: Saver) -> None:
-    """Load the checkpoint of `start`, if it has one, then truncate the log. Collective call.
+    """Load the checkpoint of `start`, if it names one, into a run. Collective call.
+
+    Afterwards, remove the log rows of steps after the checkpoint.
 
     Raises:
         ValueError: the checkpoint does not fit the configuration.
@@ -136,7 +147,7 @@ def resume(start: Start, saver: Saver) -> None:
         return
     trainer = saver.trainer
     collector = saver.collector
-    # 1. Load everything first, so that an error leaves the folder unchanged.
+    # 1. Load everything before changing a file, so that an error leaves the folder unchanged.
     with distributed.together(), refused("resume", start.checkpoint):
         stored = stored_in(start.checkpoint / WEIGHTS)
         random = read_part(stored, "random.")
@@ -149,9 +160,9 @@ def resume(start: Start, saver: Saver) -> None:
         trainer.load_state_dict(vars(start.state))
         collector.load_state_dict(vars(start.state))
         collector.take_ahead(ahead)
-    # 2. Truncate the log to the checkpoint.
+    # 2. Remove the log rows of steps after the checkpoint.
     start.enter_folder(saver.report)
-    # 3. Restore the random state last, because building and loading have drawn random numbers.
+    # 3. Restore the random state last, because building and loading draw random numbers.
     saver.state = dataclasses.replace(start.state, settings=saver.state.settings)
     restore_random(random)
     saver.mark()

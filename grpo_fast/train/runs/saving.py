@@ -1,8 +1,12 @@
-"""Save a run after every step that is due, and when an error or a signal ends the run.
+"""Saving of a run's checkpoints, on schedule and when an error or a signal ends the run.
 
-A checkpoint has these files. weights/ contains safetensors files with the policy (only the adapter
-for LoRA), the moments, a critic, a reference that cannot be built again, the random state, and the
-samples drawn ahead. state.json contains `State`. tokenizer/ is needed by `grpo-fast export`.
+A checkpoint contains the following files:
+
+- weights/: safetensors files with the policy (with LoRA only the adapter), the optimizer's moments,
+  the critic, the reference if no path can load it again, the random state, and the samples that
+  were drawn ahead for the next step.
+- state.json: the fields of `State`.
+- tokenizer/: the tokenizer, which `grpo-fast export` needs.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ STATE = "state.json"
 
 @dataclass
 class Rows:
-    """The log rows of a finished step that were not yet written."""
+    """The metrics and completions of a finished step that were not logged yet."""
 
     metrics: dict[str, float]
     completions: list[dict[str, Any]]
@@ -45,16 +49,17 @@ class Rows:
 
 @dataclass
 class State:
-    """The state of a run at the end of a step, except its tensors."""
+    """The state of a run at the end of a step, without tensors. It is stored as state.json."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
-    length: Count  # bytes of metrics.jsonl
-    consumed: Count  # place of the next prompt in PromptQueue
-    # For each reward function the numbers of lost and of all samples in its latest calls.
+    length: Count  # length of metrics.jsonl in bytes
+    consumed: Count  # number of prompts that were taken from PromptQueue
+    # For each reward function and each of its latest calls: the number of samples without a reward,
+    # and the number of all samples.
     lost_rewards: dict[str, list[tuple[Count, Count]]]
     baseline: dict[str, float | None] | None  # running baseline of the advantages
-    num_tokens: Count
+    num_tokens: Count  # trunk tokens trained so far
     beta: Annotated[float, Field(allow_inf_nan=False)]  # weight of the KL divergence
     tokens_per_microbatch: Positive
     optimizers: dict[str, dict[str, Count]]  # counters of the optimizers of policy and critic
@@ -66,7 +71,7 @@ class State:
 
 
 def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
-    """Return torch's random state and the samples drawn ahead, as named tensors."""
+    """Return torch's random state, and samples drawn ahead for the next step, as named tensors."""
     draws = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         draws["random.cuda"] = torch.cuda.get_rng_state()
@@ -77,14 +82,14 @@ def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
 
 
 def restore_random(states: Mapping[str, Tensor]) -> None:
-    """Restore torch's random state from tensors with the names of the devices."""
+    """Restore torch's random state from tensors, whose keys are "cpu" and "cuda"."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
 def ahead_of(columns: dict[str, Tensor]) -> Ahead | None:
-    """Rebuild the samples drawn ahead from their stored columns. Return None if there are none."""
+    """Rebuild the samples drawn ahead from their stored tensors. Return None without tensors."""
     if not columns:
         return None
     return Ahead(seconds=float(columns.pop("seconds")), samples=Samples.of_tensors(columns))
@@ -99,7 +104,7 @@ def read_state(folder: Path) -> State:
     """Read the state of a checkpoint.
 
     Raises:
-        ValueError: a field is invalid. The message names the field.
+        ValueError: a field of the file is invalid. The message names the field.
     """
     try:
         state = TypeAdapter(State).validate_json(read_regular(folder / STATE))
@@ -114,13 +119,18 @@ def read_state(folder: Path) -> State:
 
 @contextmanager
 def refused(argument: str, folder: Path) -> Iterator[None]:
-    """Convert any error inside to a ValueError that names the argument and the checkpoint.
+    """Convert an error inside this context to a ValueError about an unusable checkpoint.
 
-    Errors of collectives and lack of memory are not converted.
+    Out-of-memory errors and errors of collectives are not converted, because the checkpoint does
+    not cause them.
+
+    Args:
+        argument: name of the argument that selected the checkpoint, for the message.
+        folder: folder of the checkpoint, for the message.
     """
     try:
         yield
-    except Exception as error:  # safetensors and torch raise many classes
+    except Exception as error:  # safetensors and torch raise many exception classes
         is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
         if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
             raise
@@ -130,20 +140,20 @@ def refused(argument: str, folder: Path) -> Iterator[None]:
 
 
 class Saver:
-    """Records the state at the end of each step, and writes checkpoints of the latest record.
+    """Records the state of a run after each step, and writes checkpoints of the recorded state.
 
-    `mark` records references to the weights and does not copy them. A checkpoint can therefore be
-    written only until the next step's first optimizer step. After that the checkpoint would mix two
-    steps.
+    The method `mark` records references to the weights, and does not copy them. The recorded state
+    is therefore only valid until the next optimizer step changes the weights. A checkpoint that is
+    written later would mix two steps.
 
     Args:
         config: configuration of the run.
-        collector: provides the place in the training set and samples that were drawn ahead.
+        collector: provides the position in the training set, and samples that were drawn ahead.
         trainer: provides weights, moments and counters.
-        report: provides the log, whose length is stored in a checkpoint.
+        report: provides the length of metrics.jsonl.
         settings: the configuration, and fingerprints of the files that it names.
-        stopping: signal handler. The saver sets its `may_stop`, so that a signal ends the run only
-            when the run can be saved.
+        stopping: signal handler. The saver sets its function `may_stop`, so that a signal ends the
+            run only while the recorded state is valid.
     """
 
     def __init__(
@@ -167,7 +177,11 @@ class Saver:
         stopping.may_stop = lambda: not self.has_moved()
 
     def mark(self, **changes: Any) -> None:
-        """Record the current state of the run, with the fields in `changes` replaced."""
+        """Record the current state of the run.
+
+        Args:
+            **changes: new values of fields of `State`, for example the number of finished steps.
+        """
         trainer = self.trainer
         collector = self.collector
         tensors = trainer.weights()
@@ -178,8 +192,8 @@ class Saver:
             **trainer.state_dict(), **changes,
         )  # fmt: skip
         draws = draws_now(collector.sampled)
-        # Assign the versions last. If an interrupt comes between these assignments, the versions do
-        # not fit the tensors, and no inconsistent state is saved.
+        # Assign the versions last. If an interrupt comes between these assignments, the old
+        # versions do not match the new tensors, and `has_moved` prevents saving a mixed state.
         self.state = state
         self.draws = draws
         self.tensors = tensors
@@ -188,19 +202,22 @@ class Saver:
     def has_moved(self) -> bool:
         """Return True if a weight or a moment has changed since the last call of `mark`.
 
-        torch's fused AdamW does not increment the versions of the weights that it changes. It
-        increments its step counters before it changes any weight, and these are tensors among the
-        moments.
+        The check compares the version counters of the tensors. The fused AdamW of torch does not
+        increment the versions of weights. However, it increments its step counters before it
+        changes a weight, and the step counters are tensors among the moments.
         """
         tensors = list(self.tensors.values())
         for optimizer in self.trainer.optimizers.values() if self.can_save else ():
             for moments in optimizer.adam.state.values():
                 tensors += moments.values()
-        # Moments that were created after `mark`, but not yet used by an update, have version 0.
+        # A moment that was created after `mark` has version 0 until the first update changes it.
         return any(tensor._version != self.versions.get(id(tensor), 0) for tensor in tensors)
 
     def is_due(self) -> bool:
-        """Return True if a checkpoint is due, by steps or by rank 0's clock. Collective call."""
+        """Return True if the schedule requires a checkpoint now. Collective call.
+
+        All ranks use rank 0's clock, so that they agree.
+        """
         plan = self.config.checkpoint
         by_step = plan.every and self.state.step % plan.every == 0
         seconds = 60 * plan.every_minutes
@@ -208,13 +225,13 @@ class Saver:
         return self.can_save and bool(by_step or is_late)
 
     def save(self) -> Path:
-        """Write a checkpoint of the latest recorded state, and remove old ones. Collective call."""
+        """Write a checkpoint of the recorded state, and delete old checkpoints. Collective call."""
         state = self.state
         plan = self.config.checkpoint
         run = self.report.folder
 
         def fill(folder: Path) -> None:
-            self.report.sync()  # a power cut must not lose lines that the checkpoint counts
+            self.report.sync()  # flush the log lines that `length` counts, in case of a power cut
             self.trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
             write_state(state, folder)
 
@@ -226,9 +243,9 @@ class Saver:
 
     @contextmanager
     def saved_when_it_ends(self) -> Iterator[None]:
-        """Save the latest recorded state if an error or a signal ends the run inside the context.
+        """Save the recorded state if an error or a signal ends the run inside this context.
 
-        The error gets a note that names the checkpoint from which the run can be resumed.
+        The error gets a note with the checkpoint from which the run can be resumed.
         """
         try:
             yield
@@ -239,7 +256,8 @@ class Saver:
         except NonFiniteLogits as error:
             advice = "a lower optim.lr or a wider model.dtype may help"
             error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # Do not save: the current weights are broken and must not replace a good checkpoint.
+            # Do not save the run. The weights are broken, and a checkpoint of them could replace a
+            # good one.
             error.add_note(self._newest())
             raise
         except BaseException as error:
@@ -247,18 +265,18 @@ class Saver:
             raise
 
     def _save_at_the_end(self, error: BaseException) -> str:
-        """Save the latest recorded state, if possible, and return a sentence about the result."""
+        """Save the recorded state if possible. Return a sentence that says what was saved."""
         if not self.can_save:
             states = self.config.optim.states
             return f"not saved: a checkpoint needs optim.states=full, and this run has {states}"
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
         is_shared = distributed.is_on_all_ranks(error)
-        if not is_shared and self.config.is_sharded:  # the other ranks would not join in
+        if not is_shared and self.config.is_sharded:  # the other ranks do not take part in saving
             return f"one rank alone cannot save sharded weights; {self._newest()}"
         if not is_shared and not distributed.is_main():
             return "only rank 0 can save the run"
-        self.trainer.forget_gradients()  # frees memory for saving
+        self.trainer.forget_gradients()  # free memory for saving
         try:
             with nullcontext() if is_shared else distributed.alone():
                 path = self.save()

@@ -1,6 +1,7 @@
-"""Handler of SIGTERM, SIGINT and SIGHUP.
+"""Signal handler for SIGTERM, SIGINT and SIGHUP.
 
-The first signal ends a run at a point where it can be saved. A second signal ends it immediately.
+After the first signal, a run ends at the next point where it can be saved. A second signal ends the
+process immediately.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopping:
-    """Flag that a signal sets. The run then ends by raising `Stopped`.
+    """Signal handler of a run. After a signal, the run ends with the exception `Stopped`.
 
-    `Stopped` is raised at the next forward pass of the policy or at the end of the step. If
-    `may_stop()` is False, the run first finishes its step.
+    The exception is raised at the next forward pass of the policy, or at the end of the step. If
+    the function `may_stop` returns False, forward passes do not raise it, and the run finishes its
+    step.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None  # number of the first signal
+        self.number: int | None = None  # number of the received signal
         self.may_stop: Callable[[], bool] = lambda: True
 
     def raise_if_asked(self, *_: object) -> None:
-        """Raise `Stopped` if a signal was received and the run may stop now."""
+        """Raise `Stopped` if a signal was received and the run may stop at this point."""
         if self.number is not None and self.may_stop():
             raise Stopped(self.number)
 
@@ -43,18 +45,21 @@ class Stopping:
         model: PreTrainedModel | PeftModel,
         agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[None]:
-        """Handle signals inside this context. Outside of Python's main thread it has no effect.
+        """Handle signals inside this context.
+
+        In other threads than Python's main thread, which cannot handle signals, it has no effect.
 
         Args:
             model: module whose forward passes raise `Stopped` after a signal.
-            agreed: function that returns the context in which a forward pass raises. For example, a
-                context in which all ranks raise together.
+            agreed: function that returns a context manager. `Stopped` is raised inside this
+                context, which can make all ranks raise it together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        # nohup ignores SIGHUP so that a run continues when its terminal closes. Keep it ignored.
+        # Do not handle a signal that is already ignored. For example, nohup ignores SIGHUP, so that
+        # a run continues when its terminal closes.
         handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
 
         def ask(*_: object) -> None:

@@ -223,7 +223,12 @@ def recording() -> Iterator[Recorder]:
         return read
 
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-        """Replace `values._sizes`, as if every row had a support of SET_SIZE ids."""
+        """Record a wait for the GPU, and return invented sizes, in place of `values._sizes`.
+
+        The real function reads the number of rows that have a support, and the number of ids in all
+        supports. It cannot read them from fake tensors. The invented numbers are those of rows that
+        all have a support of SET_SIZE ids.
+        """
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE
 

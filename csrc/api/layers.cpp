@@ -24,7 +24,8 @@ constexpr int64_t kBlocks = 64;
 template <class T>
 constexpr ScalarType kDtype = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::BFloat16;
 
-// Checks that x is a matrix of T, and returns its rows.
+// Checks that x is a matrix with elements of type T. Returns a view of x, which consists of a
+// pointer to the first row and the distance between two rows.
 template <class T = float>
 Matrix<const T> rows_of(const Tensor& x, const char* name) {
   check_matrix(x, name);

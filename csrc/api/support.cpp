@@ -201,8 +201,9 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   return out;
 }
 
-// The terms of dW, grouped by id and in row order. Row id of dW has terms[starts[id]] to
-// terms[starts[id + 1] - 1].
+// The terms of the weight gradient dW, grouped by token id. Row `id` of dW is the sum of
+// terms[starts[id]] to terms[starts[id + 1] - 1]. Each of these terms comes from a token set that
+// contains the id. The terms of one id are in the order of these sets.
 struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;

@@ -125,8 +125,9 @@ GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
 }
 
-// Writes word k of row r to to[k][r], for a slice whose rows run along k. Rows up to `width` are
-// filled with zeros.
+// Transposes a slice. In the slice, the words of a row are neighbours in memory. Word k of row r is
+// written to to[k * to_stride + r]. If the slice has fewer than `width` rows, zeros are written in
+// place of the missing rows.
 template <class T>
 void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_stride) {
   const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // in words

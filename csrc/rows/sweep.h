@@ -1,19 +1,31 @@
 // LM head fused with log-softmax. It computes log-probabilities and exponentials from hidden
 // states, without storing the logits.
 //
-// g is the gradient of the loss with respect to logp, and y is the target's column. The gradient of
-// sum g * logp follows from the exponentials E of dominant.h:
+// Names: raw_j is the raw logit of column j of a row, and z_j is its final logit. The column of the
+// target is y. lse is the logarithm of the sum of e^z_j over all columns. logp is z_y - lse. p_y is
+// e^logp. f_j is the slope of the soft cap in column j, or 1 without a soft cap.
 //
-//   d raw_j = g unit E_j,              unit = -e^(s - lse) logit_scale / temperature
+// Gradient: let g be the gradient of the loss with respect to logp. The gradient of g * logp with
+// respect to raw_j is computed from the exponential E_j = e^(z_j - s) f_j of dominant.h. The number
+// s is the shift of the row.
+//
+//   d raw_j = g unit E_j for j != y,   unit = -e^(s - lse) logit_scale / temperature
 //   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
 //
-// The shift s must be known before the row is computed. The choice s = z[target] costs one dot
-// product per row. It gives lse - s = -logp, so one exponential serves both E and the sum. Rows
-// with -logp > kMaxNll, with NaN or without a target are summed again relative to their maximum.
-// Their E is then computed again with s = lse.
+// Sums: `rest` is the sum of e^(z_j - s) over all columns except y. lse is computed from `rest` and
+// z_y. The entropy also needs `moment`, the sum of e^(z_j - s) (z_j - s) over the same columns.
 //
-// Layout: a row is divided into slices of kSliceColumns columns, and the sums of the slices are
-// joined in order.
+// Shift: s must be known before the logits of the row are computed, but lse is not known then.
+// Therefore s is z_y at first, which costs one dot product per row. Each e^(z_j - s) is computed
+// once, and is used for E_j and for the sums.
+//
+// Exceptions: with s = z_y, the sums may overflow if lse - s exceeds kMaxNll. The sums of
+// such a row are computed again, each slice relative to its largest z_j. If exponentials are
+// requested, every E_j of the row is then computed again with s = lse. A row with NaN or without a
+// target is treated in the same way.
+//
+// Layout: a row is divided into slices of kSliceColumns columns. Each slice is summed separately.
+// The sums of the slices are then joined in order.
 //
 // Rounding: sums are rounded as in sums.h. The bits of a row do not depend on other rows, on the
 // threads, or on the requested outputs.

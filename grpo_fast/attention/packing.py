@@ -300,7 +300,15 @@ def check_sample(name: str, ids: Any, trained: object) -> tuple[Tensor, Tensor]:
 def trie_of(
     samples: Sequence[Sample], apart: Sequence[int | Tensor] | None
 ) -> tuple[list[tuple[Tensor, Tensor]], Trie]:
-    """Check samples. Return them, and the trie of their ids before the last trained token."""
+    """Check samples, and build the trie of their ids.
+
+    From each sample, the trie takes only the ids before the last trained token of that sample. It
+    takes no ids from a sample without trained tokens.
+
+    Returns:
+        The pairs (ids, positions of the trained tokens) of all samples, and the trie. The ids in
+        the pairs are complete.
+    """
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
     # Omit the last trained token and the tokens after it, because they predict no trained token.
     words = [ids[: trained[-1]] if len(trained) else ids[:0] for ids, trained in checked]

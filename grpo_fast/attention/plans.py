@@ -82,13 +82,21 @@ def plan_trees(
 ) -> list[list[int]]:
     """Distribute samples over packed rows of at most `budget` distinct tokens each.
 
-    A subtree stays in one row unless it exceeds the budget alone, like a group in `plan_packs`. A
-    prefix that `pack_tree` copies because it saves too little is counted once.
+    Samples that begin with the same tokens share a prefix, which a row needs only once. They stay
+    in one row if the prefix and the rest of these samples fit into the budget together. Otherwise
+    they are distributed over several rows, and each of these rows contains the prefix. A sample
+    that exceeds the budget alone gets a separate row.
+
+    `pack_tree` copies a shared prefix if storing it once would save fewer tokens than its
+    argument `merge_cost` demands. `plan_trees` counts such a prefix only once, so that the packed
+    row may have more tokens than the budget.
 
     Args:
         samples: pairs (ids, trained), as for `pack_tree`.
         budget: number of distinct tokens of a row.
-        apart: numbers that keep prefixes apart, as for `pack_tree`.
+        apart: one key for each sample. A key is a number, or a tensor with a number for each id
+            of the sample. Samples share a prefix only where their ids and their keys are equal.
+            None: equal ids are enough.
 
     Returns:
         For each row the indices of its samples. `pack_tree` packs `[samples[i] for i in row]`.

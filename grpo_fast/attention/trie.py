@@ -178,8 +178,10 @@ class Trie:
         """
         if budget < 1:
             raise ValueError(f"budget: expected at least 1 token, got {budget}")
-        # Map each node to the parts below it that stay in one row, as pairs (distinct tokens,
-        # sequences).
+        # Divide the sequences that end in a node or below it into parts, and store the parts under
+        # the number of the node. All sequences of one part stay in the same row. A part is a pair.
+        # The first element is the number of distinct tokens of the part, without the tokens above
+        # the node. The second element is the list of the indices of its sequences.
         parts: dict[int, list[tuple[int, list[int]]]] = {}
         for node in [*self.upwards, 0]:
             of_child = [(self.first[child], parts.pop(child)) for child in self.children[node]]

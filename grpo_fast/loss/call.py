@@ -171,7 +171,8 @@ def loss(
     """
     # 1. Check the arguments.
     checks.tokens(config, inputs, has_logits=name != "given_logps")
-    # 2. Compute the loss, with an operator in a graph and with an autograd function otherwise.
+    # 2. Compute the loss. Under torch.compile, call the custom operator of the loss. Otherwise,
+    # call the autograd function.
     if torch.compiler.is_compiling():
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
         count = 0  # `divergence=` is not available in a graph

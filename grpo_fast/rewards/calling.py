@@ -49,7 +49,11 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    """Return the reason under which the metrics count an exception from a reward function."""
+    """Return the category of an exception that a reward function raised.
+
+    The metrics count lost samples by category. For example, the category of a TimeoutError is
+    "timeout", and the metric `rewards/<fn>/failed/timeout` counts the samples lost by it.
+    """
     if isinstance(error, RewardFailure):
         return error.why
     return "timeout" if isinstance(error, TimeoutError) else "error"

@@ -20,9 +20,9 @@ def two_levels(
     """Build a layout of two levels, prompts and completions.
 
     Args:
-        lengths: Numbers of tokens of the prompts, then of their completions, then of separate
-            sequences.
-        sharing: Number of completions of each prompt.
+        lengths: Number of tokens of each sequence. The prompts are first. The completions are next,
+            in the order of their prompts. Sequences that belong to no prompt are last.
+        sharing: For each prompt, the number of its completions.
         device: Device of the layout.
     """
     parents = [-1] * len(sharing) + [p for p, count in enumerate(sharing) for _ in range(count)]

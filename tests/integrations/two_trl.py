@@ -51,8 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 REPLAY = {"replay_support": True}
-# Options of runs that really sample. Our greedy run is compared with TRL's run. A random run is
-# compared with a second run of our trainer.
+# Options of the cases in which the trainers really sample completions from the model. Each case
+# compares the runs of two trainers. The case "greedy" compares TRL's trainer with ours. The case
+# "drawn" samples at random, and compares two runs of our trainer.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
     # Each group has some of its completions on the first rank and some on the second.

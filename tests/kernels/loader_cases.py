@@ -84,8 +84,9 @@ def copying(folder: Path, before: str = "true") -> None:
     find_output = 'while [ "$1" != -o ]; do shift; done'
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
     compiler = " ".join(csrc_loader.compiler() or ["false"])
-    # The script copies LIBRARY only for rows.cpp. It really compiles other sources, because a
-    # training run also needs the attention library.
+    # The fake compiler is a shell script. If it is called to compile rows.cpp, it copies a finished
+    # library instead. For every other source it calls the real compiler, because a training run
+    # also needs the attention library, for which there is no finished copy.
     others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'
     os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
     os.environ["GRPO_FAST_GEMM"] = "vendor"  # a loss must not build the gemm library

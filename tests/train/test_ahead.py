@@ -29,9 +29,10 @@ def holds(checkpoint):
 
 
 class Apart(ranks.Apart):
-    """Engine that samples in a thread, and only after the trainer has updated the policy.
+    """Engine that samples the next step's completions in a thread, during the current step.
 
-    `overlapped` counts the calls that sampled in the thread during the training of the policy.
+    In the thread, `generate` waits for the first optimizer update of the current step. It then
+    samples from the engine's copy of the old weights. `overlapped` counts these calls.
     """
 
     def __init__(self, policy, options):

@@ -93,7 +93,10 @@ def _shown(config: Any, condition: str) -> str:
 
 
 def _value(config: Any, condition: str) -> Any:
-    """Return the value of a condition's key, or None if the section of the key is null."""
+    """Return the value of the setting that a condition names.
+
+    The condition `a.b=x` names the setting `a.b`. Its value is None if the section `a` is null.
+    """
     value = config
     for part in condition.partition("=")[0].rstrip("!").split("."):
         value = getattr(value, part, None)

@@ -102,7 +102,8 @@ class ShotPrompts(LazySequence[Example]):
         pool: the worked examples to choose from, all from the training split.
         form: the template and the chat settings of prompts and shots.
         budget: maximum total number of tokens of the shots in a prompt. Shots are drawn until one
-            does not fit. count_tokens: function that returns the number of tokens of a text.
+            does not fit.
+        count_tokens: function that returns the number of tokens of a text.
         seed: seed of the random choice of shots.
 
     Raises:

@@ -66,8 +66,9 @@ def test_causes_are_named_against_vllm(tmp_path, monkeypatch):
     found: dict[str, list[str]] = {}
     right: dict[str, list[str]] = {name: cause for name, (_, cause) in REQUESTED.items()}
     with serving(tmp_path / "float32", policy, "float32") as engine:
-        server, update = engine.links[0].server, engine.update
-        ask = server.generate
+        link = engine.links[0]
+        update = engine.update
+        ask = link.generate
         for name, (change, _) in REQUESTED.items():
             fields = {} if callable(change) else change
             read = change if callable(change) else list
@@ -75,11 +76,11 @@ def test_causes_are_named_against_vllm(tmp_path, monkeypatch):
                 monkeypatch.setattr(
                     policy.lm.generation_config, field, value if field in fields else None
                 )
-            server.generate = lambda prompt, wanted, *rest, read=read, fields=fields: ask(
+            link.generate = lambda prompt, wanted, *rest, read=read, fields=fields: ask(
                 read(list(prompt)), wanted | fields, *rest
             )
             found[name] = found_by(policy, engine, SAMPLING, MESSAGES, version=3)[1]
-        server.generate = ask
+        link.generate = ask
         engine.update = lambda _, version: update(smaller(seed=1), version)
         found["other weights"] = found_by(policy, engine, SAMPLING, MESSAGES, version=3)[1]
         right["other weights"] = [causes.STALE]

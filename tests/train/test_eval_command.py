@@ -95,6 +95,19 @@ def test_chat_is_switched_off_by_a_setting():
         settings_of("k=9", recipe="gsm8k-smollm2-1.7b")
 
 
+def test_rewards_of_the_words_replace_the_default_rewards():
+    task = ["data=x.jsonl", "task=jsonl"]
+    assert [reward.name for reward in settings_of(*task).rewards] == ["exact_match"]
+    words = [*task, "rewards=distinct_words"]
+    assert [reward.name for reward in settings_of(*words).rewards] == ["distinct_words"]
+
+
+@pytest.mark.parametrize("word", ["model=x", "model.path=x", "model.trust_remote_code=true"])
+def test_a_setting_does_not_name_the_model(word):
+    with pytest.raises(ValueError, match="model: expected the model as the first argument"):
+        settings_of(word, recipe="sort")
+
+
 def test_a_run_without_its_model_is_refused_by_that_name(tmp_path):
     save_config(load_recipe("sort"), tmp_path / "config.yaml")
     with pytest.raises(ValueError, match="model: expected a run that has ended and saved its mod"):

@@ -137,11 +137,20 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", f"{PPO} critic.loss=mae", "critic.loss: expected one of"),
         ("train", f"{PPO} kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with "),
         *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", setting) for word, setting in (
-            ("rollout.temperature=0.7", "conflicts with rollout.temperature=0.7"),
-            ("loss.temperature=0.7", "conflicts with loss.temperature=0.7"),
+            ("rollout.temperature=0.7", "rollout.temperature=0.7 conflicts with"),
+            ("loss.temperature=0.7", "loss.temperature=0.7 conflicts with"),
+            ("distill.topk=9 distill.form=advantage", "distill.topk=9 conflicts with"),
             ("rollout.top_k=3", "rollout.replay_support=auto conflicts with"),
             ("reference.kind=frozen", "conflicts with reference.kind=frozen"))),
         ("train", "distill.teacher=x reference.kind=frozen", "conflicts with distill.teacher=x"),
+        ("train", "distill.teacher=x distill.topk=9", "distill.topk=9 conflicts with"),
+        *(("train", f"{PPO} loss.beta=0.1 reference.kind=frozen {words}", f"{first} conflicts with")
+          for words, first in (
+            ("kl.into=reward loss.kl_times_ratio=true", "kl.into=reward"),
+            ("kl.into=reward loss.loss_type=dro", "kl.into=reward"),
+            ("kl.target=0.1 loss.loss_type=kimi", "kl.target=0.1"))),
+        ("train", "data.columns={prompt: x}", "data.columns: expected none for task sort"),
+        ("train", "rewards={verl: exact_match}", "convention=verl conflicts with name=exact_match"),
         ("train", "distill.teacher=x distill.kind=k3", "distill.kind: expected"),
         ("train", "distill.teacher=http://me:secret@host:1", "distill.teacher: expected"),
         ("train", "distill.teacher=ftp://host:1", "distill.teacher: expected"),

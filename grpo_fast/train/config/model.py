@@ -95,8 +95,8 @@ class DistillConfig(Section):
 
     teacher: UserPath | None = None
     """Teacher as a folder, hub id or URL of a vLLM server; null uses the reference model."""
-    topk: Positive = 20
-    """Likeliest token ids per position that a teacher server reports, for form: loss."""
+    topk: Positive | None = None
+    """Likeliest token ids per position that a teacher server reports; null means 20."""
     form: Literal["loss", "advantage"] = "loss"
     """Add the divergence to the loss, or the log ratio teacher / policy to the advantages."""
     kind: Literal[tuple(DIVERGENCES)] = "reverse_kl"  # type: ignore[valid-type]
@@ -116,7 +116,7 @@ class DistillConfig(Section):
         """
         if self.teacher is None or "://" not in self.teacher:
             return None
-        return self.teacher, self.topk if self.form == "loss" else 0
+        return self.teacher, (self.topk or 20) if self.form == "loss" else 0
 
 
 class CriticConfig(Section):

@@ -33,6 +33,11 @@ CONFLICTS = (
     ("kl.into=reward", "advantages!=gae", "only gae spreads a token's reward; use kl.into=loss"),
     ("kl.into=reward", "loss.beta=0", "the KL needs a weight; set loss.beta above 0"),
     ("kl.into=reward", "loss.kl_estimator=exact*", "the reward is of the sampled token"),
+    ("kl.into=reward", "loss.kl_times_ratio", "the reward has no ratio; use kl.into=loss"),
+    ("kl.into=reward", "loss.loss_type=kimi", "this loss has a different KL; use kl.into=loss"),
+    ("kl.into=reward", "loss.loss_type=dro", "this loss has a different KL; use kl.into=loss"),
+    ("kl.target", "loss.loss_type=kimi", "beta is no weight of a KL in this loss"),
+    ("kl.target", "loss.loss_type=dro", "beta is no weight of a KL in this loss"),
     ("kl.target", "loss.beta=0", "the KL needs a weight; set loss.beta above 0"),
     ("reference.path", "reference.kind!=frozen", "only kind: frozen loads a model from a path"),
     ("reference.kind=synced", "model.lora", "the reference is the model without its adapter"),
@@ -41,8 +46,9 @@ CONFLICTS = (
     ("distill", "loss.beta!=0", "distill.coef is the weight of the divergence; set loss.beta=0"),
     ("distill.form=advantage", "distill.kind!=reverse_kl", "the log ratio estimates that one"),
     (SERVER, "reference.kind!=none", "the teacher replaces it; leave reference out"),
-    (SERVER, "rollout.temperature!=1", "the server computes at temperature 1"),
-    (SERVER, "loss.temperature", "the server computes at temperature 1"),
+    ("distill.topk", "distill.teacher=null", "only a server reports the likeliest ids"),
+    ("distill.topk", "distill.teacher!=*://*", "only a server reports the likeliest ids"),
+    ("distill.topk", "distill.form=advantage", "an advantage needs the sampled token only"),
     (SERVER, TRACES, "the server completes prompts, which traces do not have"),
     (TRACES, "rewards", "traces have their own rewards"),
     (TRACES, "advantages=gdpo", "traces have one reward"),
@@ -130,6 +136,10 @@ def check_numbers(config: Any) -> None:
     reference = config.reference
     teacher = config.distill and config.distill.teacher
     serves = bool(config.distill and config.distill.server)
+    if serves and loss.temperature != 1:
+        section = "loss" if "temperature" in config.loss.arguments() else "rollout"
+        setting = f"{section}.temperature={loss.temperature:g}"
+        raise conflict(setting, "a teacher's server", "the server computes at temperature 1")
     if serves and rollout.needs_support:
         why = "the server computes over all tokens; use off"
         raise conflict("rollout.replay_support=auto", "a teacher's server", why)

@@ -96,6 +96,9 @@ def read_settings(
     settings["model"] = {"path": sources[0].path}
     # 2. Apply the words.
     keys = [split_word(word)[0] for word in words]
+    chosen = [key for key in keys if key in ("model", "model.path", "model.trust_remote_code")]
+    expected = "the model as the first argument, and --allow-code for its code"
+    require(not chosen, "model", expected, ", ".join(chosen))
     if "samples" in keys and "k" not in keys:
         settings["eval"]["k"] = []
     for key, word in zip(keys, words, strict=True):
@@ -111,7 +114,7 @@ def read_settings(
     missing = [x.name for x in sources if not os.path.isdir(x.path)]
     came = f"nothing, and no folder {missing[0]!r} exists here" if missing else "nothing"
     if not runs:
-        settings["rewards"] = DEFAULT_REWARDS.get(task, ["exact_match"])
+        settings.setdefault("rewards", DEFAULT_REWARDS.get(task, ["exact_match"]))
     kinds: list[type[Section]] = [EvalSettings, *SHORT.values()]
     also = [key for kind in kinds for key in kind.model_fields]
     config = validated(RunConfig, settings, also)

@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -184,8 +185,13 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def prune(run: str | Path, keep: int) -> None:
-    """Remove all checkpoints of a run except the `keep` newest ones."""
-    for path in checkpoints_in(run)[keep:]:
+    """Remove all checkpoints of a run except the `keep` newest ones and those it cannot read."""
+    readable = []
+    for path in checkpoints_in(run):
+        with suppress(OSError, ValueError):
+            read_manifest(path)
+            readable.append(path)
+    for path in readable[keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -253,5 +253,6 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     # that the gradients of the groups need not be stored.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
-    variance = max(0.0, squares - count * mean_square) / (count * (count - 1))
+    # Rounding can make the difference negative. max() returns its first argument if that is NaN.
+    variance = max(squares - count * mean_square, 0.0) / (count * (count - 1))
     return {"grad_variance": variance, "grad_signal": mean_square - variance}

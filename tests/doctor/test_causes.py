@@ -31,10 +31,6 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         assert list(found.own_noise) == ["float32", "bfloat16"]
         full, half = found.own_noise.values()
         assert full < 1e-5 and half < 0.1
-        # The trainer's own bf16 rounding noise must not be 0, so that the doctor can compare errors
-        # with the noise. With one token per completion the noise may be 0, because packed and
-        # single rows may round equally.
-        assert half > 1e-3 or sampling.max_new_tokens == 1
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,9 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
+    # A CPU computes attention in fp32. It stores fp32 copies, and the output also in 16 bits.
+    if on_cpu and e == 2:
+        attention = 4 * (2 * shape.query + 2 * shape.kv) + e * shape.query
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
     # The input tiles are views of the norm's output, so they need no memory. The backward pass
     # recomputes one tile at a time.

@@ -45,9 +45,10 @@ void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_ex
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Returns lse, logps, entropy, unit and target_unit, (T,) fp32 each. The last three results are the
-// rows, columns and fp32 values of the 16-bit exponentials that dominate their row. They are sorted
-// by row and column.
+// Computes the statistics of every row and, if requested, its exponentials. The first five results
+// are lse, logps, entropy, unit and target_unit, (T,) fp32 each. rows/sweep.h defines unit and
+// target_unit. The last three results are the rows, columns and fp32 values of the 16-bit
+// exponentials that dominate their row, sorted by row and column.
 //
 // Results that are not requested are empty: entropy without return_entropy, and unit and
 // target_unit without exponentials. out (T, V) receives raw logits in fp32, or exponentials in fp32

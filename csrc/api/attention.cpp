@@ -172,7 +172,9 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   });
 }
 
-// Computes P = e^(s - lse) and dS = P (dP - delta) of a block, for the keys [key, end).
+// Computes the attention weights P = e^(s - lse) of a block from its scores s, for the keys [key,
+// end). Also computes the gradient of the scores, dS = P (dP - delta), where dP is the gradient of
+// the weights.
 void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
            const float* v_tiles, int64_t key, int64_t end) {
   const int64_t count = end - key;

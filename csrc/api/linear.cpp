@@ -80,8 +80,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // Select the variant at compile time. With a soft cap, always compute the entropy. It costs
-  // little compared with tanh, and one variant less must be compiled.
+  // Select the variant of the sweep. With a soft cap, always compute the entropy. It costs little
+  // compared with tanh, and one variant fewer must be compiled.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

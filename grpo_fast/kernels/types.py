@@ -225,10 +225,11 @@ class Coefficients(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """Per-row results of `head_exponentials`, which also writes the matrix E to its `out`.
+    """Per-row results of `head_exponentials`. Its argument `out` receives the exponentials E.
 
-    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, plus
-    g·target_unit in the target columns, where E is 0. All elements of E are finite.
+    E is a (T, V) matrix with one exponential for each logit. The gradient of Σ g·logp with respect
+    to the raw logits is (g·unit)[:, None]·E, plus g·target_unit in the target columns, where E is
+    0. All elements of E are finite.
     """
 
     stats: RowStats

@@ -208,7 +208,7 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Drop the columns of d with small masses, and the corresponding rows of W.
+        """Drop the columns of d with a small mass Σ|d-logits|, and the corresponding rows of W.
 
         Returns:
             The remaining columns of d, the remaining rows of W, and their ids. The ids are None if

@@ -185,8 +185,9 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
-  // Clear the values of keys that a row does not attend to with a bit mask. For such a key, s - lse
-  // may be large, so the exponential may overflow to inf. A product with 0 would then be NaN.
+  // Use a bit mask to clear P and dS for keys that a row does not attend to. For such a key,
+  // s - lse may be large, so the exponential may overflow to inf. A product with 0 would then be
+  // NaN.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kVocabularyBlock = 32;  // rows of dW per task
 
-// Calls run(T{}) with the storage type of a matrix.
+// Calls run(T{}), where T is the storage type of the matrix x.
 template <class F>
 void with_element(const Tensor& x, const char* name, const F& run) {
   const ScalarType dtype = x.scalar_type();

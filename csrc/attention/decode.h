@@ -103,7 +103,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
-  // 1. Append the new keys and values, and gather the scaled queries.
+  // 1. Append the new keys and values to the completions. Copy the queries to contiguous memory,
+  // multiplied by `scale`.
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;

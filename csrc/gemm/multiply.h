@@ -56,7 +56,7 @@ struct Problem {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
 
-  // Returns panel `index` of b in a slice of k.
+  // Returns the part of panel `index` of b that is in a slice of k.
   Slice<T> panel(int64_t slice, int64_t index) const {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
@@ -237,7 +237,7 @@ void in_parallel(int64_t threads, int64_t count, const Body& body) {
   torch::stable::parallel_for(0, std::min(threads, count), 1, work);
 }
 
-// Packs all panels of b, slice by slice. Each panel has kPanelWords words.
+// Packs all panels of b for each slice of k in turn. A packed panel has kPanelWords words.
 template <class S, class T>
 void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   const int64_t panels = p.slices() * p.panels();

@@ -157,8 +157,8 @@ class DivergenceRow {
   }
 
  private:
-  // Returns the values and slopes of one vector of logits. If both log-probabilities are -inf,
-  // their difference counts as 0.
+  // Returns value_j and slope_j of the divergence for one vector of logits. If both
+  // log-probabilities are -inf, their difference counts as 0.
   GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
     const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
     const Floats d = keep_where(lp != lq, lp - lq);

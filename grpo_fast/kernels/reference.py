@@ -228,7 +228,8 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Replace the results of excluded rows by 0 with a select. They may be NaN, and 0·NaN is NaN.
+    # Set the results of excluded rows to 0 by selection instead of multiplication, because they may
+    # be NaN, and 0·NaN is NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

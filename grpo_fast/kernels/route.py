@@ -45,9 +45,9 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 
 
 class Kernels(NamedTuple):
-    """The kernel functions of one backend, documented in their reference implementations.
+    """The kernel functions of one backend.
 
-    The references are reference.py, cpu/linear.py and gpu/gradients.py.
+    reference.py, cpu/linear.py and gpu/gradients.py document the functions.
     """
 
     row_logps: Callable[..., RowStats]

@@ -153,10 +153,11 @@ class AddedRows(NamedTuple):
 class Dominant(NamedTuple):
     """The fp32 values of the dominant elements of a 16-bit matrix (C, V).
 
-    An element is dominant if it makes up more than 1/16 of its row, so a row has at most 16 of
-    them. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and W_j is close to
-    W_target, the difference nearly cancels, and the rounding error of d_j becomes a large part of
-    the result. Therefore the rounding errors of dominant elements are added to dH in fp32.
+    An element is dominant if it makes up more than 1/16 of the sum of its row, so a row has at most
+    16 dominant elements. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and
+    W_j is close to W_target, the difference nearly cancels, and the rounding error of d_j becomes a
+    large part of the result. Therefore the rounding errors of dominant elements are added to dH in
+    fp32.
     """
 
     rows: Tensor  # (n,) int64

@@ -28,7 +28,7 @@ SWEPT_AFTER_S = 3600
 
 
 def cache_folder() -> Path:
-    """Return $GRPO_FAST_CACHE, or ~/.cache/grpo_fast.
+    """Return the cache folder, $GRPO_FAST_CACHE if it is set, or else ~/.cache/grpo_fast.
 
     Raises:
         ValueError: the user has no home folder.

@@ -252,7 +252,8 @@ def head_weight(
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # Find the range of each id in the sorted ids by binary search. It is the id's segment.
+    # For each id, find the range of its terms in the sorted list by binary search. This range is
+    # the segment that `sums_kernel` adds up to the id's row of dW.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

@@ -24,8 +24,8 @@
 namespace grpo_fast {
 namespace {
 
-// Number of rows in a forward task. A block of the backward pass has the same number of rows and of
-// keys, so that the scores of a block stay in cache.
+// Number of query rows in a task of the forward pass, and numbers of query rows and of keys in a
+// block of the backward pass. With these sizes, the scores of a block stay in cache.
 constexpr int64_t kForwardRows = 128;
 constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
@@ -95,8 +95,8 @@ struct PerRow {
   float& at(int64_t token, int64_t of) const { return data[of * head + token * row]; }
 };
 
-// Returns uninitialised thread-local memory. A task must call this only once, because a second call
-// may reallocate the memory.
+// Returns uninitialised thread-local memory for `count` floats. A task must call this only once,
+// because a second call may reallocate the memory.
 float* scratch(int64_t count) {
   thread_local std::vector<float> buffer;
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
@@ -172,7 +172,9 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   });
 }
 
-// Computes P = e^(s - lse) and dS = P (dP - delta) of a block, for the keys [key, end).
+// Computes the attention weights P = e^(s - lse) of a block from its scores s, for the keys [key,
+// end). Also computes the gradient of the scores, dS = P (dP - delta), where dP is the gradient of
+// the weights.
 void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
            const float* v_tiles, int64_t key, int64_t end) {
   const int64_t count = end - key;
@@ -183,8 +185,9 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
-  // Clear the values of keys that a row does not attend to with a bit mask. For such a key, s - lse
-  // may be large, so the exponential may overflow to inf. A product with 0 would then be NaN.
+  // Use a bit mask to clear P and dS for keys that a row does not attend to. For such a key,
+  // s - lse may be large, so the exponential may overflow to inf. A product with 0 would then be
+  // NaN.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
@@ -197,7 +200,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
   }
 }
 
-// Computes dQ, dK and dV of one span in one head. One thread adds all terms, in row order.
+// Computes dQ, dK and dV of one span in one head. One thread adds the terms of all rows in order,
+// so that the bits of the gradients do not depend on the number of threads.
 void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
   const int64_t depth = p.depth, width = round_up_to_tile(span.keys);
   const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
@@ -284,7 +288,8 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           static_cast<float>(scale)};
 }
 
-// Returns out (Tq, H, D) and lse (H, Tq), both in fp32.
+// Computes attention. Returns the outputs (Tq, H, D) and the lse of the scores (H, Tq), both in
+// fp32.
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k,
                                      bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
@@ -308,8 +313,8 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, 
   return {out, lse};
 }
 
-// Returns dq, dk and dv. If other calls computed attention to other keys, out and lse must be the
-// merged results of all calls.
+// Returns the gradients dq, dk and dv. `out` and `lse` are the results of the forward pass. If
+// several forward calls attended to different keys, pass the merged results of all calls.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {

@@ -5,7 +5,8 @@
 //   x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
 //
 // Layout: activations are contiguous (B, columns) matrices. Weights are packed into panels once
-// (gemm/pack.h), because packing would take a third of the time of a product with few rows.
+// (gemm/pack.h). Packing them in every step would take a third of the time of a product with few
+// rows.
 //
 // Rounding: with fp32 weights, all numbers are fp32. With bf16 weights, numbers are rounded to bf16
 // where autocast rounds them: the operands and results of the products, and the rotated queries and
@@ -25,7 +26,8 @@ namespace {
 // would not fill the registers of its micro-kernel.
 constexpr int64_t kRowsAlone = 16;
 
-// Describes the product of x (rows, depth) and a transposed weight (width, depth).
+// Returns a Problem that describes the product of x (rows, depth) and a transposed weight (width,
+// depth).
 template <class T>
 Problem<T, T> problem_of(int64_t rows, int64_t width, int64_t depth, const T* x, const T* weight,
                          int64_t stride) {
@@ -109,7 +111,7 @@ Packed checked_packed(const Tensor& x, const char* name, int64_t width, int64_t 
   return {data<const uint32_t>(x), width, depth, is_wide, tiles};
 }
 
-// Returns the product of x (B, K) and a packed, transposed weight (N, K), which is (B, N) fp32.
+// Returns x * weight^T, (B, N) fp32, for x (B, K) and a packed weight (N, K). `width` is N.
 Tensor linear(Tensor x, Tensor weight, int64_t width, bool tiles) {
   check_matrix(x, "x");
   STD_TORCH_CHECK(is_fp32(x) && x.is_contiguous(), "x: expected contiguous float32 rows");
@@ -192,9 +194,9 @@ struct Layer {
   }
 };
 
-// Updates x (B, hidden) in place. x must be contiguous. The weight qkv computes queries, keys and
-// values. The weight gate_up computes gate and up, with `inner` columns each. q_norm and k_norm are
-// RMSNorm weights that all heads use. cos and sin are (B, D).
+// Applies one decoder layer to x (B, hidden) in place. x must be contiguous. The weight qkv
+// computes queries, keys and values. The weight gate_up computes gate and up, with `inner` columns
+// each. q_norm and k_norm are RMSNorm weights that all heads use. cos and sin are (B, D).
 void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias,
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,

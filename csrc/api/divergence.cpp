@@ -4,8 +4,8 @@
 // grpo_fast/kernels/divergence_reference.py documents the results, and rows/divergence.h the
 // algorithm.
 //
-// Layout: the logits of student and teacher are (C, V) fp32 with any row stride, or ragged rows in
-// (1, nnz) with offsets.
+// Layout: the logits of student and teacher are (C, V) fp32 with any row stride. With offsets, they
+// are rows of unequal length, stored one after another in (1, nnz).
 //
 // Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64. Outputs
 // are fp64.
@@ -63,8 +63,9 @@ void with_kind(int64_t kind, const F& run) {
   run(std::integral_constant<int, 2>{});
 }
 
-// Returns values, centers, lse and teacher_lse in one (4, C) fp64 tensor. If `out` is given, writes
-// the gradient of the student's logits to it.
+// Computes the divergence of every row. If `out` is given, writes the gradient with respect to the
+// student's logits to it. Returns values, centers, lse and teacher_lse in one (4, C) fp64 tensor.
+// The center of a row is the sum of its slopes (rows/divergence.h).
 Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out, Tensor weights,
                        std::optional<Tensor> known, int64_t kind, double beta, double logit_scale,
                        std::optional<double> softcap, double temperature,

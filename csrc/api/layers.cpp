@@ -50,7 +50,7 @@ auto with_type(const Tensor& x, const Run& run) {
 }
 
 // Computes RMSNorm of x (T, H) with weight (H,). Returns y (T, H), in bf16 if `narrow` is set, and
-// r (T,).
+// the factor r of each row, (T,), which the backward pass needs.
 std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps, bool narrow) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> from = rows_of(x, "x");

@@ -45,9 +45,10 @@ void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_ex
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Returns lse, logps, entropy, unit and target_unit, (T,) fp32 each. The last three results are the
-// rows, columns and fp32 values of the 16-bit exponentials that dominate their row. They are sorted
-// by row and column.
+// Computes the statistics of every row and, if requested, its exponentials. The first five results
+// are lse, logps, entropy, unit and target_unit, (T,) fp32 each. rows/sweep.h defines unit and
+// target_unit. The last three results are the rows, columns and fp32 values of the 16-bit
+// exponentials that dominate their row, sorted by row and column.
 //
 // Results that are not requested are empty: entropy without return_entropy, and unit and
 // target_unit without exponentials. out (T, V) receives raw logits in fp32, or exponentials in fp32
@@ -79,8 +80,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // Select the variant at compile time. With a soft cap, always compute the entropy. It costs
-  // little compared with tanh, and one variant less must be compiled.
+  // Select the variant of the sweep. With a soft cap, always compute the entropy. It costs little
+  // compared with tanh, and one variant fewer must be compiled.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

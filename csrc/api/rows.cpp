@@ -4,8 +4,8 @@
 //   row_grad_    reads the logits once and writes the gradient once
 //   row_loss_    does both, and computes the loss while a row is in cache: one read and one write
 //
-// Layout: logits are (C, V) fp32, bf16 or fp16 with any row stride, or ragged rows in (1, nnz) with
-// offsets.
+// Layout: logits are (C, V) fp32, bf16 or fp16 with any row stride. With offsets, they are rows of
+// unequal length, stored one after another in (1, nnz).
 //
 // Rounding: statistics are rounded as in rows/sums.h. A 16-bit gradient is rounded once.
 // Parallel: threads compute different rows. The bits of a row depend on that row only.

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kVocabularyBlock = 32;  // rows of dW per task
 
-// Calls run(T{}) with the storage type of a matrix.
+// Calls run(T{}), where T is the storage type of the matrix x.
 template <class F>
 void with_element(const Tensor& x, const char* name, const F& run) {
   const ScalarType dtype = x.scalar_type();
@@ -121,8 +121,9 @@ struct Head {
     }
   }
 
-  // Writes the sum of d * weight[id] over the ids of one row to `to` (H,). Terms with d = 0 are
-  // skipped, even if the weight is NaN.
+  // Computes dH of one row, the sum of d[i] * weight[ids[i]] over the row's set, and writes it to
+  // `to` (H,). d (nnz,) is the gradient of the logits. Terms with d = 0 are skipped, even if the
+  // weight is NaN.
   void hidden(const float* d, int64_t row, float* to) const {
     std::memset(to, 0, weight.columns * sizeof(float));
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
@@ -185,7 +186,8 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   return {raw, lse, logps, entropy, slopes};
 }
 
-// Returns the sum of d * weight[id] over the ids of each row, (R, H) fp32.
+// Returns dH, (R, H) fp32: for each row, the sum of d[i] * weight[ids[i]] over the row's set. d
+// (nnz,) is the gradient of the logits.
 Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   check_rows(weight, "weight");
   const SupportSets sets(ids, offsets, weight.size(0));
@@ -220,8 +222,9 @@ struct ById {
   }
 };
 
-// Computes the sum of d * hidden[index[row]] over the occurrences of each id. The result is stored
-// in out (V, H), or added to it.
+// Computes dW (V, H). Row `id` is the sum of d * hidden[index[row]] over all rows whose set
+// contains the id. d (nnz,) is the gradient of the logits. The result is stored in `out`, or added
+// to it.
 void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
                      std::optional<Tensor> index, Tensor out, bool add) {
   check_rows(hidden, "hidden"), check_rows(out, "out");

@@ -1,13 +1,14 @@
 // Decoding attention. One new token of each of B completions attends to the prompt that its group
 // shares, and to the earlier tokens of its completion.
 //
-// Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
-// tokens. Values are stored in (kTile, D) rows. grpo_fast/rollout/own/cache.py has the torch
-// implementation.
-// Rounding: sums are fp32. Their order depends only on the row.
+// Layout: keys are stored in tiles (D, kTile) of kTile tokens each. A vector thus contains one
+// dimension of kLanes tokens. Values are stored in tiles (kTile, D). grpo_fast/rollout/own/cache.py
+// has the torch implementation.
+// Rounding: sums are fp32. The order of the additions for a completion does not depend on the other
+// completions.
 // Parallel: a share is a group of at most kRowsTogether completions of one prompt. A task computes
-// one head of one share. It processes the completions of the share together, so it reads the
-// prompt's keys once.
+// the attention of one share in one key-value head. It processes the completions of the share
+// together, so it reads the prompt's keys once.
 #pragma once
 
 #include <vector>
@@ -52,8 +53,8 @@ struct Attention : KvCache {
   float* out;  // (B, H, D)
 };
 
-// Writes the key and the value of a new token into the tiles. In the tile of keys, each token is a
-// lane.
+// Writes the key and the value of a completion's new token into its tiles. The numbers of a key are
+// kTile apart, because neighbouring elements of a key tile belong to different tokens.
 inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
   float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
@@ -63,7 +64,7 @@ inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   std::memcpy(values, p.v + head * p.v_head + row * p.v_row, p.depth * sizeof(float));
 }
 
-// Returns the prompt tokens inside the window.
+// Returns the tokens of a share's prompt that are inside the attention window.
 inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head) {
   const int64_t at = (share.prompt * p.heads + head) * p.longest * p.depth;
   const int64_t end = p.lengths[share.prompt];
@@ -71,7 +72,7 @@ inline Tokens prompt_tokens(const Attention& p, const Share& share, int64_t head
   return {p.prompt_k + at, p.prompt_v + at, std::min(first, end), end};
 }
 
-// Returns the completion tokens inside the window.
+// Returns the tokens of a completion that are inside the attention window.
 inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, end = p.time + 1;
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
@@ -88,9 +89,9 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   // Otherwise the softmax would include old scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
-  // Calls body(visible tokens, first query, number of queries, scores). The first calls have the
-  // tokens of the prompt, and all queries in groups. The later calls have the tokens of one
-  // completion and the queries of this completion.
+  // Calls body(tokens, first query, number of queries, scores) for all visible tokens, with 4, 2 or
+  // 1 queries per call. The first calls are for the prompt, to which all queries attend. The later
+  // calls are for one completion each, to which only the queries of this completion attend.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,
@@ -102,7 +103,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
-  // 1. Append the new keys and values, and gather the scaled queries.
+  // 1. Append the new keys and values to the completions. Copy the queries to contiguous memory,
+  // multiplied by `scale`.
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;
@@ -111,7 +113,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  // 2. Compute the scores of prompt and completion. For each query, both are stored in one row.
+  // 2. Compute the scores of the prompt tokens and of the completion tokens. All scores of a query
+  // are stored in one row, so that one softmax covers both.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);

@@ -1,7 +1,7 @@
 // Small matrix products of attention in fp32, computed for 1, 2 or 4 rows at a time.
 //
-// Layout: keys are stored in (D, kTile) tiles of kTile tokens, so that the lanes of a vector are
-// tokens.
+// Layout: keys are stored in tiles (D, kTile) of kTile tokens each. A vector thus contains one
+// dimension of kLanes tokens.
 // Rounding: a dot product adds kTermsTogether terms at a time in fp32, and then adds these sums in
 // order.
 #pragma once
@@ -41,8 +41,8 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// Writes the dot products of kRows rows of x with kParts * kLanes tokens, which begin at `first`.
-// The product of row i and a token is element `token` of row i of `to`.
+// Computes the dot products of kRows rows of x with the kParts * kLanes tokens that begin at
+// `first`. The product of row i and token t is written to to.row(i)[t].
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
@@ -76,15 +76,16 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// Writes the dot products of kRows rows of x with the tokens [first, end). The product of row i and
-// a token is element `token` of row i of `to`. The tokens are rounded outwards to full vectors.
+// Computes the dot products of kRows rows of x with the tokens [first, end). The product of row i
+// and token t is written to to.row(i)[t]. The range is extended to full vectors, so products of
+// some neighbouring tokens are also written.
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  // With few rows, process more vectors at a time. Only independent sums hide the latency of an
-  // FMA.
+  // With fewer than 4 rows, process four vectors at a time instead of two. Otherwise there would be
+  // too few independent sums to hide the latency of an FMA.
   if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
@@ -99,8 +100,8 @@ struct Weights {
   int64_t along, across;
 };
 
-// Adds the sum of weight * x[t] over `count` tokens to kParts vectors of out[i] that begin at
-// dimension d.
+// For each row i, adds the sum of weight(t, i) * x[t] over `count` tokens t to out[i]. Only the
+// kParts vectors of out[i] that begin at dimension d are computed.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count,
                                  int64_t depth, int64_t d, const Matrix<float>& out) {
@@ -126,7 +127,7 @@ GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x,
     }
 }
 
-// Adds the weighted sum of `count` tokens to all dimensions of out[i].
+// For each of kRows rows i, adds the sum of weight(t, i) * x[t] over `count` tokens t to out[i].
 template <int kRows>
 void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, int64_t depth,
                 const Matrix<float>& out) {
@@ -152,8 +153,8 @@ struct SoftmaxSums {
   float largest, sum;
 };
 
-// Replaces each score by e^(score - largest), and returns the largest score and the sum. `count`
-// must be a multiple of the vector width. NaN stays NaN.
+// Replaces each score with e^(score - largest). Returns the largest score and the sum of the
+// exponentials. `count` must be a multiple of the vector width. NaN stays NaN.
 inline SoftmaxSums exponentials(float* scores, int64_t count) {
   Floats most = splat(kUnseen), sums = {};
   for (int64_t at = 0; at < count; at += kLanes) most = max(load(scores + at), most);

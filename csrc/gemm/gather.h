@@ -74,8 +74,8 @@ struct Term {
   int64_t index;
 };
 
-// Adds up all terms for kParts vectors that begin at `column`, then stores the sums in `out` or
-// adds them to it. At most `left` columns are written.
+// Adds up all terms in the columns of kParts vectors, starting at `column`. The sums are then
+// stored in `out`, or added to it. At most `left` columns are written.
 template <int kParts, class T, class Out>
 GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, int64_t count,
                                   int64_t column, int64_t left, Out* out, bool add) {

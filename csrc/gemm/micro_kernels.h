@@ -57,8 +57,8 @@ struct PanelProduct {
   bool is_narrow = false;  // at most half of the panel's columns are used
 };
 
-// Multiplies kCount rows of a by kAcross vectors of columns. All sums stay in registers during the
-// loop over k.
+// Multiplies kCount rows of `a`, starting at row `first`, by kAcross vectors of panel columns. All
+// sums stay in registers during the loop over k.
 template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   Floats sums[kCount][kAcross] = {};
@@ -90,8 +90,8 @@ struct Vectors {
   static constexpr int64_t kGroup = 1;  // the row count must be a multiple of this
   static constexpr bool kTakesDown = true;  // accepts an a that is packed with k as the row index
 
-  // Calls between(part, parts) after each group of rows, so that the caller can prefetch its next
-  // operands.
+  // Multiplies `rows` rows of `a` by the panel. After each group of kRows rows, it calls
+  // between(group, number of groups), in which the caller prefetches its next operands.
   template <class T, class Between>
   static void multiply(const PanelProduct<T>& p, int64_t rows, const Between& between) {
     p.is_narrow ? run<kVectors / 2>(p, rows, between) : run<kVectors>(p, rows, between);
@@ -143,8 +143,9 @@ inline const TorchKernel& torch_kernel() {
   return kernel;
 }
 
-// Micro-kernel that uses AMX tiles through torch's function. All calls have the same shape, so that
-// the bits of a row do not depend on the block that contains it.
+// Micro-kernel that uses AMX tiles through torch's function. Every call multiplies kGroup rows.
+// With a different number of rows, torch could add in a different order, and the bits of a row
+// would depend on the block that contains it.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
   static constexpr bool kTakesDown = false;

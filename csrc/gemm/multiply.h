@@ -25,10 +25,11 @@ namespace grpo_fast {
 constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking threads costs more than it saves
-// Maximum number of rows of `a` for which blocks may be shorter. Each block then packs its panels
-// of `b` itself.
+// Maximum number of rows of `a` in a small product. A small product is divided into blocks with
+// fewer rows, so that all threads get work. Each block then packs its panels of `b` itself.
 constexpr int64_t kFewRows = 96;
-// Maximum number of words of `b` for which it is packed once for all blocks.
+// Maximum size of `b`, in words, for which all blocks share one packed copy of `b`. If `b` is
+// larger, each block packs its panels of `b` itself.
 constexpr int64_t kSharedWords = 4 << 20;
 
 // Position and size of a block of the result.
@@ -36,10 +37,11 @@ struct Block {
   int64_t row, rows, column, columns;
 };
 
-// Description of a product. T is the type that is multiplied. S is the storage type of `a`. It is T
-// or a more precise type: an fp32 is split into two parts, and a Positive16 is rounded. If `a` is a
-// transposed Positive16 matrix, the rounding errors of heavy elements are added separately
-// (pack.h). This requires that `b` is not transposed.
+// Description of the product a * b. T is the type that the micro-kernel multiplies, and S is the
+// type in which `a` is stored. S is T or a more precise type. In the second case, an fp32 is split
+// into two bf16 parts, and a Positive16 is rounded to bf16. If `a` is a transposed Positive16
+// matrix, the rounding errors of heavy elements (defined in pack.h) are added separately. This
+// requires that `b` is not transposed.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
@@ -54,7 +56,7 @@ struct Problem {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
 
-  // Returns panel `index` of b in a slice of k.
+  // Returns the part of panel `index` of b that is in a slice of k.
   Slice<T> panel(int64_t slice, int64_t index) const {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
@@ -156,8 +158,9 @@ struct Worker {
     heavy.clear();
   }
 
-  // Adds one slice of k to the sums. The next step computes slice `slice_then` of the block `then`,
-  // so the operands of that slice are prefetched.
+  // Adds the products of one slice of k to the sums of `block`. The next step computes slice
+  // `slice_then` of the block `then`, so the operands of that slice are prefetched. `after` is the
+  // block that this thread computes next.
   void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
                  const Block& after) {
     PanelProduct<T> product{};
@@ -191,8 +194,8 @@ struct Worker {
     }
   }
 
-  // Returns one slice of `a`. If its layout allows, the slice is read in place, and otherwise
-  // packed.
+  // Returns the rows of a block in one slice of k, in a layout that the micro-kernel can read. The
+  // rows are packed, unless they can be read in place. Also sets the strides of `product`.
   const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);
     uint32_t* to = packed_rows + (part + 1) * part_words;
@@ -234,7 +237,7 @@ void in_parallel(int64_t threads, int64_t count, const Body& body) {
   torch::stable::parallel_for(0, std::min(threads, count), 1, work);
 }
 
-// Packs all panels of b, slice by slice. Each panel has kPanelWords words.
+// Packs all panels of b for each slice of k in turn. A packed panel has kPanelWords words.
 template <class S, class T>
 void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   const int64_t panels = p.slices() * p.panels();

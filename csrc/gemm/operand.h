@@ -27,8 +27,9 @@ struct Operand {
   bool k_down;  // true: k is the row index (transposed); false: k is the column index
 };
 
-// A part of an operand, with `words` words of k and `across` rows or columns. It has `depth`
-// elements along k, so its last word may be incomplete.
+// A part of an operand that covers a range of k. `depth` is the number of elements along k, and
+// `words` is the number of words that contain them, so the last word may be incomplete. `across` is
+// the number of rows of the part, or its number of columns if k is the row index.
 template <class T>
 struct Slice {
   const T* data = nullptr;

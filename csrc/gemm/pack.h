@@ -45,7 +45,8 @@ inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }
 
-// Returns the word of x and its neighbour. The upper half is 0 if only one element is left.
+// Returns the word that contains the bf16 at x and the bf16 after it. The upper half is 0 if only
+// one element is left.
 inline uint32_t word(const Bfloat16* x, int64_t left) {
   return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
 }
@@ -70,7 +71,9 @@ inline float rest_of(float x) {
   return x - bit_cast<float>(rounded(splat(x))[0]);
 }
 
-// Returns words of kLanes columns, with x in the lower halves and `next` in the upper halves.
+// Rounds two vectors to bf16, and returns one word for each lane. The lower half of a word is an
+// element of `x`, and the upper half is an element of `next`. `part` selects one of the two bf16
+// parts, as in rounded().
 GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
@@ -144,7 +147,9 @@ void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_
     }
 }
 
-// Writes one row of words. A word contains row k of x and, for bf16, also row k + 1.
+// Writes one word for each column of a slice whose row index is k. The word contains the element of
+// row k and, for bf16, also the element of row k + 1. Heavy elements are added to the list of
+// `entry`.
 template <class T, class S>
 void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) {
   const S *row = x.data + k * x.stride, *next = k + 1 < x.depth ? row + x.stride : nullptr;
@@ -172,8 +177,9 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
   });
 }
 
-// Writes the word of column c at step k to to[k][c], for a slice whose row index is k. Columns up
-// to `width` are filled with zeros. T is the type that is multiplied, and S is the storage type.
+// Packs a slice whose row index is k. The word of column c at step k is written to to[k][c].
+// Columns from x.across to `width` are filled with zeros. T is the type that is multiplied, and S
+// is the storage type.
 template <class T, class S>
 void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* to) {
   for (int64_t k = 0; k < x.words; ++k, to += width) {
@@ -182,8 +188,8 @@ void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* t
   }
 }
 
-// Writes word k of row r to to[r][k], for a slice whose rows run along k. Rows up to `height` are
-// filled with zeros.
+// Packs a slice whose column index is k. Word k of row r is written to to[r][k]. Rows from x.across
+// to `height` are filled with zeros. `part` selects one of the two bf16 parts of an fp32.
 template <class T, class S>
 void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64_t to_stride) {
   for (int64_t r = 0; r < height; ++r, to += to_stride) {
@@ -201,7 +207,8 @@ void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64
   }
 }
 
-// Computes the limits of Entry, which are kHeavyShare times the sum of squares of each column.
+// Computes the limit of each column, which is kHeavyShare times the sum of squares of the column.
+// An element is heavy if its square exceeds the limit of its column.
 template <class S>
 void find_limits(const Slice<S>& x, const float* scales, float* limits) {
   // Number of rows to prefetch ahead. The rows are too short for the hardware prefetcher.

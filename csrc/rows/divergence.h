@@ -1,14 +1,14 @@
 // Divergences between rows of student logits and rows of teacher logits.
 //
-// A generated function gives the value and the slope of each logit j. The divergence and its
-// gradient are
+// For each logit j, a generated function gives value_j, its contribution to the divergence D, and
+// slope_j. D and its gradient with respect to the student's logits z are
 //
 //   D = sum_j value_j,    dD/dz_j = slope_j - p_j center,    center = sum_k slope_k
 //
-// One thread processes a row in three passes. The first pass computes lse of both sides. The second
-// pass computes values and slopes, and stores the slopes in the memory of the gradient. The third
-// pass computes slope - center p. The row stays in L2, so the memory traffic is 12 bytes per pair
-// of logits: one read of each side and one write.
+// One thread processes a row in three passes. The first pass computes the lse of the student and of
+// the teacher. The second pass computes values and slopes, and stores the slopes in the memory of
+// the gradient. The third pass computes slope - center p. The row stays in L2, so the memory
+// traffic is 12 bytes per pair of logits: one read of each logit and one write of the gradient.
 //
 // For the most likely token of the student, the gradient is computed as
 // (1 - p) slope - p (center - slope), where center - slope is summed without this token. The
@@ -157,8 +157,8 @@ class DivergenceRow {
   }
 
  private:
-  // Returns the values and slopes of one vector of logits. If both log-probabilities are -inf,
-  // their difference counts as 0.
+  // Returns value_j and slope_j of the divergence for one vector of logits. If both
+  // log-probabilities are -inf, their difference counts as 0.
   GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
     const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
     const Floats d = keep_where(lp != lq, lp - lq);

@@ -1,12 +1,12 @@
-// Exponentials of neighbouring columns, which are stored for the gradient GEMMs:
+// Exponentials E of the logits z of a row, which are stored for the gradient GEMMs:
 //
 //   E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
 //
-// The number s is an estimate of the row's lse and may be too small. The sum of the row can then
-// overflow, but every E is finite, because its exponent is clamped. An element of a Positive16
-// matrix is dominant if it exceeds 1/16 of the sum of its row. Dominant elements are also recorded
-// in fp32, because their rounding errors may be large compared with the gradient of the row. The
-// rounding errors of smaller elements are small, or cancel.
+// The number s is an estimate of the row's lse (see sweep.h) and may be too small. The sum of the
+// row can then overflow, but every E is finite, because its exponent is clamped. An element of a
+// Positive16 matrix is dominant if it exceeds 1/16 of the sum of its row. Dominant elements are
+// also recorded in fp32, because their rounding errors may be large compared with the gradient of
+// the row. The rounding errors of smaller elements are small, or cancel.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,9 @@
 
 namespace grpo_fast {
 
-// Emitter for add_run that stores nothing. It clamps the exponent on both sides. A NaN becomes the
-// largest exponent, so that -logp of the row exceeds kMaxNll and the row is computed again.
+// Emitter that stores nothing. An emitter is the callback of add_run (sums.h). This one clamps the
+// exponent on both sides. A NaN becomes the largest exponent, so that -logp of the row exceeds
+// kMaxNll and the row is computed again.
 struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
@@ -79,8 +80,8 @@ class DominantExponentials {
     known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
   }
 
-  // Sets the final sums of the rows. `again` lists rows that will be recomputed, in ascending
-  // order. Their elements are dropped.
+  // Sets the final sums of the rows. `again` lists the rows that will be recomputed, in ascending
+  // order. The elements of these rows are dropped, because the new computation records them again.
   void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
     sums_ = std::move(sums);
     for (size_t row = 0; row < sums_.size(); ++row)
@@ -90,8 +91,9 @@ class DominantExponentials {
     });
   }
 
-  // Records the dominant elements of a run that begins at column `first`. `largest` is the largest
-  // e of each lane. If it does not exceed the threshold, the function returns immediately.
+  // Records the dominant elements of a run, which is a group of neighbouring columns that begins at
+  // column `first`. `largest` is the largest exponential of each lane. If no lane exceeds the
+  // threshold, the function returns immediately.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {

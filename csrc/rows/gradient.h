@@ -3,6 +3,8 @@
 //
 //   d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw
 //
+// Here g and ge are the coefficients of the log-probability and of the entropy H, y is the column
+// of the target, and p_j is the probability of column j.
 // The columns may be one vocabulary shard. In this case lse, logp and entropy belong to the full
 // row, and the target may be outside the columns.
 // Rounding: elements are computed in fp32, and the target in fp64. A 16-bit gradient is rounded
@@ -47,8 +49,9 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   if (has_target && std::fabs(logp) < std::fabs(lse))
     lse = final_logit<kSoftcap>(raw_target, transform) - logp;
   const float shift = static_cast<float>(lse);
-  // Fold all factors of the row into `constant` and `linear`, with e^(z - lse) = e^(z - shift)
-  // e^(shift - lse).
+  // Fold all factors of the row into two numbers. With t = z - shift, the gradient of a column is
+  // then e^t (linear t + constant). `scale` contains the factor e^(shift - lse), because shift is
+  // lse rounded to fp32.
   const double scale = -std::exp(shift - lse) * transform.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * g_entropy);

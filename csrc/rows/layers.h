@@ -5,7 +5,7 @@
 //             dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
 //   SwiGLU    y = g s u, s = 1 / (1 + e^-g)
 //             dg = grad u s (1 + g (1 - s)),   du = grad g s
-//   rotary    y = x cos + (-x_high, x_low) sin, by halves of a head's columns
+//   rotary    y = x cos + (-x_high, x_low) sin, for the halves (x_low, x_high) of a head's columns
 //             dx = grad cos + (grad_high sin_high, -grad_low sin_low)
 //
 // Rounding: sums over a row are fp32 in each lane, and fp64 across lanes.
@@ -91,7 +91,8 @@ void swiglu_row_backward(const T* grad, const T* gate, const T* up, int64_t colu
 }
 
 // Rotates pairs of columns: each column of the first half and its partner in the second half. With
-// kInverse, it computes the gradient instead.
+// kInverse, x is the gradient with respect to the rotated columns, and y receives the gradient with
+// respect to the original columns.
 template <bool kInverse>
 inline void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
                    float* y) {

@@ -1,8 +1,8 @@
 // lse, log-probability of the target, and entropy of one row.
 //
-// All three are computed from sums over the columns without the target. If p is close to 1,
-// log1p(rest / e_y) keeps digits that 1 + rest would round away (e_y is the exponential of the
-// target).
+// All three are computed from sums over the columns without the target. `rest` is the sum of their
+// exponentials, and e_y is the exponential of the target. If the target's probability is close to
+// 1, log1p(rest / e_y) keeps digits that 1 + rest / e_y would round away.
 // Rounding: sums are rounded as in sums.h. Results are fp64.
 #pragma once
 
@@ -17,8 +17,8 @@ struct RowStatistics {
   double lse, logp, entropy;
 };
 
-// Sums over some columns except the target, with t = z - shift: rest = sum e^t and
-// moment = sum e^t * t.
+// Sums over a part of the columns of a row, without the target. With t = z - shift, `rest` is the
+// sum of e^t, and `moment` is the sum of e^t * t.
 struct PartialSums {
   float shift;
   double rest, moment;
@@ -53,8 +53,9 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   return row;
 }
 
-// Returns the shift, which is z of the column with the largest raw * inner. The shift is finite
-// even if all columns are -inf, so that -inf - shift is -inf instead of NaN.
+// Returns the shift of a row, the number that is subtracted from its logits before exponentials are
+// computed. It is z of the column with the largest raw * inner. The shift is finite even if all
+// columns are -inf, so that -inf - shift is -inf instead of NaN.
 template <bool kSoftcap>
 inline float shift_of(float largest, const RowTransform& transform) {
   if (largest == -kInfinity)
@@ -72,8 +73,9 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
-    // Rescale the sums to the new maximum. The second factor of the moment, sum e (z - shift), also
-    // depends on the shift. Correct it by adding sum e (old shift - new shift).
+    // Rescale the sums to the new maximum. The moment is the sum of e (z - shift), so the new shift
+    // changes not only e but also the second factor. Correct the second factor by adding sum * (old
+    // shift - new shift).
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);
@@ -99,7 +101,7 @@ PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   return partial(shift, totals);
 }
 
-// Joins the sums of the runs of a row, in order.
+// Combines the sums of all runs of a row, in order. The result is relative to the largest shift.
 inline PartialSums joined(const PartialSums* runs, int64_t count) {
   PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
   for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, runs[i].shift);

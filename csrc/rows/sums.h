@@ -96,8 +96,8 @@ struct Sums {
   }
 };
 
-// Adds up to four vectors that contain the end of the row or the target. The lanes outside the row
-// and the lane of the target are excluded from the sums.
+// Adds up to four vectors of columns to the sums. Their columns include the end of the row or the
+// target, so masks exclude the lanes outside the row and the lane of the target.
 template <bool kSoftcap, class T, class Sum, class Emit>
 inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransform& transform,
                        float shift, Sum (&sums)[4], const Emit& emit) {

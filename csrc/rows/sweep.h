@@ -104,8 +104,8 @@ class Sweep {
     Columns<float> run;
   };
 
-  // Calls sum_of(piece) for every slice of the given rows. If `joins` is set, the statistics of the
-  // rows are computed from the returned sums.
+  // Computes the logits of the given rows, and calls sum_of(piece) for every slice of every row. If
+  // `joins` is set, the statistics of the rows are computed from the returned sums.
   template <class SumOf>
   void each(const Rows& rows, bool joins, const SumOf& sum_of) {
     const int64_t slices = (chunk_.columns + kSliceColumns - 1) / kSliceColumns;
@@ -131,8 +131,9 @@ class Sweep {
     }
   }
 
-  // Sums a slice relative to the shift of its row, and stores the requested output. has_sum means
-  // that the sum of the row is already known.
+  // Computes the sums of one slice relative to the shift of its row, and stores the logits or the
+  // exponentials of the slice if they are requested. has_sum means that the sum of the row is
+  // already known.
   PartialSums sum_and_store(const Piece& piece, bool has_sum) {
     const int64_t row = piece.row, column = piece.column;
     const Columns<float>& run = piece.run;

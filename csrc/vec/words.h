@@ -1,5 +1,5 @@
-// Vector versions of the functions that the generated formulas call. Each function also has a
-// scalar version in fp64, and both versions return the same numbers up to rounding.
+// Vector versions of the functions that the formulas in loss_functions.h call. Each function also
+// has a scalar version in fp64, and both versions return the same numbers up to rounding.
 #pragma once
 
 #include "vec/vec.h"

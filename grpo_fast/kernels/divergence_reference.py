@@ -96,8 +96,9 @@ def row_topk_divergence_(
     """Compute divergences from a teacher's top-k log-probabilities in fp64. All backends use this.
 
     The vocabulary is reduced to K + 1 categories: the K ids, and one tail category for all other
-    ids. The student's tail mass is summed directly, because computing it as 1 - Σ p would cancel.
-    The gradient of the tail is distributed over the tail ids in proportion to their probabilities.
+    ids. The student's probability of the tail is summed over its ids, because computing it as
+    1 - Σ p would cancel. The gradient of the tail is distributed over the tail ids in proportion to
+    their probabilities.
 
     Args:
         logits: (C, V) raw logits of the student.
@@ -148,7 +149,8 @@ def row_topk_divergence_(
 def teacher_tail(lq: Tensor, floor: float) -> Tensor:
     """Return the log of the probability that a teacher gives to all ids outside its top k.
 
-    The result is log(1 - Σ exp(lq)), but at least log(floor).
+    The probability is 1 - Σ exp(lq). It is raised to `floor` if it is smaller, because a small
+    difference is mostly rounding error.
 
     Args:
         lq: (C, K) fp64 log-probabilities of the top-k ids.

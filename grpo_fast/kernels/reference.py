@@ -56,7 +56,7 @@ def row_logps(
     Args:
         logits: (C, V) raw logits.
         target_ids: (C,) int64. With `offsets`, the position of each target within its row.
-            transform: the logit transform.
+        transform: the logit transform.
         return_entropy: also compute the entropy.
         offsets: (C+1,) bounds of rows of unequal length, stored one after another in (1, nnz).
 
@@ -143,10 +143,10 @@ def row_grad_(
 ) -> Tensor:  # (C, V)
     """Write the gradient with respect to the raw logits to `out`, or in place.
 
-    It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
-    are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is
-    computed as -expm1(logp), which keeps its digits when the model is certain. A target id outside
-    [0, V) has no column.
+    The written gradient is that of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients
+    of a row are 0, its gradient is exactly 0, even if the row contains NaN. In the target column,
+    1 - p is computed as -expm1(logp), which keeps its digits when the model is certain. If a target
+    id is outside [0, V), no column of its row is treated as the target.
 
     Args:
         logits: (C, V) raw logits.
@@ -228,7 +228,8 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Replace the results of excluded rows by 0 with a select. They may be NaN, and 0·NaN is NaN.
+    # Set the results of excluded rows to 0 by selection instead of multiplication, because they may
+    # be NaN, and 0·NaN is NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

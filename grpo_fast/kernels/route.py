@@ -45,9 +45,9 @@ if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
 
 
 class Kernels(NamedTuple):
-    """The kernel functions of one backend, documented in their reference implementations.
+    """The kernel functions of one backend.
 
-    The references are reference.py, cpu/linear.py and gpu/gradients.py.
+    reference.py, cpu/linear.py and gpu/gradients.py document the functions.
     """
 
     row_logps: Callable[..., RowStats]
@@ -172,8 +172,7 @@ def _resolved(backend: str, x: Tensor) -> str:
 
     On the CPU, "auto" selects csrc if it can be built. On a GPU, it selects Triton. In all other
     cases, and always for fp64, it selects torch. A backend that the user names is never replaced:
-    if
-    it cannot run, an error is raised.
+    if it cannot run, an error is raised.
     """
     # Use the torch backend for fp64, which the other backends do not support. fp64 is used to
     # compute reference results.

@@ -110,7 +110,7 @@ def head_weight(
 ) -> None:
     """Compute out[id] = Σ d·hidden over all occurrences of each id in the sets.
 
-    The terms are added in row order. With `add`, the sums are added to `out` instead.
+    The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
     """
     sums = out.to(d.dtype) if add else out.new_zeros(out.shape, dtype=d.dtype)
     sources = rows.rows if index is None else index[rows.rows]

@@ -24,8 +24,8 @@ class TeacherHead(NamedTuple):
         hidden: (N, H') or (B, L, H'), float. The teacher's hidden states, one row for each row of
             the student. H' and the dtype may differ from the student's.
         weight: (V, H'), float. The weight of the teacher's LM head.
-        bias: (V,), float. The bias of the LM head. None: no bias. temperature: temperature of the
-            teacher, a number > 0.
+        bias: (V,), float. The bias of the LM head. None: no bias.
+        temperature: temperature of the teacher, a number > 0.
         softcap: bound of the logits, a number > 0. None: no bound.
         logit_scale: factor of the logits, not 0.
 

@@ -153,10 +153,11 @@ class AddedRows(NamedTuple):
 class Dominant(NamedTuple):
     """The fp32 values of the dominant elements of a 16-bit matrix (C, V).
 
-    An element is dominant if it makes up more than 1/16 of its row, so a row has at most 16 of
-    them. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and W_j is close to
-    W_target, the difference nearly cancels, and the rounding error of d_j becomes a large part of
-    the result. Therefore the rounding errors of dominant elements are added to dH in fp32.
+    An element is dominant if it makes up more than 1/16 of the sum of its row, so a row has at most
+    16 dominant elements. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and
+    W_j is close to W_target, the difference nearly cancels, and the rounding error of d_j becomes a
+    large part of the result. Therefore the rounding errors of dominant elements are added to dH in
+    fp32.
     """
 
     rows: Tensor  # (n,) int64
@@ -225,10 +226,11 @@ class Coefficients(NamedTuple):
 
 
 class Exponentials(NamedTuple):
-    """Per-row results of `head_exponentials`, which also writes the matrix E to its `out`.
+    """Per-row results of `head_exponentials`. Its argument `out` receives the exponentials E.
 
-    The gradient of Σ g·logp with respect to the raw logits is (g·unit)[:, None]·E, plus
-    g·target_unit in the target columns, where E is 0. All elements of E are finite.
+    E is a (T, V) matrix with one exponential for each logit. The gradient of Σ g·logp with respect
+    to the raw logits is (g·unit)[:, None]·E, plus g·target_unit in the target columns, where E is
+    0. All elements of E are finite.
     """
 
     stats: RowStats

@@ -28,7 +28,7 @@ SWEPT_AFTER_S = 3600
 
 
 def cache_folder() -> Path:
-    """Return $GRPO_FAST_CACHE, or ~/.cache/grpo_fast.
+    """Return the cache folder, $GRPO_FAST_CACHE if it is set, or else ~/.cache/grpo_fast.
 
     Raises:
         ValueError: the user has no home folder.
@@ -83,7 +83,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
 
 
 def _sweep(folder: Path) -> None:
-    """Remove scratch folders of builds that were killed, which are older than SWEPT_AFTER_S."""
+    """Remove scratch folders older than SWEPT_AFTER_S. Their builds were probably killed."""
     for entry in folder.iterdir():
         if _SCRATCH_NAME.fullmatch(entry.name):
             with contextlib.suppress(OSError):

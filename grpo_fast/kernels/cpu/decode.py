@@ -27,7 +27,7 @@ Tiles = tuple[Tensor, Tensor]
 def runs(x: Tensor) -> bool:
     """Return whether the C++ decoding step is available and supports the device and dtype of x.
 
-    x may be fp32 or bf16. Numbers in bf16 are computed in fp32.
+    The supported dtypes are fp32 and bf16. For bf16 tensors, the step computes in fp32.
     """
     is_supported = x.is_cpu and x.dtype in (torch.float32, torch.bfloat16)
     return is_supported and loader.unavailable("decode") is None

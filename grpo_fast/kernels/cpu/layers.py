@@ -222,7 +222,7 @@ def _narrow(weight: Tensor) -> Tensor:
 def _torch_gradients(
     formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of `formula` with torch, which supports `is_grads_batched`."""
+    """Compute the gradients of `formula` with torch, for batched gradients (`is_grads_batched`)."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         return torch.autograd.grad(formula(*leaves), leaves, grads)

@@ -8,8 +8,8 @@ exponential is the d-logit divided by a factor that is the same for the whole ro
 (gpu/exponentials.py derives this).
 
 Each block of W is read from memory once per group of rows. A stored exponential takes 4 bytes for
-fp32 inputs and 2 bytes for bf16 inputs. The 2-byte format has ten significant bits, two more than
-bf16. Exponentials that make up more than 1/16 of their row are also returned in fp32.
+fp32 inputs and 2 bytes for bf16 inputs (POSITIVE16, which has two more significant bits than bf16).
+Exponentials that make up more than 1/16 of their row are also returned in fp32.
 """
 
 from __future__ import annotations

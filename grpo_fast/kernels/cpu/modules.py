@@ -188,9 +188,8 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # Reject modules with attributes of other types. The key of a cached trial contains only
-    # attributes of the types in SETTINGS, so other attributes could change the formula without a
-    # new trial.
+    # Reject a module that has buffers, submodules or attributes of types that are not in SETTINGS.
+    # They could change the formula, but are not part of the key under which the trial is cached.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False

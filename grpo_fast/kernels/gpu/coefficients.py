@@ -61,7 +61,8 @@ def loss_and_slope(
 ):  # fmt: skip
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
 
-    `at` is the index of the row, or a block of row indices. ℓ is the policy loss of a token.
+    `lp` is the logp of the row, and ℓ is the policy loss of its token. `at` is the index of the
+    row, or a block of row indices.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:

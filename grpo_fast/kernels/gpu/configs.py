@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-# Number of vocabulary columns that one program processes for a block of 128 rows. It is constant,
-# so that the order of sums, and with it every bit of a log-probability, does not depend on the
-# number of rows. The value is a compromise: larger slices leave more multiprocessors idle in the
-# last wave of programs, and smaller slices need more programs. For example, a 1 GiB chunk at V =
-# 151936 has 2752 rows. On 132 multiprocessors, 4096 columns give 6.2 waves, so the seventh wave is
-# nearly empty, and 2048 columns take 5% less time. 1024 columns would save another 3%, but would
-# double the number of programs.
+# Number of vocabulary columns that one program processes for a block of 128 rows (a slice). It is
+# constant, so that the order of sums, and with it every bit of a log-probability, does not depend
+# on the number of rows. The value is a compromise: larger slices leave more multiprocessors idle in
+# the last wave of programs, and smaller slices need more programs. For example, a 1 GiB chunk at
+# V = 151936 has 2752 rows. On 132 multiprocessors, slices of 4096 columns give 6.2 waves of
+# programs, so the seventh wave is nearly empty. Slices of 2048 columns take 5% less time. Slices of
+# 1024 columns would save another 3%, but would double the number of programs.
 SLICE_COLUMNS = 2048
 
 # Maximum size of the hidden states that are processed concurrently. They are read again for every
@@ -98,13 +98,14 @@ def row_config(vocab: int) -> RowConfig:
 
 # Block sizes that `linear_config` returns. The key is (architecture or "other", whether inputs have
 # 16 bits, whether W is aligned). W is aligned if the size of a row is a multiple of 16 bytes, which
-# tensor descriptors (TMA) and vector loads require. The tiles were chosen so that registers do not
-# spill, for these reasons:
-# - A tile of 128 x 128 spills on all architectures except sm_90 and gfx942. On sm_100, it spills
-#   only with a soft cap and Triton 3.6, but Triton 3.9 cannot compile pieces of a tile with 8 warps
-#   there.
-# - Unaligned rows are loaded element by element. Large tiles then spill, and in fp32 even 32 x 64.
-# - With TMA on sm_120, Triton 3.6 uses local memory, so this architecture uses pointers.
+# tensor descriptors (TMA) and vector loads require. The tile sizes were chosen so that registers do
+# not spill:
+# - A tile of 128 x 128 is used on sm_90 and gfx942 only, because it spills on other architectures.
+#   The exception is sm_100, where it spills only with a soft cap and Triton 3.6. But there, Triton
+#   3.9 cannot compile the pieces of a tile with 8 warps.
+# - Unaligned rows are loaded element by element, and large tiles then spill. In fp32, even a tile
+#   of 32 x 64 spills.
+# - sm_120 uses pointers instead of TMA, because with TMA, Triton 3.6 uses local memory there.
 # fp32 inputs are multiplied by FMA units, in IEEE precision.
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
@@ -115,10 +116,10 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Tiles for epilogues that need few registers. They are twice as large, which reduces the L2 traffic
-# from 1/64 to 1/85 byte per flop. L2 traffic limits a 128 x 128 tile on Hopper. An epilogue that
-# stores exponentials cannot use the large tile with a soft cap (3 to 12 spills with Triton 3.6, 14
-# to 44 with 3.9), nor with both a bias and an entropy (57 spills with 3.6).
+# Tiles for epilogues that need few registers. They have twice as many columns, which reduces the L2
+# traffic from 1/64 to 1/85 byte per flop. On Hopper, the L2 traffic limits the speed of a 128 x 128
+# tile. The large tile is not used if exponentials are stored and there is a soft cap, or both a
+# bias and an entropy, because registers would spill.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
@@ -145,9 +146,9 @@ SUPPORT_COLUMNS = 8192
 def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
     """Return the block sizes of the kernel that reads the weight rows of a token set.
 
-    `width` is the hidden size. A thread loads 128 bytes of W at a time. Two programs with 4096
-    columns then have 64 KiB in flight per multiprocessor. If W is unaligned, a thread loads only a
-    quarter of this, because every element needs a separate address.
+    `width` is the hidden size. A thread loads 128 bytes of W at a time, so two programs with 4096
+    columns have 64 KiB of loads in flight per multiprocessor. If W is unaligned, a thread loads
+    only a quarter of this, because every element needs a separate address.
     """
     # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)

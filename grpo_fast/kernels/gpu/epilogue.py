@@ -43,8 +43,10 @@ def fold(
 ):  # fmt: skip
     """Add COLS columns of logits to the running sums of their rows, and store them if requested.
 
-    The caller sets CLEAN if all columns are inside the vocabulary and none of them is a target. The
-    function then skips the masks for both cases, which does not change the bits of the results.
+    `sums` contains the running sums (row_max, exp_sum, exp_z_sum, z_target), and the updated sums
+    are returned. The caller sets CLEAN if all columns are inside the vocabulary and none of them is
+    a target. The function then skips the masks for both cases, which does not change the bits of
+    the results.
     """
     row_max, exp_sum, exp_z_sum, z_target = sums
     target, normaliser, inv_temperature = row
@@ -122,8 +124,8 @@ def fold_tile(
 
     The shorter path needs 8 instead of 17 instructions per logit. At V = 151936, four of five 128 x
     256 tiles contain no target. The caller does not set BRANCH with an entropy, a bias, a soft cap
-    or fp32 operands, because it would then need too many registers. Another cost of BRANCH is that
-    Triton does not warp-specialise a loop with a branch.
+    or fp32 operands, because the two code paths would then need too many registers. BRANCH also has
+    a cost: Triton does not warp-specialise a loop with a branch.
     """
     if BRANCH:
         target, _, _ = row

@@ -15,11 +15,12 @@ contribution is added in fp32: one row of W to each row of dH, and one row of `h
 dW. Nothing cancels when p_y is close to 1.
 
 The exact value of s does not matter, because bf16 has the same relative precision everywhere.
-However, s must be known before the row is computed, and must be close to lse. The kernel uses s =
-z[target], which costs one dot product per row (target_kernel), and lse - s = -logp. Rows with -logp
-> MAX_NLL and rows with NaN are computed a second time with s = lse. The host need not know which
-rows these are, because all other programs return immediately. All elements of E are finite, even in
-rows with NaN, so a row with g = 0 contributes nothing.
+However, s must be known before the row is computed, and must be close to lse. The kernel uses
+s = z[target], which costs one dot product per row (target_kernel). The distance lse - s is then
+-logp. Rows with -logp > MAX_NLL and rows with NaN are computed a second time with s = lse. The host
+need not know which rows these are, because the second launch covers all rows, and the programs of
+all other rows return immediately. All elements of E are finite, even in rows with NaN, so a row
+with g = 0 contributes nothing.
 
 The lse, logp and entropy are bitwise equal to those of `head_logps`, because the same kernel
 computes them.

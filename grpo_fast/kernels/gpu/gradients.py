@@ -5,9 +5,9 @@
     scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
     add_targets_     the targets' part of dW (target_rows.py)
 
-exponentials.py defines E, unit and target_unit. The HBM traffic per element of (C, H) is 10 bytes
-for write_hidden_ and 4 bytes for scaled_hidden. A coefficient of 0 gives exact zeros, even in rows
-with NaN.
+exponentials.py defines E, unit and target_unit. y_t is the target of row t. For each element of a
+(C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and scaled_hidden 4 bytes. A
+coefficient of 0 gives exact zeros, even in rows with NaN.
 """
 
 from __future__ import annotations

@@ -3,16 +3,18 @@
     raw = hidden · Wᵀ + bias, z = softcap·tanh(logit_scale·raw/softcap)/temperature
     lse = log Σ_j e^z_j,  logp = z_target - lse,  entropy = lse - Σ_j p_j·z_j
 
-The kernel reads `hidden` and W from HBM (W once per 24 MiB of `hidden`). Per row, it writes
-16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second kernel reads. On
-request, it also stores the raw logits, or the exponentials that exponentials.py defines. Passes
-with and without gradient use the same kernel, so their log-probabilities are bitwise equal.
+The kernel reads `hidden` and W from HBM. It reads W once for every 24 MiB of `hidden`. For each
+row, it writes 16·ceil(V/2048) bytes of partial sums, about 0.008 bytes per logit, which a second
+kernel reads. On request, it also stores the raw logits, or the exponentials that exponentials.py
+defines. Passes with and without gradient use the same kernel, so their log-probabilities are
+bitwise equal.
 
-One program computes BLOCK_T rows of one slice of 2048 columns. It keeps max, Σe, Σe·(z - max) and
-z[target] of each row in registers. The sums exclude the target. A second kernel joins the slices of
-a row in order. The slices depend on V only, and the tile size depends on the device, the dtype and
-the layout of W only. The result of a row thus depends on the row, W and its scalars, but not on the
-batch. Accumulation is in fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
+One program computes BLOCK_T rows of one slice, which is a range of 2048 vocabulary columns. With
+e = exp(z - max), it keeps max, Σe, Σe·(z - max) and z[target] of each row in registers. The sums
+exclude the target. A second kernel joins the slices of a row in order. The slices depend on V only,
+and the tile size depends only on the device, the dtype and the layout of W. The result of a row
+thus depends on the row, W and the row's scalars, but not on the batch. Accumulation is in fp32, and
+fp32 inputs are multiplied in IEEE precision (no TF32).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     row_loss_    row_logps, the loss, row_grad_           HBM: one read, one write (the second
                                                           pass reads the row from L2)
 
-The traffic is 2, 4 and 4 bytes per bf16 logit. The kernels compute:
+For bf16 logits, row_logps causes 2 bytes of HBM traffic per logit, and the other two functions
+cause 4 bytes. The kernels compute:
 
     z       = softcap·tanh(logit_scale·raw/softcap)/temperature
     p       = softmax(z),     lp = log p[target],     H = -Σ p·log p

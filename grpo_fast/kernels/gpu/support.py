@@ -8,15 +8,18 @@ algorithm of flash attention, with the rows of W as keys and values:
 
     slope = d lp / d hidden = ((1 - p_y)·f_y·W[y] - Σ_{j ≠ y} p_j·f_j·W[id_j])·scale/temperature
 
-Here f is 1 - tanh², or 1 without a soft cap. The backward pass computes dH[t] = g[t]·slope[t]
-without reading W again. If the entropy has a gradient, `sums_kernel` reads the weight rows a second
-time to compute dH = Σ d_j·W[id_j]. The same kernel computes dW from the pairs (id, row), sorted by
-id. Each program writes a part of one row of dW, including the zeros of ids that occur in no set.
+Here y is the target's position in the set, and f is 1 - tanh², or 1 without a soft cap. The
+backward pass computes dH[t] = g[t]·slope[t], with g = dL/dlogp, without reading W again. If the
+entropy has a gradient, `sums_kernel` reads the weight rows a second time to compute dH from the
+gradient d of the logits, as Σ d_j·W[id_j]. The same kernel computes dW from the pairs (id, row),
+sorted by id. Each program writes a part of one row of dW, including the zeros of ids that occur in
+no set.
 
-HBM traffic is nnz·H elements of W (the second use of a tile hits L1), 2·R·H fp32 elements of slopes
-(written and read), nnz·H elements of `hidden` and V·H elements of dW. The additional memory is
-O(nnz) plus the slopes. Sums are computed in fp32, in a fixed order and without atomics, so every
-run gives the same bits. The results of a row depend on the row, W and the row's scalars only.
+Let nnz be the number of ids in the sets of all R rows. The HBM traffic is nnz·H elements of W,
+2·R·H fp32 elements of slopes (written and read), nnz·H elements of `hidden` and V·H elements of dW.
+The additional memory is O(nnz) plus the slopes. Sums are computed in fp32, in a fixed order and
+without atomics, so every run gives the same bits. The results of a row depend on the row, W and the
+row's scalars only.
 """
 
 from __future__ import annotations
@@ -249,7 +252,8 @@ def head_weight(
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # Find the range of each id in the sorted ids by binary search. It is the id's segment.
+    # For each id, find the range of its terms in the sorted list by binary search. This range is
+    # the segment that `sums_kernel` adds up to the id's row of dW.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 

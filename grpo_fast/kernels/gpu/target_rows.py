@@ -5,12 +5,13 @@
 If dW is fp32, one pass adds the hidden rows, with at most 10 bytes of HBM traffic per element of
 (C, H).
 
-If dW is 16-bit, the product A = Eᵀ·(…) was rounded before the hidden rows are added to it. This is
-harmless if the final sum S is at least as large as A. But if A and the added rows nearly cancel,
-the error is 1e-2 of S. This happens to a token that is likely everywhere and often the target. Rows
-with |A| > |S|/4 are therefore recomputed from an fp32 product of their columns of E, and rounded
-once. Programs of all other rows return immediately, and the host does not wait. In those rows, the
-rounding of A adds at most 3% to the rounding error of S.
+If dW is 16-bit, the product A = Eᵀ·scaled (scaled: the scaled hidden states) was rounded before the
+hidden rows are added to it. This is harmless if the final sum S is at least as large as A. But if A
+and the added rows nearly cancel, the rounding error of A is about 1e-2 of S. This happens to a
+token that is likely in all rows and often the target. Rows of dW with |A| > |S|/4 are therefore
+recomputed from an fp32 product of their columns of E, and rounded once. Programs of all other rows
+return immediately, and the host does not wait. In those rows, the rounding of A adds at most 3% to
+the rounding error of S.
 
 The kernels use no atomics. If a target id occurs several times, only its first program writes the
 row of dW, and adds the hidden rows in order.
@@ -42,7 +43,8 @@ def add_targets_kernel(
 ):  # fmt: skip
     """Add the hidden rows of all targets with one id to the id's row of dW, for BLOCK_H columns.
 
-    If `place_ptr` is given, only the ids at these positions are processed. Unused positions are -1.
+    If `place_ptr` is given, it lists positions in the sorted target ids, and only the ids at these
+    positions are processed. Unused entries are -1.
     """
     # 1. Select the id and the columns of this program.
     blocks = tl.cdiv(H, BLOCK_H)
@@ -89,7 +91,10 @@ def add_targets_kernel(
 def gather_columns_kernel(
     matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
 ):
-    """Copy the matrix column of one flagged id to a row, out[slot, t] = matrix[t, id]."""
+    """Copy the matrix column of one flagged id to a row, out[slot, t] = matrix[t, id].
+
+    `slot` is the number of the id's entry in `place_ptr`, the list of flagged ids.
+    """
     slot = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + slot)
     if place >= 0:
@@ -108,7 +113,7 @@ def column_product_kernel(
 ):  # fmt: skip
     """Compute the fp32 product of gathered columns of E and the scaled hidden states.
 
-    The result is product[slot] = Σ_t columns[slot, t]·scaled[t], for the slots in use.
+    The result is product[slot] = Σ_t columns[slot, t]·scaled[t], for every slot with a flagged id.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     first, column = tl.program_id(0) // blocks * BLOCK_U, tl.program_id(0) % blocks * BLOCK_H
@@ -130,7 +135,7 @@ def column_product_kernel(
 def add_targets_(
     d_weight: Tensor,  # (V, H): matrixᵀ·scaled
     ids: Tensor,  # (C,) the target ids in ascending order
-    order: Tensor,  # (C,) the row of each of them, ascending where ids are equal
+    order: Tensor,  # (C,) the row of each target id, ascending where ids are equal
     by_target: Tensor,  # (C,) fp32
     hidden: Tensor,  # (C, H)
     matrix: Tensor,  # (padded C, V) exponentials

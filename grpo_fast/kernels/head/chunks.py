@@ -1,10 +1,11 @@
 """Logits of one chunk and their gradient, in two representations with the same methods.
 
-    LogitChunks        Stores raw logits in fp32. A row kernel overwrites them with d-logits, or on
-                       a GPU writes 16-bit d-logits to a second buffer (4 or 6 bytes per logit).
-    ExponentialChunks  Stores exponentials E, which the epilogue of the GEMM writes once. d-logits
-                       are E times a factor per row, so no row kernel runs (2 or 4 bytes per logit).
-                       gpu/exponentials.py derives the formulas.
+    LogitChunks        Stores raw logits in fp32. A row kernel overwrites them with d-logits (4
+                       bytes per logit), or on a GPU writes 16-bit d-logits to a second buffer (6
+                       bytes per logit).
+    ExponentialChunks  Stores exponentials E, which the epilogue of the GEMM writes once (2 bytes
+                       per logit in 16 bits, 4 in fp32). d-logits are E times a factor per row, so
+                       no row kernel runs. gpu/exponentials.py derives the formulas.
 
 A chunk has C rows. Its buffers have the padded number of rows.
 """
@@ -32,11 +33,11 @@ from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
 # Maximum number of targets, as a fraction of the vocabulary size, with which a 16-bit dW is
-# computed from exponentials. With more targets, too many rows of dW might need a second product
-# (see gpu/target_rows.py).
+# computed from exponentials. Rows of dW in which the targets nearly cancel the rest are computed a
+# second time (see gpu/target_rows.py). With more targets, there could be too many such rows.
 TARGET_SHARE = 1 / 8
-# Number of elements to whose multiples the row length of an exponential buffer is rounded up. 64
-# elements are 128 bytes in 16 bits.
+# The row length of a buffer for exponentials is rounded up to a multiple of this number of
+# elements, so that rows are aligned. 64 elements take 128 bytes in 16 bits.
 ROW_ELEMENTS = 64
 
 

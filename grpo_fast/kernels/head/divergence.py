@@ -6,9 +6,9 @@ The head processes chunks of rows as loop.py does, with the teacher's logits in 
                                     → the loss's row kernel overwrites z with its d-logits → sum
     dH = d·W, dW += dᵀ·hidden
 
-The cost is 8·N·V·H flops for heads of equal width, and 6·N·V·H for a top-k teacher. A policy loss
-does not increase it. The workspace takes 8 bytes per logit, or 4 bytes for a top-k teacher without
-a policy loss.
+The cost is 8·N·V·H flops if the teacher has an LM head of the same hidden size, and 6·N·V·H for a
+top-k teacher. A policy loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes
+for a top-k teacher without a policy loss.
 """
 
 from __future__ import annotations

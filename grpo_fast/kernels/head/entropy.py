@@ -65,5 +65,6 @@ class FullEntropySweep:
         more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.known, wanted
         )
-        # Add the gradients of both passes. A gradient that was not requested is empty.
+        # Add the gradients of both passes. Skip a gradient that was not requested, which is an
+        # empty tensor in both passes.
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

@@ -78,9 +78,9 @@ class GatheredHead:
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                # With an entropy gradient there are no slopes, because the gradient of the hidden
-                # states is then not a multiple of them. Compute it from the d-logits. They contain
-                # the coefficients already, so set the coefficients to 1.
+                # With an entropy gradient there are no slopes, because a row of dH is then not a
+                # multiple of the row's slope. Compute dH from the d-logits instead. They already
+                # include the coefficients, so set the coefficients g to 1.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
@@ -101,7 +101,12 @@ class GatheredHead:
         return tuple(x if self.keep_fp32 else x.to(like.dtype) for x, like in pairs)
 
     def _new_weight(self) -> tuple[Tensor, bool]:
-        """Allocate dW, and return it and whether it contains zeros to which the kernel must add."""
+        """Allocate dW.
+
+        Returns:
+            dW, and whether the kernel must add to it instead of overwriting it. On a CPU, the
+            kernel adds, because dW contains zeros.
+        """
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
         # On a CPU, use fresh memory pages, which already contain zeros. The kernel then writes only
         # the rows of tokens in the sets.

@@ -1,8 +1,8 @@
 """Optional approximation: skip vocabulary columns with a small share of the gradient.
 
-In a chunk's d-logits (C, V), column j has the mass m_j = Σ_t |d_tj|. The columns with the smallest
-masses are skipped while their masses sum to at most `tolerance`·Σ_j m_j. If δ is the skipped mass,
-the errors are bounded:
+In a chunk's d-logits d (C, V), column j has the mass m_j = Σ_t |d_tj|. The columns with the
+smallest masses are skipped as long as the sum of their masses, δ, is at most `tolerance`·Σ_j m_j.
+The errors are bounded:
 
     ‖ΔdH‖_F ≤ δ · max_j ‖W_j‖        ‖ΔdW‖_F ≤ δ · max_t ‖h_t‖        |Δdb|₁ ≤ δ
 
@@ -27,7 +27,10 @@ ROWS = 64
 
 
 class Filtered(NamedTuple):
-    """Statistics of the gradient filter for one chunk."""
+    """Statistics of the gradient filter for one chunk.
+
+    The mass of a column is the sum of its |d-logits|.
+    """
 
     dropped: Tensor  # 0-d fp64, the skipped mass
     total: Tensor  # 0-d fp64, the mass of all columns
@@ -36,7 +39,11 @@ class Filtered(NamedTuple):
 
 
 def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
-    """Return the skipped share of the mass and the remaining share of the columns, (2,) fp32."""
+    """Return two shares over all chunks, (2,) fp32.
+
+    The first is the share of Σ|d-logits| that was skipped. The second is the share of the columns
+    that remained.
+    """
     dropped, total = torch.zeros(2, dtype=torch.float64, device=device)
     for chunk in chunks:
         dropped = dropped + chunk.dropped
@@ -61,6 +68,10 @@ def column_masses(d: Tensor, scale: Tensor | None = None) -> Tensor:
 
 def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
     """Select the columns that the filter keeps.
+
+    Args:
+        masses: (V,) Σ|d-logits| of each column.
+        tolerance: share of the sum of all masses that may be skipped.
 
     Returns:
         The indices of the kept columns, (n,) in ascending order; the sum of the masses of the

@@ -155,8 +155,8 @@ class GradientSums:
     ) -> None:
         """Add the gradients of a chunk that contains exponentials.
 
-        The coefficients of the rows are applied to (C, H) matrices instead of the exponentials. The
-        contributions of the targets are added in fp32.
+        The coefficients scale the rows of (C, H) matrices, because scaling the larger matrix of
+        exponentials would cost more. The contributions of the targets are added in fp32.
         """
         target = by.by_target[:count]
         d, weight, columns = self._filter(d, count, by)
@@ -208,11 +208,11 @@ class GradientSums:
     def _filter(
         self, d: Tensor, count: int, by: Coefficients | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Drop the columns of d with small masses, and the corresponding rows of W.
+        """Drop the columns of d with a small mass Σ|d-logits|, and the corresponding rows of W.
 
         Returns:
-            The remaining columns of d, the remaining rows of W, and their ids. The ids are None if
-            nothing was dropped.
+            The remaining columns of d, the remaining rows of W, and the vocabulary ids of these
+            columns. The ids are None if nothing was dropped.
         """
         if self.tolerance is None:
             return d, self.weight, None

@@ -1,10 +1,11 @@
 """Scaling that keeps fp16 gradients in range before the loss scale is known.
 
-In a large batch, a token has a weight of about 1e-5, and its d-logits are even smaller. Many would
-be rounded to 0, because the smallest positive fp16 number is 6e-8. Therefore the weights are first
-scaled by `weight_unit`, so that the largest is about 1. Sums stay in fp32, which needs fp32 copies
-of dH and dW. `narrowed` then rounds each tensor to fp16 once, scaled so that its largest element is
-near 2^13. The backward pass multiplies by upstream·unit. Scaling by powers of two is exact. bf16
+In a large batch, a token has a weight of about 1e-5, and its d-logits are even smaller. Many of
+them would be rounded to 0, because the smallest positive fp16 number is 6e-8. Therefore the weights
+are first scaled by a power of two, the `weight_unit`, so that the largest weight is about 1. Sums
+stay in fp32, which needs fp32 copies of dH and dW. `narrowed` then scales each gradient by a second
+power of two, so that its largest element is near 2^13, and rounds it to fp16 once. The backward
+pass multiplies by upstream·unit, which undoes the scaling. Scaling by powers of two is exact. bf16
 has the range of fp32 and does not need this.
 """
 

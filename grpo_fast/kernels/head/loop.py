@@ -118,7 +118,8 @@ class LinearHead:
         # Do not write dW in 16 bits with the gradient filter, which adds up dW in fp32.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
-        # A single chunk does not need the fp32 dW, so logits may use the memory that it would take.
+        # A single chunk does not need an fp32 dW, so its logits may use the memory that the fp32 dW
+        # would take.
         spared = 4 * self.weight.numel() if single_16_bit else 0
         if spared and self.num_rows * row_bytes <= workspace_bytes(device, bytes_per_logit, spared):
             return max(padded(self.num_rows), padded(1))

@@ -9,8 +9,8 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Number of vocabulary rows that are converted to fp32 at a time. This is necessary if there is no
-# 16-bit GEMM with fp32 output.
+# Number of rows of the weight that are converted to fp32 at a time. They are converted if there is
+# no GEMM with 16-bit inputs and fp32 output.
 WIDEN_ROWS = 16384
 # Minimum number of elements for which a GPU's GEMM may write 16-bit output. For a smaller output,
 # the vendor's GEMM may split the inner dimension and add parts that were already rounded to 16

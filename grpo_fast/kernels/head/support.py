@@ -306,7 +306,7 @@ class GivenLogits:
 def _head_rows(
     source: DenseHead | GivenLogits, raw: Tensor, transform: LogitTransform, return_entropy: bool
 ) -> HeadRows:
-    """Select the logits of the token sets, and compute the statistics of every row."""
+    """Compute the statistics of every row from the raw logits of its token set."""
     places = source.support.places
     offsets = source.support.offsets
     row_logps = source.kernels.row_logps

@@ -1,8 +1,9 @@
 """LM head with a vocabulary sharded over the ranks of a process group (tensor parallelism).
 
-All ranks have the same hidden states and targets. Each rank has V/n rows of the weight. One
-all-gather per chunk exchanges the statistics of all shards, 24 bytes per row and rank. Every rank
-joins them in the same order, with formulas that do not cancel:
+All n ranks have the same hidden states and targets. Each rank has about V/n rows of the weight, its
+shard. One all-gather per chunk exchanges the statistics of all shards, 24 bytes per row and rank.
+Every rank joins them in the same order, with formulas that do not cancel. The index r stands for
+the shard of rank r:
 
     lse  = log Σ_r e^lse_r
     logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that contains the target
@@ -49,7 +50,7 @@ class VocabularyShard(NamedTuple):
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
-        """Convert target ids to local ids of this shard. Ids of other shards become ELSEWHERE."""
+        """Convert target ids to row numbers of this shard. Ids of other shards become ELSEWHERE."""
         places = target_ids - sum(self.sizes[: self.rank])
         is_own = (places >= 0) & (places < self.sizes[self.rank])
         return torch.where(is_own, places, ELSEWHERE)

@@ -41,7 +41,7 @@ TRAIN_FLOORS = (
 )  # fmt: skip
 MOST_ARROWS = 55  # maximum number of pairs (room, imported room) in train/
 MAX_LINES = 300
-LONG = ("kernels", "recipes")  # files in these folders may be longer
+LONG = ("kernels", "recipes")  # files in these folders may exceed the size limit
 
 
 def floor_of(module: str) -> int | None:

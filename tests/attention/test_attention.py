@@ -118,7 +118,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
     A new thread starts with GPU 0, which may belong to a different rank.
     """
-    current = threading.local()  # CUDA's current device is per thread
+    current = threading.local()  # in CUDA, each thread has a current device
 
     @contextmanager
     def device(index):
@@ -141,10 +141,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Return a list that records for which kinds of input a kernel is selected.
-
-    No kernel is run.
-    """
+    """Replace the selection of a kernel, and return the list of the kinds of input that it gets."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)

@@ -306,8 +306,8 @@ def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
 def measured_session(tmp_path, ours_ms):
     """Write a result file like that of a GPU session, and return its path.
 
-    It has the times of a training step, of single kernels, and of the loss at H = 4096, where
-    grpo_fast takes `ours_ms`.
+    The file has the times of a training step, of single kernels, and of the loss at H = 4096. The
+    time of the loss of grpo_fast is `ours_ms`.
     """
     case = {
         "operation": "linear_grpo_loss", "shape": [8192, 4096, 151936], "active": 1.0,

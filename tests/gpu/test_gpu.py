@@ -67,7 +67,7 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
     `width` is the hidden size if tensor cores compute the logits, and 0 if the logits are given.
     """
-    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both GPU and reference round
+    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # errors of GPU and of reference
     assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
     for value, exact in zip(actual[2:], expected[2:], strict=True):
@@ -75,7 +75,7 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
 
 def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Convert all floating-point tensors to `dtype`, and return all tensors."""
+    """Return the tensors, with all floating-point tensors converted to `dtype`."""
     return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
 
 

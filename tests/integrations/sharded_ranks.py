@@ -24,7 +24,7 @@ from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
-ROWS, PROMPT, COMPLETION = 4, 5, 6  # sizes of the micro-batch of a rank
+ROWS, PROMPT, COMPLETION = 4, 5, 6  # a rank's rows, and tokens of each prompt and completion
 PACKED = {"forward": "packed", "loss": "single pass"}
 Gradients = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -184,7 +184,7 @@ def compute(
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
-    del wrapped  # not earlier: DDP reduces gradients in backward
+    del wrapped  # only now, because DDP's hooks reduce the gradients during the backward pass
     found = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     return loss.item(), {name: whole(gradient) for name, gradient in found.items()}
 

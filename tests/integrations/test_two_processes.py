@@ -58,7 +58,7 @@ def ranks(tmp_path_factory) -> Ranks:
         try:
             run.wait(timeout=600)
         finally:
-            run.terminate()  # torchrun then ends its processes
+            run.terminate()  # torchrun then ends the processes of both ranks
     paths = [folder / f"rank{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in paths), log.read_text()[-3000:]
     return [json.loads(path.read_text()) for path in paths]

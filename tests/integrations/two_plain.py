@@ -21,7 +21,7 @@ from tests.integrations import test_examples as examples
 from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model
 
-SIZES = (8, 4)  # number of completions in a rank's batch
+SIZES = (8, 4)  # number of completions in the batches of rank 0 and rank 1
 STEPS = 2
 
 
@@ -63,7 +63,7 @@ def named(model: Any) -> dict[str, Tensor]:
 
 def rows_of(rank: int, step: int) -> dict[str, Tensor]:
     batch = grpo_reference.rows(SIZES[rank], seed=10 * step + rank)
-    if rank:  # the ranks also differ in tokens per completion
+    if rank:  # shorten the completions of rank 1, so that the ranks' token counts differ
         batch["labels"][:, 9:] = -100
     return batch
 
@@ -125,7 +125,7 @@ def hf_case(folder: Path) -> Result:
     trainer._get_train_sampler = lambda *_: list(range(8))
     trainer.train()
     expected = []
-    for step in (data[:4], data[4:]):  # accelerate gives the ranks every second row
+    for step in (data[:4], data[4:]):  # accelerate gives each rank every second row
         loss = examples.tutorial_step(twin, step)
         norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
         expected.append({"loss": float(loss), "grad_norm": float(norm)})

@@ -20,7 +20,7 @@ from tests.integrations.two_trl import Result, outcome
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
-RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
+RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response on rank 0 and on rank 1
 # The option use_fused_kernels in verl's run and in our run. In the mode "logits", verl runs without
 # its fused kernel. The kernel fails if the LM head is untied, because verl's engine then shards the
 # LM head in a separate group.
@@ -28,9 +28,9 @@ FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
 def on_a_cpu() -> None:
-    """Register a CPU platform with verl.
+    """Register a CPU platform with verl, which otherwise needs an accelerator.
 
-    Call this function before the import of verl's engine.
+    Call this function before importing verl's engine, which reads the platform on import.
     """
     cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
 

@@ -405,9 +405,10 @@ def call(support, **more):
 
 
 def sets(**changes) -> Support:
-    """Return a support of three ids for each row, including the target, or an invalid support.
+    """Return a support of three ids per row, one of which is the target.
 
-    `changes` replaces fields. Its key "at" replaces single ids.
+    `changes` can make the support invalid. It replaces fields of the `Support`, except for the key
+    "at", which maps (row, index) to a new id.
     """
     ids = rows()[3]
     three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)

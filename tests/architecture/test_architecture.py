@@ -125,7 +125,10 @@ def test_imports_flow_one_way():
 
 
 def train_arrows() -> set[tuple[str, str]]:
-    """Return the set of pairs (room, imported room) for all imports between rooms of train/."""
+    """Return the set of pairs (room, imported room) for all imports between rooms.
+
+    A room is a folder or a single file of train/.
+    """
     start, arrows = "grpo_fast.train.", set()
     for path in SOURCES:
         module = module_of(path)

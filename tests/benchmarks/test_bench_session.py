@@ -49,9 +49,10 @@ def test_the_parts_fit_into_both_visits():
 
 
 class Simulated:
-    """Session with a fake clock, whose parts only advance the clock.
+    """Replacement for a GPU session, whose parts run nothing and only advance a fake clock.
 
-    `durations` has the seconds of each part. A part is stopped at its time limit.
+    `durations` has the seconds that a part takes. A part that takes longer than its time limit
+    fails, and then the clock advances by the limit only.
     """
 
     def __init__(self, durations, monkeypatch, tmp_path):

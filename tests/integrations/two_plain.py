@@ -39,7 +39,10 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 
 def tutorial_step(model, reference, batch, optimizer, **loss_options: Any) -> dict[str, float]:
-    """Compute old and reference logps, update the model twice, and return the mean metrics."""
+    """Train on a batch in plain torch, and return the mean metrics of its two updates.
+
+    The old and the reference logps are computed before the first update.
+    """
     advantages = grpo_reference.group_advantages(batch["rewards"], 4)
     with torch.no_grad():
         old, _, _ = grpo_reference.token_logps(model, batch)

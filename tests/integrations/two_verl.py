@@ -128,7 +128,8 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Make one training step with each loss, and return the metrics of each step and the weights.
 
-    The aggregation alternates between steps. `prefix` selects verl's losses or ours.
+    Each step uses a different aggregation. `prefix` is put before the name of a loss: "" selects
+    verl's loss, and "fast_" selects ours.
     """
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss

@@ -144,7 +144,7 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:
-    """Write a dummy library. This function replaces the compiler."""
+    """Write an invalid library to `output`. This function replaces the call of the compiler."""
     output.write_text("x")
 
 

@@ -159,7 +159,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
     """Check that the bits of a row do not depend on anything but this row.
 
-    The test changes strides, threads, program order and other rows, and sets one of them to NaN.
+    The test changes strides, threads, the program order and other rows. One other row becomes NaN.
     """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)

@@ -58,8 +58,8 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
         (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
         (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
-        # FA2 and FA4 both install a module named flash_attn. If one is installed, the other must
-        # not appear available.
+        # FA2 and FA4 both install a module named flash_attn. If only one of these packages is
+        # installed, the other package must not appear available.
         (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
         (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (90, "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),

@@ -117,7 +117,7 @@ def lightning_case(name: str, folder: Path) -> Result:
 def hf_case(folder: Path) -> Result:
     """Train with `PolicyTrainer` on two ranks, and return the comparison with plain torch.
 
-    It makes two steps of two micro-batches on each rank.
+    Each rank makes two optimizer steps of two micro-batches.
     """
     home = importlib.import_module("grpo_fast.examples.hf_trainer")
     model = tiny_model("qwen2", num_hidden_layers=1)

@@ -48,7 +48,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # Tied embeddings store the weight transposed in memory. This must give the same bits.
+    # Tied embeddings may store the weight transposed in memory, which must not change the bits.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )

@@ -144,7 +144,7 @@ THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 class Recorded(Engine):
     """Engine that records its calls, and whose completions consist of a single EOS token.
 
-    It returns `short` fewer completions than requested.
+    If `short` is not 0, the engine is faulty: that many completions are missing from its result.
     """
 
     def __init__(self, short: int = 0) -> None:

@@ -46,8 +46,8 @@ class PerTokenAdvantages:
 class Sampler:
     """Mixin that makes a trainer handle its completions like completions of vLLM.
 
-    The trainer then also uses sampling logps, which come from `sampled_by`. With `corrects`, the
-    loss corrects the difference between these logps and the model's.
+    The trainer then also uses sampling logps, which come from `sampled_by`. One of them is NaN.
+    With `corrects`, the loss corrects the difference between these logps and the model's.
     """
 
     def _generate_and_score_completions(self, inputs):

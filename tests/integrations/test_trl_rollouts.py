@@ -19,7 +19,8 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
-HALF = "choose half of the vocabulary so that lengths differ"  # `spreading_ends` chooses
+# Marker that the tests replace with the end tokens that `spreading_ends` chooses.
+HALF = "choose half of the vocabulary so that lengths differ"
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ FUSED = {"logits": (False, True), "fused": (True, True)}
 def on_a_cpu() -> None:
     """Register a CPU platform with verl, which otherwise needs an accelerator.
 
-    Call this function before importing verl's engine, which reads the platform on import.
+    Call this function before importing verl's engine.
     """
     cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
 

@@ -32,7 +32,7 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """Round fp32 values to bf16 (nearest even), and keep NaN."""
+    """Return fp32 values rounded to bf16 (to nearest even). NaN remains NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)

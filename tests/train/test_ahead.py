@@ -90,7 +90,7 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     assert [row["sampling/staleness/max"] for row in rows] == [0, 1, 1]
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
-    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # weights of steps 2 and 3 are older
+    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # steps 2 and 3 use older weights
     assert whole["prompts"] == plain["prompts"] and len(plain["prompts"]) == 3
     # In a run without `rollout.ahead`, step 1 must be the same. Step 2 must differ, because
     # `rollout.ahead` samples it with older weights.

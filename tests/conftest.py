@@ -71,7 +71,7 @@ def fused_kernels(
 ) -> Iterator[None]:
     """Enable the fused CPU kernels on every CPU, for tests whose `backend` is a `Fused` object.
 
-    By default, the package uses these kernels and its own matrix products only on some CPUs and
+    By default, the package uses these kernels and its C++ matrix products only on some CPUs and
     for large LM heads.
     """
     callspec = getattr(request.node, "callspec", None)

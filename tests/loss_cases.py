@@ -280,7 +280,7 @@ class Result:
     # Maps the input's name ("logps", "entropy", "logits", "hidden", "weight" or "bias") to its
     # gradient in the padded layout.
     grads: dict[str, Tensor]
-    raw: Any  # the LossOutput itself
+    raw: Any  # the `LossOutput`, whose tensors are in the layout of the call
 
 
 # Maps each function to the names of the arguments that receive gradients. `Result.grads` uses the

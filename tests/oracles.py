@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "corrections": [{"kind": "truncate", "high": 3.0}],
 }  # fmt: skip
 
-AGGREGATED_BY = {  # default aggregation → the losses that have it
+AGGREGATED_BY = {  # maps each aggregation to the losses that use it by default
     "sequence_mean": "grpo sapo gspo gspo_token dual_clip gmpo",
     "token_mean_local": "bnpo",
     "fixed_length": "dr_grpo",

@@ -41,7 +41,7 @@ TRAIN_FLOORS = (
 )  # fmt: skip
 MOST_ARROWS = 55  # maximum number of pairs (room, imported room) in train/
 MAX_LINES = 300
-LONG = ("kernels", "recipes")  # files in these folders may be longer
+LONG = ("kernels", "recipes")  # files in these folders may exceed the size limit
 
 
 def floor_of(module: str) -> int | None:
@@ -125,7 +125,10 @@ def test_imports_flow_one_way():
 
 
 def train_arrows() -> set[tuple[str, str]]:
-    """Return the set of pairs (room, imported room) for all imports between rooms of train/."""
+    """Return the set of pairs (room, imported room) for all imports between rooms.
+
+    A room is a folder or a single file of train/.
+    """
     start, arrows = "grpo_fast.train.", set()
     for path in SOURCES:
         module = module_of(path)

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"mypy", "ruff"}  # only current versions are used
+TOOLS = {"mypy", "ruff"}  # used only in their current versions, not in the oldest
 REQUIREMENT = re.compile(r"([\w-]+)>=([\d.]+)")
 PIN = re.compile(r"^([\w-]+)==([\d.]+)$", re.MULTILINE)
 

@@ -13,7 +13,7 @@ from tests import tiny
 
 # Sliding window of all models. It is shorter than most test prompts, so that it has an effect.
 WINDOW = 16
-LARGEST = 20_000_000  # parameters; a larger model has a size field that SIZES lacks
+LARGEST = 20_000_000  # number of parameters; a larger model has a size field that SIZES lacks
 SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "dim"), 32),
     **dict.fromkeys(("embedding_dim", "embedding_size", "hidden_dim", "word_embed_proj_dim"), 32),

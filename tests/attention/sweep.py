@@ -35,7 +35,7 @@ from grpo_fast.train.models.self_check import self_check
 from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
-TOLERANCE = 2e-3  # in nats, for fp32; a wrong mask differs by tenths
+TOLERANCE = 2e-3  # largest difference of logps in nats; a wrong mask causes tenths
 # Each entry has the length of a prompt and of its completions. Most of them exceed the window of
 # 16, and some sequences are longer than the other limits of `families.SIZES`, 24, 64 and 256. A
 # group with one completion shares nothing.
@@ -131,10 +131,11 @@ def judge_ropes(family: str) -> Verdict:
 
 @torch.no_grad()
 def gaps(policy: Policy, groups: Sequence[Group], truth: Tensor) -> dict[str, float]:
-    """Return the largest differences in nats from the reference logps `truth`.
+    """Return the largest difference from the reference, in nats, for each of three computations.
 
-    The keys "shared" and "unshared" are packed rows with and without shared prompts. The key
-    "sampled" is our sampling loop, which is compared with the padded logps of its samples.
+    "shared" and "unshared" compare the logps of packed rows, with and without shared prompts, with
+    the reference logps `truth`. "sampled" compares the logps of our sampling loop with the padded
+    logps of its samples.
     """
     found = {}
     for name, shared in (("shared", True), ("unshared", False)):

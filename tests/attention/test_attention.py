@@ -58,8 +58,8 @@ EVERY = "flash-attn flash-attn-4 flash_attn_interface"
         (90, EVERY, Kind("cuda", FP32, 64), "flex explicit"),
         (80, EVERY, Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (100, EVERY, Kind("cuda", BF16, 64), "fa4 fa2 flash_aten flex explicit"),
-        # FA2 and FA4 both install a module named flash_attn. If one is installed, the other must
-        # not appear available.
+        # FA2 and FA4 both install a module named flash_attn. If only one of these packages is
+        # installed, the other package must not appear available.
         (90, "flash-attn-4", Kind("cuda", BF16, 64), "fa4 flash_aten flex explicit"),
         (90, "flash-attn", Kind("cuda", BF16, 64), "fa2 flash_aten flex explicit"),
         (90, "", Kind("cuda", BF16, 64), "flash_aten flex explicit"),
@@ -118,7 +118,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
     A new thread starts with GPU 0, which may belong to a different rank.
     """
-    current = threading.local()  # CUDA's current device is per thread
+    current = threading.local()  # in CUDA, each thread has a current device
 
     @contextmanager
     def device(index):
@@ -141,10 +141,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Return a list that records for which kinds of input a kernel is selected.
-
-    No kernel is run.
-    """
+    """Replace the selection of a kernel, and return the list of the kinds of input that it gets."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)

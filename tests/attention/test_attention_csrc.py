@@ -20,7 +20,7 @@ REASON = loader.unavailable("attention")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"C++ kernels: {REASON}")
 
 CSRC, EXPLICIT = ATTENTION["csrc"], ATTENTION["explicit"]
-LAYOUTS = {  # lengths of segments, and numbers of completions or parents
+LAYOUTS = {  # lengths of segments, then completions per prompt or the parent of each segment
     "single tokens": ([1, 1, 1], [1]),
     "around a tile": ([15, 16, 17, 31, 32, 33], [3]),
     "around the blocks": ([127, 128, 129, 130, 2], [2]),

@@ -90,8 +90,8 @@ def comb(turns, tokens=3):
 def objective(logps, lengths, old, advantages, kind):
     """Return the sum of a PPO clip loss per token, or of a GSPO loss per sample.
 
-    Both losses depend on each sample's advantage, so adding up the advantages of the samples that
-    share a token would give a wrong loss.
+    The test uses these losses because they are not linear in the advantages. If the code added up
+    the advantages of samples that share a token, the loss would be wrong.
     """
     total = logps.sum() * 0
     for lp, before, advantage in zip(

@@ -151,7 +151,10 @@ def test_positions_of_groups_that_begin_elsewhere():
 
 
 def changed_attention(monkeypatch: Any, scale: Any) -> None:
-    """Make Llama's attention multiply its input by `scale(module, positions, T)`."""
+    """Patch Llama's attention, so that it first multiplies its input by `scale`.
+
+    `scale` is a function of the attention module, the position ids and the number of tokens.
+    """
     attend = modeling_llama.LlamaAttention.forward
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,18 +165,18 @@ def changed_attention(monkeypatch: Any, scale: Any) -> None:
 
 
 def by_length(module: Any, positions: Any, tokens: int) -> Any:
-    """Return a scale that depends on the index in the row, as in Llama 4, instead of position_ids.
+    """Return a scale that depends on a token's index in the row, as the scale of Llama 4 does.
 
-    This is an error in a packed row.
+    In a packed row this is an error, because the scale should depend on `position_ids`.
     """
     places = torch.arange(tokens)
     return 1 + 0.1 * (places // module.config.floor_scale).log1p()[None, :, None]
 
 
 def by_largest(module: Any, positions: Any, tokens: int) -> Any:
-    """Return a scale for all tokens that depends on the largest position, as in long RoPE.
+    """Return one scale for all tokens, which depends on the largest position, as in long RoPE.
 
-    In a packed row, a long sequence would change the other sequences.
+    In a packed row this is an error, because one long sequence changes all other sequences.
     """
     return 1.0 + 0.5 * float(positions.max() >= module.config.original_max_position_embeddings)
 
@@ -228,7 +231,7 @@ def test_random_weights_in_half_precision_do_not_refuse_a_family():
         assert self_check(policy) < 0.15
     policy = tiny_policy("qwen3")
     policy.autocast = torch.bfloat16
-    assert self_check(policy) < 1e-4  # a trial on a CPU is not limited by the rounding of bf16
+    assert self_check(policy) < 1e-4  # on a CPU, the trial runs in fp32 despite autocast
     assert policy.autocast == torch.bfloat16
 
 

@@ -29,19 +29,19 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("qwen2_moe", {}),  # only the mask has the window, in every other layer
+        ("qwen2_moe", {}),  # every other layer has a window, but only in its mask
         ("qwen2_moe", {"layer_types": [FULL, SLIDING, SLIDING, FULL]}),
         # In training mode the router would add random noise. Our code must switch it off.
         ("mixtral", {"router_jitter_noise": 0.5}),
-        ("seed_oss", {}),  # its dropout has a different name
-        ("qwen2", {"max_window_layers": 1}),  # in the mask, and a keyword of some layers
+        ("seed_oss", {}),  # its config field for dropout has an unusual name
+        ("qwen2", {"max_window_layers": 1}),  # some layers have a window, as mask and as keyword
         ("mistral", {"sliding_window": 1}),
         ("mistral", {"sliding_window": 4096}),  # longer than any sequence
         ("mistral", {"sliding_window": None}),
         ("gemma2", {"attn_logit_softcapping": 5.0}),  # has a softcap
         ("smollm3", {}),  # some layers have no RoPE
         ("exaone4", {"layer_types": [SLIDING, FULL, FULL, SLIDING]}),
-        ("deepseek_v3", {}),  # latent attention has narrow values
+        ("deepseek_v3", {}),  # its values are narrower than its keys
     ],
     ids=str,
 )
@@ -54,7 +54,7 @@ def test_right(family, changes):
     ("family", "changes", "reason"),
     [
         ("llama4_text", {}, "chunked_attention"),
-        ("gpt_oss", {}, "s_aux"),  # has attention sinks and windows
+        ("gpt_oss", {}, "s_aux"),  # has attention sinks (s_aux)
         ("mistral", {"sliding_window": 0}, "at least one token, got 0"),
         ("doge", {}, "packed attention fails: 'int' object"),  # adds its mask to the scores
         ("mamba", {}, "recurrent state"),

@@ -49,9 +49,10 @@ def test_the_parts_fit_into_both_visits():
 
 
 class Simulated:
-    """Session with a fake clock, whose parts only advance the clock.
+    """Replacement for a GPU session, whose parts run nothing and only advance a fake clock.
 
-    `durations` has the seconds of each part. A part is stopped at its time limit.
+    `durations` has the seconds that a part takes. A part that takes longer than its time limit
+    fails, and then the clock advances by the limit only.
     """
 
     def __init__(self, durations, monkeypatch, tmp_path):
@@ -306,8 +307,8 @@ def test_every_bar_has_a_command_and_is_not_measured_without_results(tmp_path):
 def measured_session(tmp_path, ours_ms):
     """Write a result file like that of a GPU session, and return its path.
 
-    It has the times of a training step, of single kernels, and of the loss at H = 4096, where
-    grpo_fast takes `ours_ms`.
+    The file has the times of a training step, of single kernels, and of the loss at H = 4096. The
+    time of the loss of grpo_fast is `ours_ms`.
     """
     case = {
         "operation": "linear_grpo_loss", "shape": [8192, 4096, 151936], "active": 1.0,

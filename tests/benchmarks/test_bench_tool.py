@@ -234,7 +234,7 @@ def test_the_gate_fails_on_a_regression_and_only_then(tmp_path, monkeypatch, cap
 
     assert run_with(1.14) == 0 and len(attempts) == len(ratios)
     assert run_with(1.16) == 1 and "REGRESSED" in capsys.readouterr().out
-    again = len(ratios) * gate.ATTEMPTS  # ATTEMPTS runs before a case fails
+    again = len(ratios) * gate.ATTEMPTS  # a case fails only after ATTEMPTS measurements
     assert len(attempts) == len(ratios) + again
     file.write_text(json.dumps({"ratios": {}}))
     assert run_with(9.0) == 0 and "nothing is stored" in capsys.readouterr().out

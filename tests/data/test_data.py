@@ -156,7 +156,7 @@ def test_fields_and_templates(tmp_path):
     first, second = read(prompt_template="[{question}] {y}")
     assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
     assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
-    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # the file's row, unchanged
+    assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # the unchanged row
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
     assert read(prompt_template="plain")[1].prompt == plain
     with pytest.raises(DatasetError, match="prompt_template: expected {question}"):

@@ -70,7 +70,10 @@ def texts(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def found(path: Path) -> Iterator[str]:
-    """Yield a line for each old construction in the texts of a file."""
+    """Search the docstrings, comments and messages of a file for the constructions in `OLD`.
+
+    Yield one report line for each construction that is found, with its place and a better wording.
+    """
     for line, kind, text in texts(path):
         small = " ".join(text.lower().split())
         for pattern, better in OLD.items():
@@ -83,7 +86,7 @@ def found(path: Path) -> Iterator[str]:
 
 
 def found_in(roots: Iterable[Path]) -> list[str]:
-    """Return a line for each old construction in the files and folders `roots`."""
+    """Return the report lines of `found` for all files in `roots`, a list of files and folders."""
     paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     return [line for path in sorted(paths) if path.suffix in KINDS for line in found(path)]
 

@@ -38,18 +38,18 @@ def found_by(
 
 @dataclass
 class FaultyEngine(Engine):
-    """Engine that samples correctly by default. Each field switches on a fault."""
+    """Engine that samples correctly by default. Setting a field plants one fault."""
 
     temperature: float | None = None  # replaces the requested temperature
     top_k: int = 0  # replaces the requested top_k
-    penalty: float = 1.0  # repetition penalty
-    raw: bool = False  # report log-probabilities from before temperature and truncation
-    names_kept: bool = False  # report the tokens that truncation kept
-    read: Callable[[list[int]], list[int]] = list  # function that changes the ids of a prompt
-    keeps: Policy | None = None  # sample with this policy, and ignore weight updates
-    model_dtype: torch.dtype | None = None  # compute in this dtype
-    answers: int | None = None  # report this weight version
-    stops: int | None = None  # cut completions off at this length
+    penalty: float = 1.0  # applies this repetition penalty, although none was requested
+    raw: bool = False  # reports log-probabilities from before temperature and truncation
+    names_kept: bool = False  # also reports the tokens that truncation kept (not a fault)
+    read: Callable[[list[int]], list[int]] = list  # changes the ids of a prompt
+    keeps: Policy | None = None  # samples with this policy, and ignores weight updates
+    model_dtype: torch.dtype | None = None  # computes in this dtype instead of the policy's
+    answers: int | None = None  # reports this weight version instead of the current one
+    stops: int | None = None  # cuts completions off at this length
     # This function changes the log-probabilities before the engine reports them.
     report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 

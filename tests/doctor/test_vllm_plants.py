@@ -82,7 +82,8 @@ def test_causes_are_named_against_vllm(tmp_path, monkeypatch):
             found[name] = found_by(policy, engine, SAMPLING, MESSAGES, version=3)[1]
         link.generate = ask
         engine.update = lambda _, version: update(smaller(seed=1), version)
-        # A new version, because a server is not sent a version that it has.
+        # Use a new version number. The engine does not send weights again under a number that the
+        # server already has.
         found["other weights"] = found_by(policy, engine, SAMPLING, MESSAGES, version=4)[1]
         right["other weights"] = [causes.STALE]
     with serving(tmp_path / "bfloat16", policy, "bfloat16") as engine:

@@ -72,8 +72,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 
 def spans_of(cu_q, cu_k, causal):
-    """Return the spans that a package would derive from its arguments.
-
+    """Convert the arguments of an attention package to the `Spans` of our explicit kernel.
     Also check that every span has keys, because the packages do not support queries without keys.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
@@ -81,8 +80,7 @@ def spans_of(cu_q, cu_k, causal):
 
 
 def rule_of(spans, scale, left, right, softcap):
-    """Return the attention parameters that a package would derive from its arguments.
-
+    """Convert the arguments of an attention package to `AttentionParams`.
     `left` and `right` are the numbers of visible tokens before and after a query. None and -1 mean
     no limit.
     """
@@ -150,17 +148,18 @@ RENAMED = {
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
     "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# Results that each forward function returns after (out, lse). STATE imitates torch's random state,
-# which the backward function must receive.
+# MORE has the results that each fake forward function returns after (out, lse). STATE replaces the
+# random state that torch's forward function returns. The backward function must receive it.
 STATE = torch.zeros(2, dtype=torch.uint64)
 MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
         "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
 def stand_ins(name: str) -> tuple[Callable, Callable]:
-    """Return a fake forward and a fake backward function with the signatures of a package.
+    """Return functions that replace the forward and backward functions of an attention package.
 
-    They check their arguments and compute their results with the explicit kernel.
+    They have the signatures of the package and check their arguments. The explicit kernel computes
+    their results, so they also run on a CPU.
     """
 
     def bound(parameters: str) -> Callable:
@@ -188,7 +187,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
         x, spans, rule = backward_arguments(*given, **named)
         cu_q, cu_k = x.cu_seqlens_q, x.cu_seqlens_k
         check_gradient_inputs(x.q, x.k, x.lse, cu_q, cu_k, x.max_seqlen_q, x.max_seqlen_k)
-        assert name != "fa4" or 0 not in spans.queries  # FA4's first releases do not support it
+        assert name != "fa4" or 0 not in spans.queries  # early releases of FA4 do not support it
         if name == "flash_aten":
             assert (x.rng_state.shape, x.rng_state.dtype, x.unused.shape) == (
                 (2,), torch.uint64, (0,)

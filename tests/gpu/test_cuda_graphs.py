@@ -40,7 +40,10 @@ class OnGpu(TorchFunctionMode):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Simulate an active capture, and yield a function that switches it on and off."""
+    """Simulate the capture of a CUDA graph, and yield a function that starts or ends the capture.
+
+    Tensors appear to be on an sm_90 GPU, and launches of Triton kernels do nothing.
+    """
     pytest.importorskip("triton")
     gpu = "grpo_fast.kernels.gpu"
     for name in ("linear", "rows", "exponentials", "coefficients", "gradients", "target_rows"):
@@ -104,7 +107,8 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    # Change two limits so that one product writes dW in 16 bits, as at large sizes.
+    # Lower two limits, so that the small sizes of this test use the code path of large sizes, in
+    # which a single product writes dW in 16 bits.
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)

@@ -1,8 +1,8 @@
 """Tests of the Triton backend on a real GPU against torch on the CPU, in fp32 or fp64.
 
-`benchmarks/gpu_session.sh --part tests` runs them. They find races, misaligned vector loads and
-wrong tensor-core code, which the tests in Triton's interpreter and the compile tests cannot find.
-Other tests compare torch's fp32 results with fp64.
+`benchmarks/gpu_session.sh --part tests` runs these tests. They find races, misaligned vector loads
+and wrong tensor-core code. The tests in Triton's interpreter and the compile tests cannot find such
+errors. Other tests compare torch's fp32 results with fp64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LENGTHS = (37, 1, 0, 64, 26)
 # Sizes (H, V) of an LM head: unaligned rows of W, a vocabulary of one block, a realistic size, and
 # an odd vocabulary, whose rows of logits are unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Maximum relative L2 errors of gradients. The bf16 limit is that of the numerical contract. The
+# Maximum relative L2 errors of gradients. The bf16 limit comes from the numerical contract. The
 # fp32 limit is twice the contract's, because both the GPU and the CPU reference round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
@@ -67,7 +67,7 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
     `width` is the hidden size if tensor cores compute the logits, and 0 if the logits are given.
     """
-    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # both GPU and reference round
+    bar, logps = BARS[dtype], 1e-5 + logps_bar(width, DEVICE)  # errors of GPU and of reference
     assert (actual[0] - expected[0]).abs() <= bar * (1 + expected[0].abs())
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=logps)
     for value, exact in zip(actual[2:], expected[2:], strict=True):
@@ -75,7 +75,7 @@ def assert_close(actual: list, expected: list, dtype: torch.dtype, width: int = 
 
 
 def wide(tensors, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Convert all floating-point tensors to `dtype`, and return all tensors."""
+    """Return the tensors, with all floating-point tensors converted to `dtype`."""
     return [x.to(dtype) if x.is_floating_point() else x for x in tensors]
 
 

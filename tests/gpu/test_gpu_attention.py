@@ -1,7 +1,7 @@
 """Tests of the attention kernels on a real GPU against the dense reference, alone and in a model.
 
-`benchmarks/gpu_session.sh --part attention-tests` runs them. They need no package, because they
-test torch's FlashAttention. If flash-attn (FA2, FA3 or FA4) is installed, they test it as well.
+`benchmarks/gpu_session.sh --part attention-tests` runs these tests. They need no further package,
+because they test torch's FlashAttention. They also test flash-attn (FA2, FA3 or FA4) if installed.
 """
 
 from __future__ import annotations

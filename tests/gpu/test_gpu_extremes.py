@@ -14,8 +14,8 @@ from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_lo
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
-# Number of tokens in one completion. It exceeds 65535, the limit of a grid dimension on a GPU, and
-# LONG·V exceeds the range of int32. Both could break the indexing of a kernel.
+# Number of tokens in a long completion, and size of a large vocabulary. It exceeds 65535, the limit
+# of a grid dimension on a GPU.
 LONG = 131072
 # BAR is the maximum relative L2 error of gradients, the limit of the numerical contract for bf16.
 # LOSS_BAR is the maximum error of the loss, relative to the loss of one token.

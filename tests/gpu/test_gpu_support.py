@@ -14,7 +14,7 @@ from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
 T, V, K = 512, 32000, 50
-# Maximum relative L2 errors of gradients. The bf16 limit is that of the numerical contract.
+# Maximum relative L2 errors of gradients. The bf16 limit comes from the numerical contract.
 BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),

@@ -24,7 +24,7 @@ from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
 from tests.integrations import trl_cases
 
-ROWS, PROMPT, COMPLETION = 4, 5, 6  # sizes of the micro-batch of a rank
+ROWS, PROMPT, COMPLETION = 4, 5, 6  # a rank's rows, and tokens of each prompt and completion
 PACKED = {"forward": "packed", "loss": "single pass"}
 Gradients = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -76,9 +76,9 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# For each case, the wrappers (keys of WRAPS) to test. "dapo" computes the loss in a single pass.
-# "vespo" uses TRL's loss function with our logps. "empty" is a single pass in which the last rank
-# has no scored token.
+# Maps each loss computation to the wrappers (keys of WRAPS) that are tested with it. "dapo" is
+# computed in a single pass. "vespo" uses TRL's loss function with our logps. "empty" is a single
+# pass in which the last rank has no scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
@@ -184,7 +184,7 @@ def compute(
     apply = (lambda lm: lm) if mesh is None else (lambda lm: WRAPS[wrap](lm, mesh))
     lm, wrapped, loss = work(what, apply, path, rows(world, rank, what == "empty"))
     loss.backward()
-    del wrapped  # not earlier: DDP reduces gradients in backward
+    del wrapped  # only now, because DDP's hooks reduce the gradients during the backward pass
     found = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
     return loss.item(), {name: whole(gradient) for name, gradient in found.items()}
 
@@ -311,7 +311,7 @@ def references(worlds: list[int], folder: str) -> None:
 
 
 def results_of(folder: str) -> dict[str, Result]:
-    """Run every case for this number of ranks, and return the results of this rank."""
+    """Run every case on the current process group, and return the results of this rank."""
     world, rank, place = distributed.get_world_size(), distributed.get_rank(), Path(folder)
     os.environ["LOCAL_RANK"] = str(rank)  # accelerate reads it; torchrun would set it
     mesh = init_device_mesh("cpu", (world,))

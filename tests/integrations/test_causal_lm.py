@@ -130,7 +130,7 @@ def test_gradients_through_ddp(one_process):
         model = tiny_model(family, num_hidden_layers=1)
         twin, given = copy.deepcopy(model), (grpo_reference.rows(2), torch.tensor([1.0, -0.5]))
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):  # an unfinished reduction would raise in step 2
+        for _ in range(2):  # DDP raises in step 2 if a gradient was not reduced in step 1
             causal_lm.policy_loss(wrapped, *given, LossConfig()).loss.backward()
             causal_lm.policy_loss(twin, *given, LossConfig()).loss.backward()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):

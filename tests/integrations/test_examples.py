@@ -194,8 +194,8 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 def test_openrlhfs_loss():
     """Check that our loss equals OpenRLHF's for every correction and option.
 
-    The test uses small and large changes of the logps. The loss is divided by the counts of this
-    call or by given counts.
+    The test uses small and large changes of the logps. The loss is divided either by the number of
+    tokens or sequences in the batch, or by the numbers that the caller passes.
     """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}

@@ -32,7 +32,10 @@ def rows(is_chat):
 
 
 class Recorded(GRPOTrainer):
-    """TRL's trainer, which also records all calls of its reward functions in `seen`."""
+    """TRL's trainer, which records each reward computation in the attribute `seen`.
+
+    An entry of `seen` has the step, the inputs, the completion ids, the rewards and the logs.
+    """
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         found = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

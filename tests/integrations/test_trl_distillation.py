@@ -40,8 +40,7 @@ def both(
     beta: float, mask: torch.Tensor, items: Any = None, *, bias: bool = True, dtype: Any = None,
     **rule: Any,
 ) -> list[tuple]:  # fmt: skip
-    """Call TRL's function and ours with the same random inputs.
-
+    """Compute the divergence loss with TRL's function and with ours, from the same random inputs.
     Returns:
         (loss, sum of entropies, number of tokens, gradients) of TRL's function, then of ours.
     """

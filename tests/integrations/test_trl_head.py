@@ -143,7 +143,8 @@ def test_as_a_context_with_every_output():
     theirs = model(**labelled())
     with head.use_fast_head(model):
         ours = model(**labelled())
-        logits = model(input_ids=labelled()["input_ids"]).logits  # the ordinary forward
+        # Without labels, the model must still return logits.
+        logits = model(input_ids=labelled()["input_ids"]).logits
     assert logits.shape == (2, 12, 61)
     for field in (*ALL, "loss", "label_mask"):
         a, b = (getattr(outputs, field) for outputs in (ours, theirs))

@@ -29,9 +29,9 @@ TILED = {"tiled_mlp": 128}
 def keep_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store offloaded tensors as numpy arrays.
 
-    This simulates a GPU. On a CPU, offloaded tensors would stay in the memory that torch's
-    allocator counts. The allocator does not count numpy arrays, so its peak excludes them, as the
-    peak of a GPU would.
+    The arrays replace host memory next to a GPU. On a CPU, offloaded tensors would stay in the
+    memory that torch's allocator counts. It does not count numpy arrays, so the measured peak
+    excludes offloaded tensors, as the peak of a GPU does.
     """
 
     def pack(tensor: torch.Tensor) -> Any:

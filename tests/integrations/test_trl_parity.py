@@ -44,9 +44,10 @@ class PerTokenAdvantages:
 
 
 class Sampler:
-    """Mixin that gives a trainer sampling logps and their correction, as with vLLM.
+    """Mixin that makes a trainer handle its completions like completions of vLLM.
 
-    One of the sampling logps is NaN.
+    The trainer then also uses sampling logps, which come from `sampled_by`. One of them is NaN.
+    With `corrects`, the loss corrects the difference between these logps and the model's.
     """
 
     def _generate_and_score_completions(self, inputs):

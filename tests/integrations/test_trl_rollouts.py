@@ -18,8 +18,9 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
-ENDS = list(range(1, 130))  # half of the vocabulary, so that lengths differ
-HALF = "choose half of the vocabulary so that lengths differ"  # replaced by `spreading_ends`
+ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
+# Marker that the tests replace with the end tokens that `spreading_ends` chooses.
+HALF = "choose half of the vocabulary so that lengths differ"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,10 @@ def caller(tmp_path_factory):
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
-    """Build a trainer that really samples, and records prompts and completions in `drawn`."""
+    """Build a trainer that samples from its model instead of returning fixed completions.
+
+    The attribute `drawn` of the trainer records the prompts and completions of each call.
+    """
     ends = options.pop("ends", None)
     made = cases.trainer(cls, path, output, **options)
     del made._generate_single_turn
@@ -93,7 +97,7 @@ class ChatTemplate:
         {},
         {"ends": HALF, "max_completion_length": 12},
         {"ends": HALF, "mask_truncated_completions": True, "max_completion_length": 3},
-        {"ends": [1, 0], "max_completion_length": 40},  # the padding token also ends
+        {"ends": [1, 0], "max_completion_length": 40},  # the padding token 0 is an end token, too
         {"ends": HALF, "evaluation": True, "num_generations_eval": 2},
         {
             "ends": HALF, "num_iterations": 2, "gradient_accumulation_steps": 2,

@@ -290,7 +290,7 @@ def test_absolute_positions_do_not_count_the_padding(tmp_path, caplog, loss_type
 def test_small_weights_do_not_hide_wrong_positions(tmp_path, caplog):
     """Check that the self-check finds wrong positions even if the model's weights are near 0.
 
-    It uses random weights, because small weights would hide the difference.
+    The self-check uses random weights, because small weights would hide the difference.
     """
     path = cases.folder(tmp_path / "gpt2", "gpt2", **GPT2, **NO_DROPOUT, initializer_range=1e-5)
     with caplog.at_level(logging.WARNING):

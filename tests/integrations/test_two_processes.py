@@ -24,7 +24,7 @@ two_plain = importlib.import_module("tests.integrations.two_plain")
 two_verl = importlib.import_module("tests.integrations.two_verl")
 two_ranks = importlib.import_module("tests.integrations.two_ranks")
 
-# Relative tolerance of the logs, and absolute tolerance of the weights.
+# Relative tolerance of logged numbers, and absolute tolerance of final weights, between two runs.
 LOGS, WEIGHTS = 1e-4, 1e-5
 SINGLE = {
     "forward": "packed", "loss": "single pass", "rollouts": "ours", "support": "the vocabulary",
@@ -34,9 +34,9 @@ PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 pytestmark = pytest.mark.slow
 Ranks = list[dict[str, Any]]
-# Errors that TRL's own trainer raises when it resumes with the oldest supported versions.
-# transformers 5.17 loads tensors to "cpu:0", but torch 2.11 accepts only "cpu". peft needs a newer
-# transformers.
+# With the oldest supported versions, TRL's trainer cannot resume and raises one of these errors, so
+# the tests of resuming are skipped. transformers 5.17 loads tensors to "cpu:0", but torch 2.11
+# accepts only "cpu". peft needs a newer transformers.
 NOT_RESUMED = (
     "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
     "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
@@ -58,7 +58,7 @@ def ranks(tmp_path_factory) -> Ranks:
         try:
             run.wait(timeout=600)
         finally:
-            run.terminate()  # torchrun then ends its processes
+            run.terminate()  # torchrun then ends the processes of both ranks
     paths = [folder / f"rank{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in paths), log.read_text()[-3000:]
     return [json.loads(path.read_text()) for path in paths]

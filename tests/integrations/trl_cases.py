@@ -81,7 +81,10 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 class Injected:
-    """Replacement for `_generate_single_turn` that gives every trainer the same completions."""
+    """Replacement for `_generate_single_turn` that returns random tokens without using the model.
+
+    Two trainers with the same seed get the same completions, so that a test can compare them.
+    """
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
         self.random, self.vocabulary = torch.Generator().manual_seed(seed), vocabulary

@@ -21,7 +21,7 @@ from tests.integrations import test_examples as examples
 from tests.integrations.two_trl import Result, outcome
 from tests.tiny import tiny_model
 
-SIZES = (8, 4)  # number of completions in a rank's batch
+SIZES = (8, 4)  # number of completions in the batches of rank 0 and rank 1
 STEPS = 2
 
 
@@ -39,7 +39,10 @@ def sgd(model: Any) -> torch.optim.Optimizer:
 
 
 def tutorial_step(model, reference, batch, optimizer, **loss_options: Any) -> dict[str, float]:
-    """Compute old and reference logps, update the model twice, and return the mean metrics."""
+    """Train on a batch in plain torch, and return the mean metrics of its two updates.
+
+    The old and the reference logps are computed before the first update.
+    """
     advantages = grpo_reference.group_advantages(batch["rewards"], 4)
     with torch.no_grad():
         old, _, _ = grpo_reference.token_logps(model, batch)
@@ -63,7 +66,7 @@ def named(model: Any) -> dict[str, Tensor]:
 
 def rows_of(rank: int, step: int) -> dict[str, Tensor]:
     batch = grpo_reference.rows(SIZES[rank], seed=10 * step + rank)
-    if rank:  # the ranks also differ in tokens per completion
+    if rank:  # shorten the completions of rank 1, so that the ranks' token counts differ
         batch["labels"][:, 9:] = -100
     return batch
 
@@ -114,7 +117,7 @@ def lightning_case(name: str, folder: Path) -> Result:
 def hf_case(folder: Path) -> Result:
     """Train with `PolicyTrainer` on two ranks, and return the comparison with plain torch.
 
-    It makes two steps of two micro-batches on each rank.
+    Each rank makes two optimizer steps of two micro-batches.
     """
     home = importlib.import_module("grpo_fast.examples.hf_trainer")
     model = tiny_model("qwen2", num_hidden_layers=1)
@@ -125,7 +128,7 @@ def hf_case(folder: Path) -> Result:
     trainer._get_train_sampler = lambda *_: list(range(8))
     trainer.train()
     expected = []
-    for step in (data[:4], data[4:]):  # accelerate gives the ranks every second row
+    for step in (data[:4], data[4:]):  # accelerate gives each rank every second row
         loss = examples.tutorial_step(twin, step)
         norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters()])
         expected.append({"loss": float(loss), "grad_norm": float(norm)})

@@ -63,9 +63,10 @@ Result = dict[str, Any]
 
 
 class Completions:
-    """Replacement for sampling whose completions depend only on the prompt and its index.
+    """Replacement for sampling. Its completions depend only on the prompt, its index and the rank.
 
-    A resumed run therefore gets the same completions as an uninterrupted run.
+    They do not depend on earlier calls, so a resumed run gets the completions of an uninterrupted
+    run. With `cut`, no completion has an EOS token. `tokens` counts the tokens of all calls.
     """
 
     def __init__(self, rank: int, cut: bool = False) -> None:
@@ -122,9 +123,10 @@ Weights = dict[str, Tensor]
 def outcome(
     wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
 ) -> Result:
-    """Return the result of a case on this rank, with the logs and differences of the weights.
+    """Return the result of a case on this rank as a dictionary.
 
-    "weights" is the largest difference from the expected weights, and "ranks" from rank 0.
+    The key "weights" has the largest difference between the expected and the found weights. The key
+    "ranks" has the largest difference between the found weights and the weights of rank 0.
     """
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
@@ -183,7 +185,11 @@ def fast_head(name: str, folder: Path, output: Path) -> Result:
 
 
 class Sampled:
-    """Wrapper of a trainer's sampling function that also computes a hash of the sampled tokens."""
+    """Wrapper of a trainer's original sampling function, which replaces `Completions`.
+
+    `tokens` is a hash of all sampled tokens. Tokens 1 to 89 end a completion, so that the lengths
+    of the completions differ.
+    """
 
     def __init__(self, trainer: Any) -> None:
         del trainer._generate_single_turn
@@ -198,9 +204,9 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """Run two trainers that really sample, and return the comparison.
+    """Run two trainers that sample from their models, and return the comparison of both runs.
 
-    In a greedy case they are TRL's trainer and ours, otherwise they are two of ours.
+    In the case "greedy", the trainers are TRL's and ours. Otherwise, both trainers are ours.
     """
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):

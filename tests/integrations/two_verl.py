@@ -20,7 +20,7 @@ from tests.integrations.two_trl import Result, outcome
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
-RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response, by rank
+RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response on rank 0 and on rank 1
 # The option use_fused_kernels in verl's run and in our run. In the mode "logits", verl runs without
 # its fused kernel. The kernel fails if the LM head is untied, because verl's engine then shards the
 # LM head in a separate group.
@@ -28,9 +28,9 @@ FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
 def on_a_cpu() -> None:
-    """Register a CPU platform with verl.
+    """Register a CPU platform with verl, which otherwise needs an accelerator.
 
-    Call this function before the import of verl's engine.
+    Call this function before importing verl's engine.
     """
     cuda = packages.load_verl("verl.plugin.platform.platform_cuda").PlatformCUDA
 
@@ -128,7 +128,8 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Make one training step with each loss, and return the metrics of each step and the weights.
 
-    The aggregation alternates between steps. `prefix` selects verl's losses or ours.
+    Each step uses a different aggregation. `prefix` is put before the name of a loss: "" selects
+    verl's loss, and "fast_" selects ours.
     """
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss

@@ -1,7 +1,7 @@
 """Expected values of the kernels in fp64, computed with `tests.oracles` and without package code.
 
 The module also provides `only_memory_of`, which checks memory accesses, and `reversed_programs`,
-which reverses the program order. They only have an effect in Triton's interpreter (triton_tools).
+which reverses the program order. Both only have an effect in Triton's interpreter (triton_tools).
 """
 
 from __future__ import annotations

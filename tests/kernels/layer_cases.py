@@ -43,7 +43,7 @@ class TinyRMSNorm(nn.Module):
 def pair_of(family="Llama"):
     """Return a model with fast CPU layers, and a copy of it with the original layers.
 
-    Both use eager attention.
+    Both models use eager attention.
     """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)

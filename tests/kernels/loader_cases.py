@@ -77,7 +77,7 @@ def script(folder: Path, text: str) -> str:
     path = folder / f"compiler-{os.getpid()}"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
-    return str(path.replace(folder / "compiler"))  # atomic: a process may run it
+    return str(path.replace(folder / "compiler"))  # atomic, because a process may run the old one
 
 
 def copying(folder: Path, before: str = "true") -> None:

@@ -144,7 +144,7 @@ def test_explicit_use_raises_the_reason(monkeypatch: pytest.MonkeyPatch, caplog)
 
 
 def write_something(command: list[str], flags: list[str], source: Path, output: Path) -> None:
-    """Write a dummy library. This function replaces the compiler."""
+    """Write an invalid library to `output`. This function replaces the call of the compiler."""
     output.write_text("x")
 
 
@@ -222,7 +222,7 @@ def test_other_instruction_sets(tmp_path: Path) -> None:
         names = "numerics and cpu and not 151936 and not per_row and not 5000 or every_layout or "
         names += "beside_a_bf16 or values_against or a_head and cpu or no_other_row"
         files = [f"tests/kernels/test_{x}.py" for x in FILES] + [ATTENTION]
-        files += [DECODER] * (instruction_set == "avx2")  # the decoder needs FMA
+        files += [DECODER] * (instruction_set == "avx2")  # the generic build lacks FMA
         options = ["-q", "-x", "-p", "no:cacheprovider", "-k", names]
         line = [sys.executable, "-m", "pytest", *options, *files]
         processes.append(

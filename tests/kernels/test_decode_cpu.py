@@ -20,7 +20,10 @@ pytestmark = [
 
 
 class Rollout:
-    """Completions that grow by one random token per step, and their exact attention in fp64."""
+    """Random queries, keys and values of completions that grow by one token per step.
+
+    `step` computes the attention of one token with the C++ kernel, and `expected` in fp64.
+    """
 
     def __init__(self, lengths, counts, heads, repeats, depth, most, seed=0):
         g = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# The product with AMX tiles needs a CPU on which oneDNN has bf16 instructions.
+# True if this CPU can run the product with AMX tiles, which needs bf16 instructions.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
 # The sizes leave a partial last block in every dimension. The micro-kernel has 6 rows (32 with
@@ -271,9 +271,9 @@ def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype)
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
-    """Check that a NaN stays in its row, and that the next call is free of it.
+    """Check that a NaN affects only its row of the product, and no later product.
 
-    Scratch memory keeps the NaN of an earlier call, and must not leak it into the next product.
+    All calls share scratch memory, in which the NaN remains after the first call.
     """
     a, b = torch.ones(40, 30), torch.ones(30, 70)
     a[17, 3] = torch.nan
@@ -373,9 +373,9 @@ def test_a_wrong_bf16_product_is_not_used(
 def test_the_self_check_does_not_see_the_modes_of_the_first_call(
     mode: Callable[[], AbstractContextManager[object]], fresh: None
 ) -> None:
-    """Check that the self-check gives the same result under autocast or other modes of the caller.
+    """Check that autocast and other modes of the caller do not change the product's self-check.
 
-    The result is cached for all later calls in the process.
+    The result of the self-check is cached, so it also applies to later calls without these modes.
     """
     expected = gemm_cpu.unavailable(torch.bfloat16)
     gemm_cpu.unavailable.cache_clear()

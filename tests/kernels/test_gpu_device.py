@@ -77,9 +77,9 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 4473), (79.25, 2536), (32.5, 1040), (32, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """Check that the workspace is a share of the GPU's memory, but at least 1 GiB.
+    """Check that the workspace has a fixed fraction of the GPU's memory, but at least 1 GiB.
 
-    It has 1 GiB even if torch sees no GPU. GRPO_FAST_WORKSPACE_MIB overrides the size.
+    If torch sees no GPU, the workspace has 1 GiB. GRPO_FAST_WORKSPACE_MIB overrides the size.
     """
     memory = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)

@@ -53,10 +53,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
 
 @pairs(rows=ROWS, tolerance=[1e-1, 1e-2, 1e-4], config=CONFIGS.items())
 def test_bounds(config, tolerance, rows, monkeypatch):
-    """Check that the filter drops at most the tolerated share, which bounds all gradient errors.
+    """Check that the filter drops at most the tolerated share of the logits' gradient.
 
-    The metric "dropped_mass" is the dropped share of Σ|d-logits|. The errors of dH and dW must not
-    exceed the dropped sum times the largest norm of a row of W or of `hidden`.
+    The metric "dropped_mass" is the dropped share of Σ|d-logits|. The error of dH must not exceed
+    the dropped sum times the largest norm of a row of W. The bound of dW uses rows of `hidden`.
     """
     monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
@@ -125,10 +125,10 @@ def test_a_flat_softmax_keeps_everything():
 
 
 def test_masses_hold_the_coefficients():
-    """Check that the mass of a column is the sum over its rows of |d| times the scale of the row.
+    """Check the mass of each vocabulary column, and which columns `heavy_columns` keeps.
 
-    Also check that `heavy_columns` drops the columns with the smallest masses, and that it keeps a
-    column whose mass is NaN.
+    The mass of a column is the sum over all rows of |d-logit| times the absolute scale of the row.
+    `heavy_columns` must drop the columns with the smallest masses, but keep a column of mass NaN.
     """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])

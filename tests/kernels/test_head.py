@@ -159,7 +159,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
     """Check that the bits of a row do not depend on anything but this row.
 
-    The test changes strides, threads, program order and other rows, and sets one of them to NaN.
+    The test changes strides, threads, the program order and other rows. One other row becomes NaN.
     """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
@@ -270,7 +270,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
 def test_a_row_without_a_target(head, level: float) -> None:
     """Check that the lse is correct for a row without a target.
 
-    Kernels subtract the target's logit in exponentials, and such a row has none.
+    The kernels usually compute exponentials relative to the target's logit, which this row lacks.
     """
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
@@ -290,7 +290,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     bias = torch.zeros(700)
     closed = torch.arange(700) % 3 == 0
     closed[ids] = False
-    bias[closed] = bias[256:512] = -math.inf  # 256 to 511 is a complete slice
+    bias[closed] = bias[256:512] = -math.inf  # columns 256 to 511 are one slice
     bias, transform = bias.bfloat16(), LogitTransform()
     stats, units, out = weigh(head, hidden, weight, bias, ids, transform)
     z = raw_of(hidden, weight, bias)
@@ -300,7 +300,7 @@ def test_columns_at_minus_infinity_count_nothing(head) -> None:
     )
     check_gradient(out, units, hidden, weight, bias, ids, transform)
     assert (out[:, bias == -math.inf] == 0).all()
-    ids[3] = -100  # this row has no target, so each slice subtracts its maximum
+    ids[3] = -100  # without a target, each slice subtracts its maximum instead
     lse = head.logps(hidden, weight, bias, ids, transform, return_entropy=False)[0]
     torch.testing.assert_close(lse.double(), z.logsumexp(1), rtol=1e-6, atol=1e-5)
 

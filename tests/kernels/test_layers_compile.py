@@ -33,7 +33,7 @@ def check(family: str, backend: str, eager_first: bool) -> None:
     model = copy.deepcopy(plain)
     fast_layers(model)
     ids = torch.arange(2, 22).view(2, 10)
-    if eager_first:  # run the trials of modules.py outside of the graph
+    if eager_first:  # run the trials of the fast layers before compiling
         model(input_ids=ids)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     logits = compiled(input_ids=ids).logits

@@ -221,7 +221,7 @@ def test_numerics_not_a_number_shows(rows) -> None:
 def test_zero_rows_are_exact_zeros(rows, dtype: torch.dtype, with_entropy: bool) -> None:
     """Check that rows with coefficients of 0 have gradients of exactly 0.
 
-    Such rows may contain any numbers and invalid targets.
+    The logits of such rows may be NaN, and their targets may be invalid.
     """
     logits, targets = make_rows(9, 1000)
     logits[[1, 8]] = math.nan  # row 8 has a valid target
@@ -313,7 +313,7 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
     rtol, least = (1e-5, 3e-6) if IS_INTERPRETER else (3e-6, 1e-6)
     torch.testing.assert_close(result.losses.double(), losses, rtol=rtol, atol=3e-6)
     error, size = (d.double() - exact).norm(dim=1), exact.norm(dim=1)
-    bar = 1e-5 if d.dtype == torch.float32 else 2**-8  # one rounding
+    bar = 1e-5 if d.dtype == torch.float32 else 2**-8  # one rounding to bf16
     assert (error <= bar * size + least).all(), (config, error.max())
 
 
@@ -393,7 +393,7 @@ def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
 def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
     """Check that a row without a target has outputs of 0, even if its inputs are NaN.
 
-    All other rows must keep their bits.
+    The results of all other rows must not change by a bit.
     """
     x = make_loss(8)
     config = config_of(loss_type, kl_times_ratio=OBJECTIVES[loss_type].reference)

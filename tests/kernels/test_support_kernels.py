@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=ENGINES)
 def support_kernels(request):
-    if request.param == "cpu":  # the test must not silently use torch
+    if request.param == "cpu":  # without C++ kernels, the test would use torch
         assert loader.unavailable("support") is None
     return route.kernel_module("support", request.param)
 
@@ -65,10 +65,11 @@ TARGETS = ROWS.ids[ROWS.offsets[:-1] + ROWS.places]
 
 
 def tensors_of(width: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """Return random inputs of a head.
+    """Return random inputs of an LM head.
 
     Returns:
-        hidden (N, width), the row of `hidden` for each support (R,), weight (V, width), bias (V,).
+        hidden (N, width), index (R,), weight (V, width) and bias (V,). `index` has the row of
+        `hidden` to which each support belongs.
     """
     weight = (numbers(V, width, seed=3) * 2 / width**0.5).to(dtype)
     return numbers(N, width, seed=2).to(dtype), INDEX, weight, numbers(V, seed=4).to(dtype)

@@ -48,7 +48,7 @@ def test_the_next_call_gets_the_same_memory():
 def test_what_does_not_fit_is_allocated():
     """Check that new memory is allocated if the spare memory cannot be used.
 
-    It cannot be used if it is in use, has a different dtype or is too small.
+    The spare memory cannot be used if a tensor still uses it, or if its dtype or size does not fit.
     """
     memory.give_back_workspace(take(8, 8))
     one, other = take(8, 8), take(8, 8)

@@ -195,7 +195,9 @@ OUTSIDE_OF_GRAPHS, OUTSIDE_OF_RECORDINGS = (
     {"group", "inplace", "divergence"},
     {"group", "support", "entropy_over", "completion_mask", "grad_filter", "validate"},
 )
-REFUSED = {"entropy_over": "support"}  # without gradients, `support` from WITH raises the error
+# Maps a keyword to a different keyword that the error message must name. `entropy_over` is tested
+# together with `support` (see WITH), and the error is about `support`.
+REFUSED = {"entropy_over": "support"}
 
 
 @pytest.fixture(scope="module")

@@ -497,7 +497,7 @@ def test_over_a_samplers_sets(way):
     The sets have sizes from one id to the full vocabulary. An empty set means that the sampler did
     not restrict the row, so the divergence uses the full vocabulary.
     """
-    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # row 0, of size 0, and every fifth row have weight 0
+    sizes = [0, 1, 2, 0, 53, *range(3, 35)]  # `weights_of` gives rows 0, 5, … weight 0
     sets = [torch.randperm(53, generator=torch.Generator().manual_seed(n))[:n] for n in sizes]
     support = Support(torch.cat(sets), torch.tensor([0, *itertools.accumulate(sizes)]))
     kept = torch.zeros(37, 53, dtype=torch.bool)

@@ -92,7 +92,7 @@ def calls(draw):
         "bias": draw(st.booleans()),
         "sampling": has_sampling,
         "support": draw(st.booleans()),
-        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # forces an implementation
+        "gathered_cost": draw(st.sampled_from((0, 10**9))),  # forces or forbids gathering rows of W
         "per_token_advantages": draw(st.booleans()),
         "on_policy": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**20)),

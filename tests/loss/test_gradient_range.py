@@ -47,7 +47,7 @@ def problem(dtype: torch.dtype) -> dict[str, Tensor]:
 def plain(
     x: dict[str, Tensor], config: grpo_fast.LossConfig, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return the gradients that plain torch computes in one dtype.
+    """Return the gradients that plain torch computes for inputs of the given dtype.
 
     torch computes the logits, the log_softmax in at least fp32, and the backward pass. `grpo_loss`
     computes the loss of these logps.

@@ -31,7 +31,10 @@ BAD_OFFSETS = [
 
 
 class Event:
-    """Fake CUDA event whose `query` returns True after `after` queries."""
+    """Replacement for a CUDA event that simulates a GPU which is still busy.
+
+    The first `after` calls of `query` return False, and all later calls return True.
+    """
 
     def __init__(self, after: int = 0) -> None:
         self.after = after

@@ -163,7 +163,8 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if func.__name__.startswith(products):
-                written = args[2] if func.__name__.startswith("mm_.") else out  # our matrix product
+                # Our matrix product writes to its third argument.
+                written = args[2] if func.__name__.startswith("mm_.") else out
                 shapes.update({tuple(written.shape)} if written.data_ptr() not in known else ())
             return out
 

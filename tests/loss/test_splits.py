@@ -52,7 +52,7 @@ def assert_split(case: Case, pieces: int, layout: str, backend: str) -> None:
     for name in ("weight", "bias"):
         assert relative_l2(sum(p.grads[name] for p in parts), whole.grads[name]) <= 1e-6
     d_hidden = torch.cat([p.grads["hidden"] for p in parts])
-    assert torch.equal(d_hidden, whole.grads["hidden"])  # a row ignores the split
+    assert torch.equal(d_hidden, whole.grads["hidden"])  # dH of a row is independent of the split
 
 
 @pairs(layout=["padded", "packed"], pieces=CUTS, loss_type__level=LOSS_LEVELS, backend=BACKENDS)

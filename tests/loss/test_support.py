@@ -153,7 +153,7 @@ V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
     """Return random inputs of a head, target ids and a mask of the ids in each support.
 
-    Some rows have a long support and some a short one. If `some`, other rows have all ids.
+    The supports have different sizes. If `some`, the supports of some rows contain all ids.
 
     Returns:
         hidden (T, H), weight (V, H), bias (V,), target ids (T,) and the mask (T, V).
@@ -405,9 +405,10 @@ def call(support, **more):
 
 
 def sets(**changes) -> Support:
-    """Return a support of three ids for each row, including the target, or an invalid support.
+    """Return a support of three ids per row, one of which is the target.
 
-    `changes` replaces fields. Its key "at" replaces single ids.
+    `changes` can make the support invalid. It replaces fields of the `Support`, except for the key
+    "at", which maps (row, index) to a new id.
     """
     ids = rows()[3]
     three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)

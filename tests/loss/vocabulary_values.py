@@ -41,7 +41,10 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def columns_at_minus_infinity(world: World) -> Found:
-    """Compare sharded and full head if all columns of one rank, and others, have the logit -inf."""
+    """Compare sharded and full head if some vocabulary columns have the logit -inf.
+
+    These columns include all columns of the last rank, so that this rank has no finite logit.
+    """
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
     last = world.size - 1

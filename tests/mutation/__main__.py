@@ -214,7 +214,7 @@ def run(copies: list[Copy], tasks: list[Plant | str]) -> list[tuple[Plant | str,
             copy.write(task.file, (ROOT / task.file).read_text())
             name, reason = task.name, f"  ({task.why})" if outcome != "killed" else ""
             if outcome == "ERROR" and task.suite.startswith("python_"):
-                outcome = "killed"  # the bug may break an import, or hang
+                outcome = "killed"  # an import error or a timeout also detects the bug
         else:
             name, reason = f"unchanged: {task}", ""
             outcome = "passed" if outcome == "SURVIVED" else "ERROR"

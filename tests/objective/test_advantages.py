@@ -157,7 +157,7 @@ def test_a_step_without_any_verdict_is_zero_without_a_warning(mode, rewards):
 
 
 ONES = torch.ones(4)
-REFUSED = [  # the expected message, and the changed arguments
+REFUSED = [  # each entry has the expected message, and the invalid arguments
     ("rewards", {"rewards": torch.ones(2, 2)}),
     ("rewards", {"rewards": [1.0, 2.0]}),
     ("rewards", {"rewards": torch.tensor([1.0, math.inf])}),

@@ -147,7 +147,7 @@ def test_trap_k3_far_from_the_reference_grows_on_and_still_pulls_back(d):
 def test_at_a_tie_the_unclipped_branch_keeps_its_gradient():
     """Check that the slope is −r·A if the clipped and the unclipped branch are equal.
 
-    They are equal on policy, where r = 1. With ε = 0, r = 1 is also exactly the clip bound.
+    The branches are equal on policy, where r = 1. With ε = 0, r = 1 is also exactly the clip bound.
     """
     leaf = OBJECTIVES["grpo"].function
     lr = torch.tensor([0.0, 0.0], dtype=torch.float64)

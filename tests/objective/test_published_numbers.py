@@ -32,16 +32,17 @@ SLIME = "THUDM/slime tests/test_cispo_loss.py"
 class Row(NamedTuple):
     source: str
     test: str
-    compute: str  # name of the function below that computes the numbers
+    compute: str  # name of a function of this module that computes our numbers
     inputs: dict[str, Any]
     expected: list[float]
     tolerance: float = 1e-4
 
 
 def weights(log_ratios, corrections, mask=None):
-    """Return the correction weight of every active token, which scales its policy gradient.
+    """Return the correction weight of every active token, computed from a policy gradient.
 
-    With advantage -1 and logp 0, the gradient of a token's loss equals its weight.
+    The weight scales the gradient. With advantage -1 and logp 0, it equals the gradient of the
+    loss with respect to the token's logp.
     """
     rows = torch.tensor(log_ratios)
     mask = torch.ones_like(rows) if mask is None else torch.tensor(mask)

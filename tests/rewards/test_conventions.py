@@ -117,7 +117,7 @@ def test_verls_compute_score(build):
     assert found(build("awaited_score", "verl")) == [3.0, 9.0]
     assert found(build("any_keyword", "verl")) == [1.0, 1.0]
     lenient = build("short_score", "verl", method="lenient")
-    assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # verl gets the row's unparsed answer
+    assert found(lenient, ("ab", "#### 7")) == [1.0, 1.0]  # gets the unparsed answer
 
 
 def test_a_score_of_verl_that_fails_costs_its_own_sample(build):

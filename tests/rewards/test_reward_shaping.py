@@ -134,7 +134,7 @@ def test_tensors_and_arrays_and_a_worker(tmp_path):
     def tensors(*, completion_ids):
         return [torch.tensor(ids, dtype=torch.float64) for ids in completion_ids]
 
-    def table(*, completion_ids):  # rows of one length
+    def table(*, completion_ids):  # a 2-D tensor instead of a list of rows
         return torch.ones(3, 2)
 
     assert [r.tolist() for r in scored((tensors, 1.0)).per_token] == [[5.0, 6.0, 7.0], [8.0], []]

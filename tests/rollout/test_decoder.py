@@ -315,7 +315,7 @@ def test_weights_that_hide_a_formula_do_not_decide(zero, steps):
 
 def test_a_verdict_is_shared_by_models_of_one_configuration(spied, steps):
     tried = spied(decoder, "agrees")
-    changes = {"rope_theta": 12345.0}  # a value that no other test uses
+    changes = {"rope_theta": 12345.0}  # no other test uses it, so no verdict is cached yet
     for seed in (0, 1):
         policy = policy_of("llama", seed=seed, **changes)
         for _ in range(2):
@@ -372,7 +372,8 @@ def adapted(policy: Policy) -> None:
 
 
 def scaled_attention(policy: Policy) -> None:
-    policy.lm.model.layers[0].self_attn.scaling = 0.5  # the cache passes it to the decoder
+    # The key-value cache passes this scale to the C++ decoder.
+    policy.lm.model.layers[0].self_attn.scaling = 0.5
 
 
 @pytest.mark.parametrize(

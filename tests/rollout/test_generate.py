@@ -40,7 +40,7 @@ def test_the_example_runs(tokenizer):
 def test_the_model_is_left_as_it_was_and_samples_what_the_policy_does(tokenizer):
     model = tiny_model()
     model.train()
-    model.model.layers[0].eval()  # the owner may have set modules to different modes
+    model.model.layers[0].eval()  # sampling must restore this mode
     model.model.layers[0].mlp.register_module("drop", torch.nn.Dropout(0.5))
     model.generation_config.repetition_penalty = 5.0
     before = state_of(model)
@@ -144,7 +144,7 @@ THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 class Recorded(Engine):
     """Engine that records its calls, and whose completions consist of a single EOS token.
 
-    It returns `short` fewer completions than requested.
+    If `short` is not 0, the engine is faulty: that many completions are missing from its result.
     """
 
     def __init__(self, short: int = 0) -> None:

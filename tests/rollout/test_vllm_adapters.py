@@ -116,7 +116,7 @@ def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
 
 def test_of_several_ranks_the_first_one_sends_the_adapter(policy, server):
     first, second = checked(policy, server), checked(policy, server)
-    second.run, second.rank = first.run, 1  # all ranks of a run use the same names for weights
+    second.run, second.rank = first.run, 1  # both engines are ranks of one run
     late = threading.Timer(0.2, first.update, (policy, 0))
     late.start()
     second.update(policy, 0)  # waits for the first rank
@@ -132,7 +132,7 @@ def test_another_policy_is_sent_whole(policy, server):
     engine.update(plain, 1)
     assert difference(plain, generate(plain, engine)) < CLOSE
     other = adapted(r=2)
-    engine.update(other, 1)  # the same version number, but an adapter of a different model
+    engine.update(other, 1)  # same version number, but a different model
     assert difference(other, generate(other, engine)) < CLOSE
     assert server.calls[UPDATE] == 3
 

@@ -36,7 +36,11 @@ class Options(Sampling):
 
 
 class StandIn:
-    """Simulation of the class `vllm.LLM`, which samples with a copy of a tiny policy."""
+    """Replacement for the class `vllm.LLM`, which runs in this process and needs no vLLM.
+
+    It samples with `copy`, a copy of a tiny policy, into which it loads weights and adapters.
+    `calls` records the names of the methods that the engine calls.
+    """
 
     policy: Policy  # set by the fixture `vllm`
 
@@ -100,7 +104,10 @@ class StandIn:
 
 @pytest.fixture
 def vllm(policy, monkeypatch):
-    """Replace `vllm` and two of its submodules with simulations. Return the simulated `vllm`."""
+    """Replace `vllm` and two of its submodules with simulations, and return the simulated `vllm`.
+
+    Its class `LLM` is `StandIn`, and its `SamplingParams` only stores its arguments.
+    """
     StandIn.policy = policy
     found, distributed = ModuleType("vllm"), ModuleType("vllm.distributed")
     found.LLM, found.SamplingParams = StandIn, SimpleNamespace

@@ -416,11 +416,11 @@ def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
         engine.update(policy, 2)
         assert difference(policy, generate(policy, engine, options)) < EXACT
         assert difference(policy, generate(policy, engine, options, temperature=0.7), 0.7) < EXACT
-        assert sum(sizes) == whole  # the second update has sent only the adapter
+        assert sum(sizes) == whole  # unchanged: no base weights were sent again
         file = Path(engine.adapters.folders[engine.label].name) / "adapter_model.safetensors"
         print(f"an update sends {file.stat().st_size} bytes in place of {whole}")
         assert file.stat().st_size < whole / 2
-        # The server can still sample with version 1 of the adapter.
+        # The server keeps the two newest versions, so it can still sample with version 1.
         samples = sampled_by(old, engine, f"{engine.label[:-1]}1")
         logps = [all_logps(old, [*PROMPT, *one.ids])[len(PROMPT) - 1 :] for one in samples]
         for one, rows in zip(samples, logps, strict=True):

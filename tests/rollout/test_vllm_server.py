@@ -323,7 +323,7 @@ def test_an_update_that_a_dead_trainer_left_open_is_repeated(policy, server, las
     assert not server.is_paused and not server.is_updating
     assert difference(policy, generate(policy, engine)) < 1e-5
     # The new trainer first finishes the old update, because the server may have half-loaded layers.
-    # The version name of this update must differ from the names of all real weights.
+    # The name of this half-finished version must differ from the names of all complete versions.
     assert "left-in-the-middle" in server.versions
 
 

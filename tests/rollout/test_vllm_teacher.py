@@ -132,7 +132,8 @@ def test_values_that_no_softmax_returns_are_refused(policy, server, topk, logp):
         made.scores(SAMPLES[:1])
     assert IMPLAUSIBLE[topk, logp] in str(caught.value)
     server.faults[GENERATE] = each(logp)
-    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):  # also on construction
+    # Building a teacher queries the server, so it must raise the same error.
+    with pytest.raises(BadAnswer, match=f"teacher {server.url}"):
         teacher_of(policy, server, topk)
 
 

@@ -37,8 +37,8 @@ def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp
     calm = run(tmp_path / "calm", *settings_for(one, two))
     for row in (row for row in calm["metrics"] if row["step"] and "loss" in row):
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
-    # The run has three steps, so the weights are sent four times. An evaluation and the step after
-    # it use the same weights, which must not be sent twice.
+    # Each server receives the initial weights and the weights after each of the three steps. An
+    # evaluation and the step after it use the same weights, which must not be sent twice.
     assert [server.calls[UPDATE] for server in servers] == [4, 4]
     one.stop(), two.stop()
     one.start(), two.start()

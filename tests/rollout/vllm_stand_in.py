@@ -28,7 +28,7 @@ GENERATE, UPDATE = "/inference/v1/generate", "/update_weights"
 START, FINISH = "/start_weight_update", "/finish_weight_update"
 JOIN = "/init_weight_transfer_engine"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-SECONDS = 20.0  # timeout that no successful call exceeds, even on a busy machine
+SECONDS = 20.0  # timeout of the engine's calls, which no working call exceeds on a busy machine
 Change = Callable[[dict[str, Any]], Any]  # changes a response in place or returns a new response
 
 
@@ -61,7 +61,7 @@ def difference(policy: Any, samples: Samples, temperature: float = 1.0) -> float
 
 @torch.no_grad()
 def spoil(policy: Any) -> None:
-    """Change the weights of the policy, so that they differ from the weights of all servers."""
+    """Halve the LM head's weights, so that the policy differs from the copies on all servers."""
     policy.lm.get_output_embeddings().weight.mul_(0.5)
 
 
@@ -103,13 +103,15 @@ class Raw:
 
 
 class StandIn:
-    """Simulated vLLM server on this machine that samples with a copy of `policy`.
+    """Replacement for a vLLM server, which answers HTTP calls in threads of this process.
+
+    It samples with a copy of `policy` instead of vLLM. A restart restores the initial weights.
 
     Attributes:
-        faults: Maps a path to the faults of its next calls. A list has one fault for each call. A
-            fault is an HTTP status, "hang", "die", a `Raw`, a `Change`, or None for no fault. A
-            single fault without a list applies to all calls.
-        calls: Maps a path to the number of its calls.
+        faults: Maps a URL path to the faults of its next calls. A list has one fault for each call,
+            and a single fault applies to all calls. A fault is an HTTP status, "hang" (send no
+            response), "die" (stop the server), a `Raw`, a `Change`, or None for no fault.
+        calls: Maps a URL path to the number of its calls.
         prompts: The token ids of all prompts that were received, in order.
     """
 
@@ -126,7 +128,7 @@ class StandIn:
     def start(self) -> None:
         """Start the server, or restart it at the same port with its initial weights."""
         self.policy, self.version, self.is_updating = copy.deepcopy(self.initial), "default", False
-        self.is_paused, self.versions = False, []  # names of the weights of finished updates
+        self.is_paused, self.versions = False, []  # `versions` names the finished weight updates
         self.adapters: dict[str, str] = {}  # folders of the loaded adapters, by name
         self.group: GlooGroup | None = None
         self.ended, self.lock = threading.Event(), threading.Lock()

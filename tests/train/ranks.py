@@ -82,9 +82,9 @@ def of_each_token(completion_ids: list[list[int]]) -> list[list[float]]:
 
 
 class Apart(TransformersEngine):
-    """Engine that samples in a thread, from a copy of the weights.
+    """Engine that samples from an unsharded copy of the weights, like an engine on its own device.
 
-    The copy is unsharded, so that sampling needs no collective calls.
+    Sampling needs no collective calls, so a run may sample in a thread during the training.
     """
 
     is_apart = True
@@ -274,7 +274,7 @@ def load_large(megabytes: int) -> Any:
     config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
     load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]
     peaks = []
-    for one in load:  # the first load does the imports, so the second only measures the model
+    for one in load:  # load a small model first, so that the growth excludes the memory of imports
         policy = load_policy(one, build_symbol_tokenizer(list("0123456789")),
                              empty=not distributed.is_main())  # fmt: skip
         sharding.shard_all([policy], policy.device, None)

@@ -88,7 +88,7 @@ class Leave:
         self.passes = 0
 
         def ask(stopping: Stopping, *_: Any) -> None:
-            # The early calls end when a `Saver` exists. It replaces the function `may_stop`.
+            # The early calls end when a `Saver` exists, which replaces the function `may_stop`.
             has_saver = stopping.may_stop.__module__ == Saver.__module__
             if has_saver != before:
                 self.passes += 1

@@ -18,7 +18,7 @@ from tests.train import ranks
 from tests.train.resuming import Leave, config_of, run
 
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.9"]
-PROMPT_S = 60  # seconds; no test takes this long
+PROMPT_S = 60  # timeout in seconds of a wait for an update; no test takes this long
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -31,8 +31,9 @@ def holds(checkpoint):
 class Apart(ranks.Apart):
     """Engine that samples the next step's completions in a thread, during the current step.
 
-    In the thread, `generate` waits for the first optimizer update of the current step. It then
-    samples from the engine's copy of the old weights. `overlapped` counts these calls.
+    In the thread, `generate` waits for the first optimizer update of the current step, so that
+    sampling and training overlap. It then samples from the engine's copy of the old weights.
+    `overlapped` counts the calls of `generate` in the thread.
     """
 
     def __init__(self, policy, options):
@@ -89,7 +90,7 @@ def test_completions_are_one_step_old_and_the_prompts_the_same(tmp_path, whole):
     assert [row["sampling/staleness/max"] for row in rows] == [0, 1, 1]
     assert [row["sampling/staleness/mean"] for row in rows] == [0, 1, 1]
     largest = [row["sampling/sampling_logp_difference/max"] for row in rows]
-    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # the loss corrects this difference
+    assert largest[0] < 1e-5 and min(largest[1:]) > 1e-4  # steps 2 and 3 use older weights
     assert whole["prompts"] == plain["prompts"] and len(plain["prompts"]) == 3
     # In a run without `rollout.ahead`, step 1 must be the same. Step 2 must differ, because
     # `rollout.ahead` samples it with older weights.
@@ -172,7 +173,7 @@ def test_a_signal_while_the_engine_samples(tmp_path, whole, monkeypatch, apart):
         begin(self, step, clock)
         if step == 2:
             apart[-1].moved.set()
-            Leave(monkeypatch, 1)  # sends the signal at the next forward pass, which is an update
+            Leave(monkeypatch, 1)  # sends the signal at the next forward pass, in an update
 
     with monkeypatch.context() as patched:
         patched.setattr(Collector, "begin_ahead", begun)

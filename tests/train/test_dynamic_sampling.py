@@ -31,9 +31,9 @@ def configured(*words):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `generate`, and return the list of its calls (prompts and seed).
+    """Replace `generate` by a function without a model, and return the list of its calls.
 
-    The text of completion i of prompt "p" is "p i".
+    A call is recorded as (prompts, seed). The text of completion i of prompt "p" is "p i".
     """
     calls = []
 
@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
 
 def collected(queue, rewards, config, step=1):
-    policy = SimpleNamespace(tokenizer=None, template_kwargs={})  # prompts stay texts
+    policy = SimpleNamespace(tokenizer=None, template_kwargs={})  # keeps prompts as texts
     collector, clock = build_collector(config, policy, None, rewards, queue), Clock()
     samples, metrics = collector.next(step, clock)
     prompts = [example.prompt for example in collector.examples_of(samples)]

@@ -145,7 +145,7 @@ def test_a_device_without_memory_and_one_that_is_not_here():
 )
 def test_what_the_model_cannot_do_is_refused_before_the_run(tmp_path, words, said, monkeypatch):
     quiet = "transformers.PreTrainedModel.warn_if_padding_and_no_attention_mask"
-    monkeypatch.setattr(quiet, lambda *_: None)  # would write to an earlier test's stderr
+    monkeypatch.setattr(quiet, lambda *_: None)  # its logger keeps an earlier test's stderr
     assert refused(invoke("train", write_recipe(tmp_path), *words), said)
     assert not (tmp_path / "run").exists()
 

@@ -69,7 +69,7 @@ def compare(found, expected, tolerance):
 def test_options_are_in_force(spied):
     """Check that the memory options reduce or move the tensors that autograd saves.
 
-    The other tests would also pass if an option had no effect.
+    The tests that compare gradients would also pass if an option had no effect.
     """
     kept, moved = [], spied(torch.autograd.graph, "save_on_cpu")
 

@@ -81,7 +81,7 @@ def test_out_of_memory_halves_the_budget_and_starts_the_step_again(
 ):
     """Check that a run that runs out of memory lowers `tokens_per_microbatch` and continues.
 
-    Its results must equal the results of a run with the lower budget from the start.
+    The results must equal the results of a run that has the lower budget from the start.
     """
     # Memory runs out in every large forward pass, or only in forward passes with gradients. In the
     # second case, the old log-probs must be computed again with the lower budget.

@@ -38,7 +38,10 @@ CONTRAST = """(() => {
 
 
 def row(number, reward, correct):
-    """Return a completion in the format of `rows_of`, whose tokens have all shades of the page."""
+    """Return a completion in the format of `rows_of`.
+
+    The page colors tokens by logp and advantage. The tokens of the completion have all colors.
+    """
     n = 40
     return {
         "group": 0, "prompt": "question " * 30, "answer": "18", "reward": reward,

@@ -195,7 +195,7 @@ def test_the_kl_in_the_reward_is_not_in_the_loss(tmp_path, lines):
             expected = row["policy_loss"] + weight * row["kl"] + 0.5 * row["value/loss"]
             assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert loss[0]["reward"] == reward[0]["reward"]
-    assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # the KL is still 0
+    assert loss[0]["value/error"] == pytest.approx(reward[0]["value/error"])  # step 1 has no KL
     heavy = sort(tmp_path / "heavy", *options, "loss.beta=50")
     light = sort(tmp_path / "light", *options, "loss.beta=1e-9")
     assert heavy[1]["value/error"] > 1.01 * light[1]["value/error"]

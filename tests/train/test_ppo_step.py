@@ -19,9 +19,9 @@ from tests.tiny import tiny_policy
 from tests.train.tiny_steps import accumulate, batch_of, rollout_of
 
 GROUP = 3
-# Lengths of a prompt and of its completions.
+# Each entry has the length of a prompt, and the lengths of its completions.
 SHAPES = [(4, (5, 3, 1)), (2, (1, 4, 6)), (6, (2, 2, 7))]
-CUT = [0, 4, 5]  # completions without an EOS
+CUT = [0, 4, 5]  # indices of the truncated completions, which have no EOS
 SCORES = torch.tensor([1.0, 0.0, 0.5, 2.0, -1.0, 0.25, 0.0, 1.5, 1.0])
 
 

@@ -92,7 +92,10 @@ def test_only_rank_0_has_room_for_the_whole_model(ranks):
 
 
 def test_a_rollout_leaves_no_order_behind(ranks):
-    """Check that a sharded model can train after a rollout with different passes on each rank."""
+    """Check that a sharded model can train after ranks made different forward passes in a rollout.
+
+    Otherwise FSDP2 would prefetch parameters in a different order on each rank, and deadlock.
+    """
     assert ranks(2, ["pass_unevenly"], timeout=60) == [[[True, True]]] * 2
 
 

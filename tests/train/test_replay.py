@@ -46,7 +46,7 @@ def test_with_unchanged_weights_trainer_and_sampler_agree(policy, options):
     """
     rollout, asked = sampled(policy, **options, batch_size=5)
     assert all(mass.min() < 0.999 for mass in rollout.mass.split(rollout.lengths))
-    order = [[7, 4], [0, 1, 3], [11]]  # completions of a micro-batch come in any order
+    order = [[7, 4], [0, 1, 3], [11]]  # micro-batches with completions in any order
     micro = batch_of(rollout, torch.zeros(12), group_size=4).packed(order)
     sampled_logps, mass = micro.column("logps"), micro.column("mass")
     logps = policy.logps(micro.packed, asked.temperature, support=micro.support)

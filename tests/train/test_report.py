@@ -186,7 +186,7 @@ def test_plot_several_runs(tmp_path):
         assert picture.stat().st_size > 10_000
     svg = picture.read_text()
     assert all(t in svg for t in ("Reward", "Entropy (nats)", "Throughput (tokens/s)"))
-    assert "Clip fraction" not in svg  # the metric is constant
+    assert "Clip fraction" not in svg  # a constant metric is not drawn
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1}\n')
     with pytest.raises(ValueError, match="expected metrics to draw"):
         plot_runs([tmp_path], tmp_path / "z.png")
@@ -200,7 +200,8 @@ def test_smoothing_has_neither_bias_nor_lag():
     line = [(float(i), 2.0 * i) for i in range(200)]
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
     points = [(float(i), float(i % 7)) for i in range(20_000)]
-    assert 1000 < len(smooth(points)) <= 2000  # a picture has at most 2000 columns
+    # A picture has at most 2000 columns, so a curve needs no more points.
+    assert 1000 < len(smooth(points)) <= 2000
 
 
 def test_final_line():

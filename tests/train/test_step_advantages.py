@@ -109,7 +109,7 @@ def metrics(found):
 def test_a_reward_at_the_last_token_is_one_of_the_whole_and_elsewhere_it_is_not(tmp_path, words):
     whole, last, first = (run(tmp_path / name, *words(name)) for name in ("whole", "last", "first"))
     assert metrics(last) == metrics(whole)
-    assert metrics(first)[1]["reward"] == metrics(whole)[1]["reward"]  # the completions are equal
+    assert metrics(first)[1]["reward"] == metrics(whole)[1]["reward"]  # same completions in step 1
     assert metrics(first)[1]["grad_norm"] != metrics(whole)[1]["grad_norm"]
 
 

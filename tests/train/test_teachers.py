@@ -48,7 +48,10 @@ def moved(policy, by=0.05):
 
 
 def a_batch():
-    """Return a batch of two prompts with three completions each. The fourth one is masked."""
+    """Return a batch of two prompts with three completions each.
+
+    The fourth completion is truncated, and therefore masked.
+    """
     rollout = rollout_of([(5, (2, 5, 3)), (3, (4, 1, 6))], cut=[3], vocabulary=250)
     advantages = torch.tensor([1.0, -0.5, -0.5, 0.3, 0.0, -0.3])
     return batch_of(rollout, advantages, mask_truncated=True)

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 class Fake(tracking.GeneralTracker):
-    """Tracker of accelerate that records the configuration and the metrics that it receives."""
+    """Replacement for accelerate's tracker "trackio", which sends nothing to a server.
+
+    It only stores the configuration and the metrics that it receives.
+    """
 
     name, requires_logging_directory, main_process_only = "trackio", False, False
     made: list = []

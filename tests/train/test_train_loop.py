@@ -56,7 +56,7 @@ def test_accumulation_changes_nothing(tmp_path, loss_type, monkeypatch):
     options += ["tokens_per_microbatch=30"]
     close(whole, sort(tmp_path / "tokens", *options))
     supported = "grpo_fast.train.models.policy.shared_prompt_supported"
-    monkeypatch.setattr(supported, lambda _: "not supported")  # no shared prompts
+    monkeypatch.setattr(supported, lambda _: "not supported")  # packs without shared prompts
     close(whole, sort(tmp_path / "packed", *options))
 
 

@@ -70,8 +70,8 @@ def test_a_support(launched, monkeypatch):
 def test_weights_are_held_or_computed_again(monkeypatch):
     """Check that a sequence-level loss stores exponentials only for the last chunk.
 
-    With a single chunk all exponentials are stored, and none are recomputed. With several chunks,
-    the others are recomputed, and the results must keep their bits.
+    If there is only one chunk, no exponentials are recomputed. With several chunks, the
+    exponentials of the earlier chunks are recomputed. Both must give the same bits.
     """
     case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
                      **options_for("gspo")).but(old=None)  # fmt: skip
@@ -88,7 +88,9 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     sweeps.clear()
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
     again = run("linear", case, backend="triton")
-    # The exponentials of the last of the three chunks are stored, so only two are recomputed.
+    # In the forward pass, two chunks store nothing ("bare"). The third chunk stores exponentials
+    # and computes tiles of unlikely targets again ("far"). The backward pass recomputes the
+    # exponentials of the first two chunks.
     assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
     assert torch.equal(held.logps, again.logps)
     assert torch.equal(held.grads["hidden"], again.grads["hidden"])
@@ -98,7 +100,8 @@ def test_weights_are_held_or_computed_again(monkeypatch):
 def test_rows_without_coefficient_are_inert(zeros):
     """Check that NaN in rows with coefficient 0 changes no bit of any gradient.
 
-    With 1 such row, all rows are processed. With 40, the other rows are gathered first.
+    With one row of coefficient 0, the kernels process all rows. With 40 rows of coefficient 0, they
+    gather and process only the remaining rows.
     """
     mask = torch.ones(1, 67, dtype=torch.bool)
     case = make_case(9, H=40, V=150, mask=mask, dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ def test_what_is_left_out_is_known():
     by_target = (slopes - d.gather(1, p.target_ids[:, None])[:, 0]).float()
     d.scatter_(1, p.target_ids[:, None], 0.0)
     found, log_sums = live_tiles.weighed_exponentials(*p[:3], LogitTransform(), p.matrix)
-    log_sums[:, 7] = torch.nan  # must be ignored, because row 7 has slope 0
+    log_sums[:, 7] = torch.nan  # NaN in a row with slope 0 must have no effect
     live = live_tiles.live_tiles(log_sums, found.stats[0], slopes, by_target, tolerance)
     masses = torch.stack(
         [torch.stack([x.abs().sum() for x in r.split(COLUMNS, 1)]) for r in d.split(ROWS)]

@@ -15,10 +15,10 @@ from tests.kernels.triton_tools.interpreter import only_memory_of
 
 @pytest.fixture
 def transposed():
-    """Return a (V, H) bf16 weight that is stored transposed and is larger than 2^31 elements.
+    """Return a (V, H) bf16 weight that is stored transposed and has more than 2^31 elements.
 
-    The offsets of its last elements exceed 2^31. Its memory is mapped lazily, so only written pages
-    use memory.
+    The offsets of its last elements exceed 2^31. The operating system allocates only the pages that
+    are written, so the weight uses little memory.
     """
     vocab, width = 262400, configs.SUPPORT_COLUMNS
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

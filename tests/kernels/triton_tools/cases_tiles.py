@@ -44,7 +44,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
     several pieces must give the same bits.
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
-    ids %= 40  # tiles without a target are simpler
+    ids %= 40  # tiles of later columns have no target, and use a shorter path
     given = hidden, weight, None, ids, TRANSFORM
     blocks(32, 32, 32, 4, 2, 32)
     plain = check_logps(given)
@@ -92,7 +92,7 @@ def test_tiles_with_and_without_a_target(blocks, first):
     ids[5:8] = torch.tensor([-100, 10**12, 150])
     given = hidden, weight, None, ids, LogitTransform()
     light = linear.head_logps(*given, return_entropy=False)
-    heavy = linear.head_logps(*given, return_entropy=True)  # always the long path
+    heavy = linear.head_logps(*given, return_entropy=True)  # the entropy needs the long path
     assert all(map(torch.equal, light[:2], heavy))
     inside = (ids >= 0) & (ids < 150)
     found = check_logps((hidden[inside], weight, None, ids[inside], LogitTransform()))
@@ -100,9 +100,9 @@ def test_tiles_with_and_without_a_target(blocks, first):
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """Check that processing row blocks in groups of two gives the bits of a single group.
+    """Check that the order in which programs process row blocks does not change a bit.
 
-    The two cases run the blocks in a different order.
+    The results in groups of two blocks are compared with the results in a single group.
     """
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)

@@ -32,7 +32,7 @@ def widen(handle: TensorHandle) -> TensorHandle:
 
 
 def narrow(values: np.ndarray) -> TensorHandle:
-    """Round fp32 values to bf16 (nearest even), and keep NaN."""
+    """Return fp32 values rounded to bf16 (to nearest even). NaN remains NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     rounded = ((bits.astype(np.uint64) + bias) >> np.uint64(16)).astype(np.uint16)
@@ -110,7 +110,7 @@ interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 def _once_per_launch(original: Any) -> Any:
     """Wrap the function that patches `triton.language`, so that nested calls do not patch again.
 
-    The repeated patches would take half of the time.
+    With the original function, half of the interpreter's time would be spent on patching.
     """
     patched: list[Any] = []
 
@@ -140,9 +140,9 @@ interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
 def _by_name(original: Any) -> Any:
-    """Wrap `np_dtype`, so that numpy dtypes are cached by name.
+    """Wrap the conversion of Triton dtypes to numpy dtypes, so that its results are cached.
 
-    The original function builds a table in every call, which takes a tenth of the time.
+    The original function builds a table in every call, a tenth of the interpreter's time.
     """
     known: dict[str, np.dtype] = {}
 

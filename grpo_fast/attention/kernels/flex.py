@@ -58,8 +58,8 @@ def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
 def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     """Return the BlockMask of a layout.
 
-    It lists the blocks with a visible key and the blocks that need no mask, and contains the mask
-    function.
+    The BlockMask lists two kinds of blocks: partly visible blocks, to which the mask function is
+    applied, and fully visible blocks, which need no mask. Invisible blocks are skipped.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -38,9 +38,8 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    filtered: Tensor | None = (
-        None  # (2,) shares that grad_filter dropped (of Σ|d-logits|) and kept (of columns)
-    )
+    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of columns kept
+    filtered: Tensor | None = None
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # (K,) fp32, the factor by which each of the K gradients must be multiplied. None: all factors
     # are 1. See kernels/head/half_range.py.

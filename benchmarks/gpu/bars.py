@@ -1,6 +1,7 @@
 """Bars (acceptance thresholds) for one GPU. Each bar has a prediction and finds its measured value.
 
-A ratio compares a time with a limit that the same run measured. Memory bounds depend on the card.
+A bar that is a ratio compares times that were measured in the same run, such as the time of
+grpo_fast and the time of a limit. Bars for memory depend on the memory of the card.
 """
 
 from __future__ import annotations

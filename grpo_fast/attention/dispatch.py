@@ -225,8 +225,8 @@ def _csrc(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attention
 
 
 PROVIDERS = (
-    # 16-bit inputs on CUDA use FlashAttention 4, then 3, then the package flash-attn 2, then
-    # torch's FA2.
+    # For 16-bit inputs on CUDA, FlashAttention 4 is tried first, then version 3, then version 2 of
+    # the package flash-attn, and then the version 2 that is built into torch.
     _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
              and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
     _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)

@@ -39,7 +39,7 @@ class Head(NamedTuple):
 
 
 def check_tolerance(dtype: torch.dtype) -> float:
-    """Return the largest difference in nats between two logps that rounding to `dtype` explains."""
+    """Return the accepted difference in nats between two computations of a logp in `dtype`."""
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 

@@ -66,7 +66,10 @@ class Call(NamedTuple):
     keys: slice | Copies  # rows of the keys
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the keys or values of the call, (Tk, …), as a view of x or as copies."""
+        """Select the rows of x, which are keys or values, that the call uses, (Tk, …).
+
+        The result is a view of x, unless the call uses a row several times.
+        """
         return x[self.keys] if isinstance(self.keys, slice) else x[self.keys.rows]
 
 
@@ -157,7 +160,8 @@ class TreeLayout:
     def position_ids(self) -> Tensor:
         """Return the positions of the tokens, (1, T) int64.
 
-        They start at 0 in every root, and continue after the parent in every other segment.
+        In a root segment, they start at 0. In any other segment, they continue the positions of the
+        segment's parent.
         """
         pairs = zip(self.lengths, self.prefixes, strict=True)
         return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(

@@ -210,7 +210,8 @@ def pack_groups(
     Args:
         groups: pairs (prompt_ids, [completion_ids, …]). Each group needs at least one completion,
             and no sequence may be empty.
-        shared: if False, repeat the prompt in front of each completion. The outputs are the same.
+        shared: if False, repeat the prompt in front of each completion. The model's results for the
+            completions are the same.
         device: the model's device.
 
     Returns:

@@ -1,4 +1,7 @@
-"""Spans of a varlen attention call. The queries of span i attend to the keys of span i."""
+"""Spans, the ranges of consecutive queries and keys in a varlen attention call.
+
+The queries of span i attend to the keys of span i.
+"""
 
 from __future__ import annotations
 

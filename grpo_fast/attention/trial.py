@@ -54,7 +54,8 @@ def limits_of(config: object, names: re.Pattern[str] = LIMITS) -> list[int]:
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
     """Return the positions at which the sequences of a trial begin.
 
-    For each limit in the configuration, one prompt and one completion cross the limit.
+    For each limit in the configuration, one sequence crosses the limit within its prompt, and one
+    sequence crosses the limit within its completion.
 
     Args:
         lm: the model.

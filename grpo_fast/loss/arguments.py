@@ -42,7 +42,7 @@ class Options(NamedTuple):
     fields must have their default values when a graph is traced.
     """
 
-    wanted: list[bool]  # for each differentiable tensor: does it need a gradient
+    wanted: list[bool]  # for each differentiable tensor, whether it needs a gradient
     backend: str = "auto"
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
@@ -84,7 +84,7 @@ class Targets(NamedTuple):
     """Vocabulary size of a call, and the hidden row and the support of each target."""
 
     vocab_size: int
-    hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
+    hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t predicts target t
     num_hidden: int = 0  # rows of `hidden`
     support: Support | None = None
 

@@ -232,7 +232,14 @@ class LogpsPass:
     def gradients(
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of the tensors from the upstream gradients of the outputs."""
+        """Compute the gradients of the call's tensors from the gradients of its outputs.
+
+        Args:
+            stats: the statistics of the active rows from the forward pass.
+            d_logps: (N,), gradient of the loss with respect to the logps, or None.
+            d_entropy: (N,), gradient of the loss with respect to the entropies, or None.
+            wanted: for each tensor, whether it needs a gradient.
+        """
         g, g_entropy = (
             None if d is None else self._selected(self.rows.active(d).float())
             for d in (d_logps, d_entropy)

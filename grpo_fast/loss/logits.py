@@ -111,7 +111,9 @@ class LogitsSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Compute a loss in which the gradient of a row depends only on that row.
+        """Compute a token-level loss and its gradient in one pass.
+
+        In a token-level loss, the gradient of a row depends only on that row.
 
         Returns:
             The losses of the active rows, and (d-logits,).

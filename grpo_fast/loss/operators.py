@@ -88,7 +88,7 @@ operators = getattr(torch.ops, NAMESPACE)
 def build_batch(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    """Check the values of a call's arguments, and build its batch."""
+    """Check the values of a call's arguments, and build the batch of its active tokens."""
     vocab_size = loss.vocab(tensors)
     targets = None
     if vocab_size is not None:
@@ -117,7 +117,7 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Call the operator of logps. Return the logps and the entropies, both flat."""
+    """Call the operator of logps. Return the logps (N,), and the entropies (N,) or (0,)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     logps, entropy, _ = getattr(operators, name)(*tensors, *graph_fields(options))
     return logps, entropy

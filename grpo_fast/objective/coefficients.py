@@ -17,7 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """Inputs of a token-level loss for each row, all of which are known before the forward pass."""
+    """Inputs of a token-level loss for each row. All of them are known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)

@@ -134,7 +134,10 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
 def sampling_metrics(
     old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Return metrics of |old_logp - sampling_logp| and of the importance weights."""
+    """Return metrics of the difference |old_logp - sampling_logp| and of the importance weights.
+
+    `sampling` contains the importance weights of the corrections, (T,), or is None.
+    """
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
     metrics = extents("sampling/sampling_logp_difference", gap)

@@ -31,8 +31,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     """
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
-    # Compile only on CUDA. On the CPU, which only tests use, uncompiled flex_attention stores all
-    # T² scores.
+    # Compile flex_attention only on CUDA. Without compilation it stores all T² scores, but on the
+    # CPU only small tests use it.
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],

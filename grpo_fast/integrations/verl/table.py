@@ -158,7 +158,7 @@ def weighted_rows(batch: Batch, config: ActorConfig) -> Tensor:
     The weights are verl's importance weights of the rollout (`rollout_is_weights`).
 
     Raises:
-        ValueError: The advantage is 0 at single tokens of a completion.
+        ValueError: The advantage is 0 at some tokens of a completion, but not at all of them.
     """
     a = batch.advantages
     has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()

@@ -95,8 +95,8 @@ def cases() -> list[Case]:
     )
     found = [Case(loss, shape) for shape in (large, middle, small)]
     found += [Case(loss, small._replace(n=1024)), Case(loss, large._replace(n=131072))]
-    # Include clipped rows. They are multiplied as zeros, because skipping them would cost a GPU
-    # sync per chunk.
+    # Include clipped rows, whose gradient is 0. The matrix products still multiply these zeros,
+    # because skipping the rows would cost a GPU sync per chunk.
     reasons = ("masked", "zero-advantage", "clipped")
     found += [Case(loss, large, 0.2, inactive) for inactive in reasons]
     found += [Case("linear_logps", shape) for shape in (large, middle, small)]

@@ -60,7 +60,7 @@ def settings() -> Iterator[Setting]:
 
 
 def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
-    """Return the candidates that start on `arch` according to the committed report.
+    """Return the candidates that can be launched on `arch` according to the committed report.
 
     If there is no report, return all candidates of the kind and dtype.
     """

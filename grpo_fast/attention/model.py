@@ -3,8 +3,8 @@
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
-Keep the attention implementation registered between a forward pass and its backward pass, because
-gradient checkpointing calls it again in the backward pass.
+Keep the attention implementation registered until the backward pass has ended, because gradient
+checkpointing calls it again in the backward pass.
 """
 
 from __future__ import annotations

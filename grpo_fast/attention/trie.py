@@ -168,9 +168,9 @@ class Trie:
     def packs(self, budget: int) -> list[list[int]]:
         """Distribute the sequences over rows of at most `budget` distinct tokens.
 
-        A subtree stays in one row unless it exceeds the budget together with its path from the
-        root. In that case its parts are distributed over as few rows as best fit finds, each with a
-        copy of the path.
+        The sequences of a subtree stay in one row, unless the subtree and the path from the root to
+        it exceed the budget together. In that case, the sequences are distributed over as few rows
+        as best fit finds, and each of these rows contains a copy of the path.
 
         Args:
             budget: number of distinct tokens of a row.

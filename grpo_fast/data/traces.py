@@ -1,8 +1,8 @@
 """Recorded rollouts of agents, as traces in the format of verifiers 0.4 (schema version 1).
 
 A trace is a tree of messages with their tokens. Each path from the root to a leaf is a branch, and
-each branch becomes a sample. If several branches contain a sampled message, its tokens are trained
-only in the first of these branches.
+each branch becomes a sample. If several branches contain the same sampled message, the tokens of
+this message are trained only in the first of these branches.
 """
 
 from __future__ import annotations

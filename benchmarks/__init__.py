@@ -1,4 +1,4 @@
-"""Benchmarks that compare grpo_fast with other libraries and with the limits of the hardware.
+"""Benchmarks that compare grpo_fast with other libraries and with limits of the hardware.
 
 Results are written as JSON. benchmarks/README.md explains the method.
 """

@@ -31,8 +31,8 @@ from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.options import new_parser
 
-# Options that the command rejects for the benchmarks of benchmarks/trainers/, which do not have
-# them.
+# Options that only the kernel benchmarks have. The command rejects them if only benchmarks of
+# benchmarks/trainers/ are selected.
 KERNELS_ONLY = (
     "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
     "providers", "allocator", "verify_only",
@@ -253,7 +253,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the report's path without --out. The name contains the device, date and commit."""
+    """Return the path of a report if --out is not given. It contains device, date and commit."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"

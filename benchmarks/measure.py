@@ -26,7 +26,7 @@ from grpo_fast.kernels.workspace import drop_workspace
 
 MIB = 2**20
 COMMIT_VARIABLE = "GRPO_FAST_COMMIT"
-SLOW = 5.0  # seconds; the first call of a slower step already counts as a sample
+SLOW = 5.0  # seconds; if the first call of a step takes longer, it already counts as a sample
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 # The clock with which `seconds` measures on a CPU. "process" measures the CPU time of this process,
 # so that other programs on the same CPU have little effect.
@@ -55,12 +55,12 @@ class Step:
     """An operation that is verified and timed.
 
     Attributes:
-        run: function that does the work. It returns its results, which may be in a buffer that it
-            has overwritten.
+        run: function that does the work and returns the results. It may write a result over an
+            input, such as a gradient over the logits.
         reset: function that restores the input that `run` overwrites. It is called before each run,
             outside of the timing.
-        owned_bytes: bytes of the results that are in such an existing buffer. They are not
-            subtracted from the measured memory.
+        owned_bytes: bytes of the gradients that `run` writes over an input. `peak_memory` subtracts
+            the bytes of all gradients except these, because these need no additional memory.
     """
 
     run: Callable[[], Result]
@@ -215,7 +215,7 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
 
 
 def gradient_bytes(result: Any) -> int:
-    """Return the bytes of all gradients in a `Result` or in a tuple (loss, gradient, ...)."""
+    """Return the total bytes of the gradients in a `Result` or in a tuple (loss, gradient, …)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
     return 0 if result is None else sum(value.nbytes for value in result[1:])
@@ -255,7 +255,10 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a file name for the kind of CPU. Times with equal names can be compared."""
+    """Return a file name that identifies the kind of CPU.
+
+    Times can be compared if they were measured on CPUs with the same name.
+    """
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -121,7 +121,7 @@ def plot_losses(
                 lines = [each[column] for each in curves]
                 _draw(axes, ratios, lines, [each[column] for each in reference], advantages)
                 for left, right in sorted(set(filter(None, map(clip_range, configs)))):
-                    # Shading the full panel would show nothing.
+                    # Shade the unclipped ratios, unless they fill the panel.
                     if left > ratio[0] or right < ratio[1]:
                         start, end = max(left, ratio[0]), min(right, ratio[1])
                         axes.axvspan(start, end, color=GRID, alpha=0.45, linewidth=0)

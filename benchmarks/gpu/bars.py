@@ -1,6 +1,7 @@
 """Bars (acceptance thresholds) for one GPU. Each bar has a prediction and finds its measured value.
 
-A ratio compares a time with a limit that the same run measured. Memory bounds depend on the card.
+A bar that is a ratio compares times that were measured in the same run, such as the time of
+grpo_fast and the time of a limit. Bars for memory depend on the memory of the card.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from benchmarks.kernels.shapes import MODELS, Shape
 OURS = "grpo_fast (auto)"
 GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
-# For each (prompt, completion, group), the required speedup over TRL's step, and the speedup that
-# LOG.md predicts for Qwen2.5-0.5B.
+# For each (prompt, completion, group), two speedups over TRL's step: the required speedup, and the
+# speedup that LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
-# Minimum prompt length in tokens that must fit on an H200, for each model. For a card with less
-# memory, it is lower in proportion.
+# Prompt length in tokens that must at least fit on an H200, for each model. For a card with less
+# memory, the required length is lower in proportion.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 

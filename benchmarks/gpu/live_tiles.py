@@ -1,14 +1,15 @@
 """Candidate for `grad_filter` on a GPU: dH and dW computed from the live tiles of E only.
 
-E is the matrix of exponentials that the forward GEMM stores (exponentials.py). A tile has 128 rows
-and 64 columns. A tile is live if the gradient GEMMs multiply it. The GEMM's epilogue also writes
-the log of each row's sum over each tile, which adds 1/32 of E's bytes. Once the loss is known, the
-tiles with the smallest mass Σ|d_tj| are dropped, as long as the dropped mass is at most `tolerance`
-of the total. The error has the same bounds as in grad_filter.py. Tile sums cost as much as tile
-maxima, and they give the dropped mass exactly.
+E is the matrix of exponentials that the forward GEMM stores (exponentials.py). A tile is a part of
+E with 128 rows and 64 columns. A tile is live if the gradient GEMMs multiply it. The epilogue of
+the forward GEMM also writes the log of each row's sum over each tile, which adds 1/32 of E's bytes.
+The mass of a tile is the sum Σ|d_tj| of its gradients with respect to the logits. Once the loss is
+known, the tiles with the smallest masses are dropped, as long as the dropped mass is at most the
+fraction `tolerance` of the total mass. The error has the same bounds as in grad_filter.py. Tile
+sums cost as much as tile maxima, and they give the dropped mass exactly.
 
-    dH product[r] = Σ E[r, c]·W[c] over the live tiles (r, c) of a block of rows, in fp32 dW[c] = Σ
-    E[r, c]ᵀ·scaled[r] over the live tiles (r, c) of a block of columns
+    dH    product[r] = Σ E[r, c]·W[c] over the live tiles (r, c) of a block of rows, in fp32
+    dW    dW[c] = Σ E[r, c]ᵀ·scaled[r] over the live tiles (r, c) of a block of columns
 
 There is no GPU sync, because the lists of live tiles have room for all tiles. The kernels of
 gpu/gradients.py add the contributions of the targets. Soft cap, bias and entropy are not supported.

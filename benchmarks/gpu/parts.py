@@ -1,8 +1,8 @@
 """The parts of a GPU session, each with its commands and its limit in seconds.
 
 A session has two visits. A visit is one loan of a GPU machine for one command. Visit 1 checks that
-the kernels are right, and measures the values that bars.py limits. Visit 2 repeats the failed tests
-and measures the peers. All other parts run by name only.
+the kernels are right, and measures the values for which bars.py has thresholds. Visit 2 repeats the
+failed tests and measures the peers. All other parts run only if they are named on the command line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks import ROOT
 
 PY = sys.executable
 VISIT_SECONDS = {1: 300, 2: 330}  # a session has 900 s, of which machine starts take up to 240
-BY_NAME = 0  # the visit of a part that runs by its name only
+BY_NAME = 0  # the visit number of a part that runs only if the command line names it
 PROCESSES = 16  # processes that run tests, one for each core of the machine
 OURS = "--providers grpo_fast --backend auto"
 STEPS = ((8192, 512, 16), (1500, 250, 16), (150, 200, 8))  # prompt, completion, group
@@ -28,7 +28,7 @@ class Part(NamedTuple):
         seconds: limit for all commands together.
         commands: command lines. With `measures`, each gets `--out FILE` (`--json FILE` for a
             benchmark of trainers/).
-        dry: command lines that show on a machine without a GPU that the part would start.
+        dry: command lines for a machine without a GPU, which check that the part would start.
         measures: True if the commands write reports.
         environment: variables for the commands.
         stops: True for a part that begins every visit and ends the visit if it fails.

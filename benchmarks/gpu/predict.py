@@ -43,7 +43,7 @@ class Card(NamedTuple):
 
 CARDS = {"H100": Card(798e12, 3.0e12, 78 << 30), "H200": Card(785e12, 4.3e12, 139 << 30)}
 TRITON_GEMM = 0.9  # assumed rate of slice_kernel's inner loop / rate of the vendor library
-START = 3e-6  # assumed seconds until the first product of a program
+START = 3e-6  # assumed seconds between the start of a program and its first matrix product
 PROCESSORS, TILE = 132, (128, 256)  # one program at a time on each multiprocessor
 # Seconds between two tiles, if nothing overlaps: 8 warps on 4 schedulers at 1.755 GHz. A thread
 # executes 1030 instructions in a tile without target columns, and 2060 in a tile with target
@@ -56,7 +56,7 @@ MIB = 2**20
 # Assumed rates of the products over live tiles (live_tiles.py), relative to the vendor library's
 # rate. The tiles of dW are 64 x 256, so they read 1/51 byte per flop from L2.
 LIVE_HIDDEN, LIVE_WEIGHT = 0.85, 0.6
-LIVE_OPERATIONS = 30  # small launches that compute the masses and both lists of tiles
+LIVE_OPERATIONS = 30  # number of small launches that compute the masses and both lists of tiles
 # Fraction of live tiles for each tolerance, counted on a CPU for 1024 rows of the problem in
 # sparse.py.
 LIVE_SHARES = {0.1: 0.04, 0.01: 0.22, 0.001: 0.58}
@@ -95,8 +95,8 @@ def cases() -> list[Case]:
     )
     found = [Case(loss, shape) for shape in (large, middle, small)]
     found += [Case(loss, small._replace(n=1024)), Case(loss, large._replace(n=131072))]
-    # Include clipped rows. They are multiplied as zeros, because skipping them would cost a GPU
-    # sync per chunk.
+    # Include clipped rows, whose gradient is 0. The matrix products still multiply these zeros,
+    # because skipping the rows would cost a GPU sync per chunk.
     reasons = ("masked", "zero-advantage", "clipped")
     found += [Case(loss, large, 0.2, inactive) for inactive in reasons]
     found += [Case("linear_logps", shape) for shape in (large, middle, small)]
@@ -156,9 +156,10 @@ def sweep(card: Card, rows: int, kept: int, shape: Shape) -> tuple[dict[str, flo
 
 
 def live_tiles(card: Card, shape: Shape, live: float) -> dict[str, float]:
-    """Return the seconds of each part of a call in one chunk.
+    """Return the seconds of each part of a call whose gradients use live tiles only.
 
-    `live` is the fraction of live tiles, which are the tiles that the gradient GEMMs do not skip.
+    The call has one chunk. `live` is the fraction of live tiles, which are the tiles that the
+    gradient GEMMs do not skip.
     """
     n, h, v = shape
     sums = 4 * n * -(-v // 64)  # bytes of the sums of each row and tile

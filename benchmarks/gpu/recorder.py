@@ -3,7 +3,7 @@
 All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
 counts as one launch unless it is a view or an allocation. A Triton kernel counts as one launch, and
 is recorded instead of launched. The bytes of an operation are the bytes that it must read and
-write. Matrix products, and kernels whose programs may return at once, count as 0 bytes.
+write. Matrix products, and kernels whose programs may return without work, count as 0 bytes.
 """
 
 from __future__ import annotations

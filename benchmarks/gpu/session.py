@@ -142,7 +142,8 @@ def gpu_or_reason() -> tuple[str | None, str]:
 def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], None]) -> int:
     """Check that every part would run, by starting its dry commands.
 
-    Packages that the GPU machine does not have cannot be imported.
+    The commands cannot import packages that the GPU machine does not have. A part that needs such a
+    package therefore fails here and not on the GPU machine.
     """
     failed = False
     with tempfile.TemporaryDirectory() as folder:

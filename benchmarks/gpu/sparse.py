@@ -62,7 +62,8 @@ def gradients(p: Problem, tolerance: float | None) -> tuple[Tensor, Tensor, Live
 
     Args:
         p: the problem.
-        tolerance: share of the mass that may be dropped; None computes the dense gradients.
+        tolerance: fraction of the gradient mass (see live_tiles.py) that may be dropped. None
+            computes the dense gradients.
     """
     hidden, weight, ids, slopes, matrix = p
     if tolerance is None:

@@ -1,6 +1,6 @@
 """Launches, waits, bytes and products of a call on a GPU, counted without a GPU (recorder.py).
 
-    python -m benchmarks.gpu.trace prints a table in Markdown
+    python -m benchmarks.gpu.trace                  prints a table in Markdown
     python -m benchmarks.gpu.trace --json           prints the same figures as JSON
     python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 

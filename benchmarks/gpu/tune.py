@@ -31,7 +31,7 @@ from benchmarks.report.files import load, write
 
 ROW_VOCABS = (32000, 128256, 151936, 262144)
 LINEAR_HEADS = ((4096, 151936), (896, 151936), (2048, 151936))  # (H, V)
-# Number of rows, which is that of one chunk at V = 151936, as in the configurations of bars.py.
+# Number of rows of a timed call. It equals one chunk at V = 151936, as in the cases of bars.py.
 # With fewer rows, the last wave of programs would use less of the GPU than in training.
 ROWS = 8192
 SLICES = (1024, 2048, 4096)  # columns
@@ -60,7 +60,7 @@ def settings() -> Iterator[Setting]:
 
 
 def survivors(arch: str, kind: str, dtype: str) -> list[Candidate]:
-    """Return the candidates that start on `arch` according to the committed report.
+    """Return the candidates that can be launched on `arch` according to the committed report.
 
     If there is no report, return all candidates of the kind and dtype.
     """

@@ -33,9 +33,9 @@ from benchmarks.report.files import write
 TOLERANCE = 0.15
 ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
-# Operations, shapes and dtypes that the gate measures. The shapes are those of the README, and one
-# more for the operation whose limit is a copy. They are so large that the overhead of a call does
-# not matter, and so small that the gate takes about a minute.
+# Operations, shapes and dtypes that the gate measures. The first shapes are those of the README.
+# The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. All shapes are so large
+# that the overhead of a call does not matter, and so small that the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),

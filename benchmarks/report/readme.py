@@ -6,7 +6,7 @@
 
 Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
 The command then draws kernels.png and readme.png from these files and updates the tables in
-benchmarks/README.md. No step is started after the deadline.
+benchmarks/README.md. After the deadline (option --deadline), no further step is started.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.kernels.operations import OPERATIONS
 
 WIDTH = 132
-# The results whose largest error is shown in the column "error".
+# Names of the results whose errors count in the column "error", which shows the largest error.
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 

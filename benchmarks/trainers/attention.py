@@ -193,7 +193,7 @@ def trunk_steps(
 
 
 def model_step(trunk: Any, pack: PackedTree, grad: Tensor) -> Step:
-    # Exclude k_proj.bias, whose gradient is exactly 0, because its relative error would be
+    # Exclude k_proj.bias from the comparison. Its exact gradient is 0, so its relative error is
     # undefined.
     parameters = [p for name, p in trunk.named_parameters() if "k_proj.bias" not in name]
 

@@ -1,4 +1,4 @@
-"""Import of the loss modules of verl and OpenRLHF without packages that only training needs.
+"""Functions that import loss modules of verl and OpenRLHF without packages only training needs.
 
 `make trainers` installs verl and OpenRLHF into a separate folder, without their dependencies. They
 require other versions of torch and transformers, and OpenRLHF's wheel has a top-level package

@@ -53,10 +53,10 @@ def build(vocab: int, device: str) -> Any:
 def candidates(
     policy: Any, batch: int, new_tokens: int
 ) -> dict[str, tuple[str, Callable[[], list]]]:
-    """Return the candidates: a dict from each name to its role and its function.
+    """Return a dict from the name of each candidate to its role and a function.
 
-    The function generates a batch. For each completion, it returns the prompt ids, the completion
-    ids, and the logps or None.
+    The function generates `batch` completions of one prompt. For each completion, it returns the
+    prompt ids, the completion ids, and the logps or None.
     """
     from grpo_fast.rollout import Sampling, generate
 

@@ -44,8 +44,8 @@ class StepProblem(NamedTuple):
         samples: prompts, completions and advantages.
         group_size: number of completions for each prompt.
         loss: configuration of the loss.
-        noise: numbers that are added to the old logps for the comparison of results, so that the
-            importance ratios differ from 1.
+        noise: numbers that are added to the old logps before the providers' results are compared.
+            The importance ratios then differ from 1.
     """
 
     samples: Samples

@@ -1,4 +1,4 @@
-"""Attention of packed rows for transformers models. A shared prefix or prompt is computed once."""
+"""Attention of packed rows, in which a prefix that several sequences share is computed once."""
 
 from grpo_fast.attention.dispatch import packed_rows_attention
 from grpo_fast.attention.head import Head, check_tolerance, head_of

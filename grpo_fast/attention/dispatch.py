@@ -74,15 +74,15 @@ def packed_rows_attention(
 ) -> Tensor:  # (T, H, D)
     """Compute softmax(mask(softcap(scale·q·kᵀ)))·v for packed rows.
 
-    Each segment attends causally to itself and to its ancestors. The function supports first-order
-    gradients. Double backward raises a RuntimeError.
+    The segments of a packed row form trees. Each segment attends causally to itself and to its
+    ancestors. The function supports first-order gradients. Double backward raises a RuntimeError.
 
     Args:
         q: (T, H, D), float. Queries.
         k: (T, H_kv, D), where H_kv divides H. Keys.
         v: (T, H_kv, D). Values.
-        layout: the segments of the row.
-        scale: number by which the scores are multiplied.
+        layout: the segments of the row and their parents.
+        scale: number by which the scores q·kᵀ are multiplied.
         window: maximum number of keys that a query attends to, including the key at its position.
             None: all keys.
         softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
@@ -118,7 +118,7 @@ def choose(kind: Kind) -> Provider:
 
 
 def _tested(attention: Attention, kind: Kind) -> float:
-    """Run `self_test` in a new thread, which has no autograd state.
+    """Run `self_test` in a new thread, so that autocast or hooks of the caller cannot affect it.
 
     The thread selects the GPU of the caller's tensors, because it would otherwise use GPU 0.
     """
@@ -141,9 +141,9 @@ def candidates(kind: Kind) -> Iterator[Provider]:
 def self_test(attention: Attention, kind: Kind) -> float:
     """Return the largest relative L2 error of output and gradients against dense fp64 attention.
 
-    The input has 43 tokens. It consists of two trees of three levels and one segment outside of a
-    tree. The shortest segment has one token. Two query heads share a key head. The result is NaN if
-    any error is NaN.
+    The input is a packed row of 43 tokens with two trees of three levels and one segment outside of
+    a tree. One segment has a single token. Each of the two key heads serves two query heads. The
+    result is NaN if any error is NaN.
     """
     # 1. Draw inputs for a small tree.
     lengths = (9, 4, 5, 1, 3, 2, 7, 2, 10)
@@ -171,9 +171,10 @@ def self_test(attention: Attention, kind: Kind) -> float:
 
 
 def _flash(kind: Kind, least_sm: int, most_head_dim: int = 256) -> bool:
-    """Return whether FlashAttention supports an input.
+    """Return whether a version of FlashAttention supports an input.
 
-    It needs a GPU with a sufficient compute capability, 16-bit inputs and a supported head_dim.
+    FlashAttention needs a GPU with at least the compute capability `least_sm`, 16-bit inputs, and a
+    head_dim that is a multiple of 8 and at most `most_head_dim`.
     """
     is_16_bit = kind.dtype in (torch.float16, torch.bfloat16)
     if kind.device != "cuda" or not is_16_bit or kind.head_dim % 8:
@@ -203,9 +204,9 @@ def _has_distribution(name: str) -> bool:
 def _is_plain(kind: Kind, *dtypes: torch.dtype) -> bool:
     """Return whether an input is on the CPU, has one of these dtypes, and no window or softcap.
 
-    Kernels that align queries and keys at the top instead of at the bottom can compute such an
-    input. Without a window, both alignments are equal, because a causal span has as many keys as
-    queries.
+    The fast CPU kernels ignore windows and softcaps. In a causal span, they let query i attend to
+    the first i + 1 keys. This is correct only if the span has as many keys as queries. A window can
+    add keys of ancestors to a span, which would then have more keys than queries.
     """
     has_extras = kind.has_window or kind.has_softcap
     return kind.device == "cpu" and kind.dtype in dtypes and not has_extras
@@ -224,8 +225,8 @@ def _csrc(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attention
 
 
 PROVIDERS = (
-    # 16-bit inputs on CUDA use FlashAttention 4, then 3, then the package flash-attn 2, then
-    # torch's FA2.
+    # For 16-bit inputs on CUDA, FlashAttention 4 is tried first, then version 3, then version 2 of
+    # the package flash-attn, and then the version 2 that is built into torch.
     _partial(lambda kind: _has_distribution("flash-attn-4") and not kind.has_softcap
              and _flash(kind, 90, 128), "fa4", cuda.fa4_forward, cuda.fa4_backward),
     _partial(lambda kind: util.find_spec("flash_attn_interface") is not None and _flash(kind, 90)

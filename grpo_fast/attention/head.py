@@ -10,8 +10,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Maximum difference in nats between logps that a `Head` and the model itself compute, for each
-# dtype of the computation.
+# Largest accepted difference in nats between a log-probability that is computed with a `Head` and
+# the one that the model itself computes, for each dtype of the computation.
 CHECK_TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05
 }  # fmt: skip
@@ -23,8 +23,8 @@ class Head(NamedTuple):
     Attributes:
         weight: (V, H). The weight.
         bias: (V,). The bias, or None.
-        softcap: bound of the logits. None: no bound. logit_scale: factor by which the logits are
-            multiplied.
+        softcap: bound of the logits. None: no bound.
+        logit_scale: factor by which the logits are multiplied.
     """
 
     weight: Tensor  # (V, H)
@@ -39,7 +39,7 @@ class Head(NamedTuple):
 
 
 def check_tolerance(dtype: torch.dtype) -> float:
-    """Return the largest accepted difference between two computations of logps, in nats."""
+    """Return the accepted difference in nats between two computations of a logp in `dtype`."""
     return CHECK_TOLERANCE.get(dtype, CHECK_TOLERANCE[torch.bfloat16])
 
 

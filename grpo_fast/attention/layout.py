@@ -9,10 +9,10 @@ order, so that the parents ascend. Roots without children (plain segments) are l
     rows:     [P1][P2]  [a1][a2][b1]  [a11][a12][b11]  [s1][s2]
     parents:   −1  −1     0   0   1     2    2    4      −1  −1
 
-In this order, the segments that have an ancestor at distance j are adjacent rows. Their ancestors
-are also adjacent rows, in the same order. Attention over the ancestors at one distance therefore
-copies neither queries nor keys. A shared prompt with its completions is a tree of two levels.
-Without parents, the row is a plain packed row.
+In this order, all segments that have an ancestor at distance j (1 for a parent) are next to each
+other, and so are these ancestors, in the same order. One attention call can therefore process all
+ancestors at one distance without copying queries or keys. A shared prompt with its completions is a
+tree of two levels. If no segment has a parent, the row is a plain packed row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Keys of one attention call, given as row numbers, which may repeat."""
+    """Keys of an attention call in which a row of the keys may occur several times.
+
+    Each occurrence is called a copy of the row.
+    """
 
     rows: Tensor  # (Tk,) int64: the row that each copy comes from
     order: Tensor  # (Tk,) int64: sorts the copies by their row
@@ -56,14 +59,17 @@ class Copies(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One varlen attention call on parts of a packed row."""
+    """One varlen attention call, which uses only some tokens of a packed row."""
 
     spans: Spans
     queries: slice  # rows of the queries
     keys: slice | Copies  # rows of the keys
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the keys or values of the call, (Tk, …), as a view of x or as copies."""
+        """Select the rows of x, which are keys or values, that the call uses, (Tk, …).
+
+        The result is a view of x, unless the call uses a row several times.
+        """
         return x[self.keys] if isinstance(self.keys, slice) else x[self.keys.rows]
 
 
@@ -136,7 +142,10 @@ class TreeLayout:
 
     @cached_property
     def prefixes(self) -> tuple[int, ...]:
-        """Return the number of ancestor tokens of each segment: the position of its first token."""
+        """Return the number of tokens in the ancestors of each segment.
+
+        This number is also the position of the segment's first token.
+        """
         before: list[int] = []
         for parent in self.parents:
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
@@ -151,7 +160,8 @@ class TreeLayout:
     def position_ids(self) -> Tensor:
         """Return the positions of the tokens, (1, T) int64.
 
-        They start at 0 in every root, and continue after the parent in every other segment.
+        In a root segment, they start at 0. In any other segment, they continue the positions of the
+        segment's parent.
         """
         pairs = zip(self.lengths, self.prefixes, strict=True)
         return torch.cat([torch.arange(before, before + n) for n, before in pairs])[None].to(
@@ -178,21 +188,21 @@ class TreeLayout:
         """Return the attention calls of the row.
 
         In call 0, every segment attends causally to itself. In call j, every segment that has an
-        ancestor at distance j attends to this ancestor. An ancestor without descendants at distance
-        j has no queries.
+        ancestor at distance j attends to this ancestor. The keys of a call are one range of
+        segments. A segment in this range without descendants at distance j gets no queries.
         """
         device = self.cu_seqlens.device
         all_rows = slice(0, self.total)
         calls = [
             Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
         ]
-        # Collect pairs (segment, ancestor). They are at distance 1 first, and each iteration of the
-        # loop replaces the ancestors with their parents.
+        # Pair each segment with its ancestor at distance 1, the parent. Each iteration of the loop
+        # replaces the ancestors with their parents, which are one step further away.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
-            # Group the queries by ancestor. Siblings with the same ancestor are adjacent rows, so
-            # they form one span.
+            # Count the queries of each ancestor. The segments with the same ancestor are next to
+            # each other, so their queries form one span.
             queries = [0] * (end - first)
             for segment, ancestor in run:
                 queries[ancestor - first] += self.lengths[segment]

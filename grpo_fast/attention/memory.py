@@ -40,13 +40,13 @@ def _offloaded(recompute: Callable[..., object], *args: object, **kwargs: object
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
-    """Make every dense MLP compute at most `rows` rows at a time.
+    """Make every dense MLP compute at most `rows` token rows at a time, to save memory.
 
-    Each tile is computed again in the backward pass.
+    Such a group of rows is a tile. Each tile is computed again in the backward pass.
 
     Args:
         model: A transformers model.
-        rows: Largest number of rows in a tile.
+        rows: Largest number of token rows in a tile.
 
     Raises:
         ValueError: The model has no dense MLP named `mlp` or `feed_forward`.
@@ -57,14 +57,14 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         kind = type(model).__name__
         raise ValueError(f"tiled_mlp: {kind} has no dense MLP that could be tiled")
     for module in mlps:
-        # Bind the method to the module with MethodType. The reference model is a deep copy, in
-        # which a bound method is bound to the copied module. A closure would still use the original
-        # module.
+        # Bind the method to the module with MethodType. When the trainer copies the model to make
+        # the reference model, a bound method is bound to the copied module. A closure would still
+        # use the original module.
         module.forward = types.MethodType(functools.partial(_tiled, rows), module)
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Return whether an MLP has no other weights than those of its linear layers."""
+    """Return whether an MLP has at least two linear layers and no weights in other layers."""
     others = [child for child in module.children() if not isinstance(child, nn.Linear)]
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     return linear >= 2 and not any(list(child.parameters()) for child in others)

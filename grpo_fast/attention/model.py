@@ -3,8 +3,8 @@
     model.set_attn_implementation(register())
     model(input_ids, position_ids=layout.position_ids, use_cache=False, packed_layout=layout)
 
-The function must remain registered between a forward pass and its backward, because gradient
-checkpointing calls it again.
+Keep the attention implementation registered until the backward pass has ended, because gradient
+checkpointing calls it again in the backward pass.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def packed_attention(
         scaling: number by which the scores are multiplied. None: D^-0.5.
         sliding_window: the window of the layer, used if the mask has no window.
         softcap: bound of the scores. None: no bound.
-        packed_layout: the segments of the row.
+        packed_layout: the segments of the row and their parents.
         extra: other keyword arguments of transformers.
 
     Returns:
@@ -98,8 +98,8 @@ def packed_attention(
         raise ValueError("packed_layout: expected a TreeLayout as keyword of model(...), got None")
     window = window_of(attention_mask, sliding_window)
     tokens = packed_layout.total
-    # Reject batches of several rows. Also reject a cache, with which there are more keys than
-    # queries.
+    # Reject batches of several rows. Also reject a KV cache, which would add keys that the layout
+    # does not describe.
     if query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
         raise ValueError(
             f"packed_layout: holds {tokens} tokens in one row, got query {tuple(query.shape)} and "

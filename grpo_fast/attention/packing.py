@@ -1,6 +1,6 @@
 """Pack samples into rows in which a shared prefix is stored once.
 
-A packed row also contains, for each trained token, the index of the hidden state that predicts it.
+For each trained token, the result also contains the index of the hidden state that predicts it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
 class PackedTree:
     """B samples packed into one row.
 
-    The model computes T tokens, and the head computes R predictions, one for each trained token of
-    each sample, in the caller's order. The row does not contain the last trained token of a sample
-    or the tokens after it, because they predict nothing.
+    The model computes the hidden states of the row's T tokens. From these, the LM head computes R
+    predictions: one for each trained token of each sample, in the caller's order. The last trained
+    token of a sample and the tokens after it are left out of the row, because no trained token is
+    predicted from them.
 
     Attributes:
         input_ids: (1, T), int64. Token ids of the row.
         layout: the segments of the row.
-        predicting: (R,), int64. For each trained token, the index in T of the row that predicts it.
-            Indices may repeat. Pass it as `hidden_rows`.
-        target_ids: (R,), int64. The trained tokens.
-        cu_seqlens: (B+1,), int32. Offsets of the samples in R.
+        predicting: (R,), int64. For each trained token, the index of the hidden state that predicts
+            it, from 0 to T - 1. Indices may repeat. Pass this tensor as `hidden_rows`.
+        target_ids: (R,), int64. Ids of the trained tokens.
+        cu_seqlens: (B+1,), int32. Offsets of the samples among the R trained tokens.
         lengths: number of trained tokens of each sample, on the host.
     """
 
@@ -81,20 +82,23 @@ class PackedTree:
 
     @cached_property
     def distinct(self) -> Distinct:
-        """Return the distinct predictions. Samples that share trained tokens share predictions."""
+        """Return the distinct predictions.
+
+        Samples that train the same token after the same stored prefix share one prediction.
+        """
         pairs = torch.stack([self.predicting, self.target_ids])
         unique, terms = pairs.unique(dim=1, return_inverse=True)
         return Distinct(unique[0], unique[1], terms)
 
 
 class Distinct(NamedTuple):
-    """The U distinct predictions to which R trained tokens belong.
+    """The U distinct predictions of R trained tokens, several of which may share a prediction.
 
-    `spread(linear_logps(...))` computes each distinct prediction once.
+    `spread(linear_logps(...))` computes each distinct prediction only once.
 
     Attributes:
-        predicting: (U,), int64. For each prediction, the index in T of the row that makes it.
-        target_ids: (U,), int64. The predicted tokens.
+        predicting: (U,), int64. For each prediction, the index of the hidden state that makes it.
+        target_ids: (U,), int64. Ids of the predicted tokens.
         terms: (R,), int64. For each trained token, the index of its prediction.
     """
 
@@ -108,7 +112,7 @@ class Distinct(NamedTuple):
 
 
 class _Spread(torch.autograd.Function):
-    """Compute logps[terms] with a backward that adds gradients in a fixed order."""
+    """Compute logps[terms]. The backward pass adds gradients in a fixed, reproducible order."""
 
     @staticmethod
     def forward(ctx: Context, logps: Tensor, terms: Tensor) -> Tensor:
@@ -164,12 +168,13 @@ def pack_tree(
         samples: pairs (ids, trained). `ids` are the n token ids of a sample, and `trained` has a
             bool for each id that says whether the token is trained. At least one token must be
             trained.
-        apart: a number for each sample, or n numbers for the ids of a sample. Prefixes share rows
-            only where these numbers are equal. Use it if the model has inputs other than the ids,
-            for example images, adapters or replayed routes. None: prefixes with equal ids share
-            rows.
-        merge_cost: a shared prefix becomes a segment if this saves at least this fraction of the
-            rows after the prefix. Otherwise the prefix is copied. 0 shares every token.
+        apart: one key for each sample. A key is a number, or a tensor with a number for each id of
+            the sample. Tokens of two samples are stored once only if their keys are equal, too.
+            Pass keys if the model has inputs other than the ids, for example images, adapters or
+            replayed routes. None: equal ids are enough.
+        merge_cost: a shared prefix is stored once if this saves at least this fraction of the
+            tokens that follow the prefix. Otherwise each branch gets a copy of the prefix. 0 stores
+            every shared token once.
         device: the model's device.
 
     Returns:
@@ -205,7 +210,8 @@ def pack_groups(
     Args:
         groups: pairs (prompt_ids, [completion_ids, …]). Each group needs at least one completion,
             and no sequence may be empty.
-        shared: if False, repeat the prompt in front of each completion. The outputs are the same.
+        shared: if False, repeat the prompt in front of each completion. The model's results for the
+            completions are the same.
         device: the model's device.
 
     Returns:
@@ -250,8 +256,8 @@ def _pack(
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
     layout = TreeLayout.of(lengths, device, parents=parents)
     offsets = [row - start for row, start in zip(layout.starts, starts, strict=False)]
-    # Find the row that predicts each trained token. It is the row of the token before it, on the
-    # path of segments of the sample.
+    # Find the row that predicts each trained token. It is the row of the sample's previous token,
+    # which may be in an ancestor of the segment that contains the trained token.
     rows = []
     for segment, (_, trained) in zip(last, samples, strict=True):
         path = []

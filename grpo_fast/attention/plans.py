@@ -56,8 +56,8 @@ def plan_packs(
         shared: whether the completions of a group share the rows of their prompt.
 
     Returns:
-        For each row a list of shares, which are groups or parts of groups. Rows are ordered by
-        their first group, and shares by group.
+        For each packed row a list of shares. A `Share` selects all or some of the completions of
+        one group. Rows are ordered by their first group, and the shares of a row by group.
 
     Raises:
         ValueError: a budget below 1, a group without completions, or an empty prompt or completion.
@@ -108,7 +108,7 @@ def plan_trees(
 
 
 def tree_tokens(samples: Sequence[Sample]) -> int:
-    """Return the number of distinct tokens that samples need in one row.
+    """Return the number of distinct tokens that one packed row with all these samples needs.
 
     `plan_trees` compares this number with its budget.
     """

@@ -1,4 +1,7 @@
-"""Spans of a varlen attention call. The queries of span i attend to the keys of span i."""
+"""Spans, the ranges of consecutive queries and keys in a varlen attention call.
+
+The queries of span i attend to the keys of span i.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ class AttentionParams(NamedTuple):
     """Parameters of softmax(mask(softcap(scale·q·kᵀ))).
 
     Attributes:
-        scale: number by which the scores are multiplied. window: maximum number of keys that a
-            query attends to. None: all keys.
+        scale: number by which the scores are multiplied.
+        window: maximum number of keys that a query attends to. None: all keys.
         softcap: bound c of the scores s in c·tanh(s/c). None: no bound.
     """
 
@@ -63,7 +66,7 @@ class Spans:
 
     @cached_property
     def with_queries(self) -> tuple[Spans, Tensor]:
-        """Return the spans that have queries, and the rows of their keys."""
+        """Return the spans that have queries, and the row numbers of their keys, 1-D int64."""
         sizes = zip(self.queries, self.keys, strict=True)
         queries, keys = zip(*(pair for pair in sizes if pair[0]), strict=True)
         seen = torch.tensor(self.queries) > 0
@@ -72,7 +75,7 @@ class Spans:
 
     @cached_property
     def rows(self) -> list[tuple[slice, slice]]:
-        """Return pairs of slices, the query rows and key rows of each span that has queries."""
+        """Return, for each span that has queries, the slice of its queries and that of its keys."""
         ends = ((0, *accumulate(lengths)) for lengths in (self.queries, self.keys))
         sides = ([slice(*pair) for pair in pairwise(x)] for x in ends)
         return [span for span, n in zip(zip(*sides, strict=True), self.queries, strict=True) if n]

@@ -1,8 +1,8 @@
 """Inputs and weights for trials, which compare a faster computation with the model's forward.
 
-The result of a trial must not depend on the caller's data. Trials therefore draw random token ids,
-replace fp32 weights by random weights, and shrink windows. They place sequences before, at and
-after every limit in the model's configuration.
+The result of a trial must not depend on the caller's data, so trials draw random token ids. They
+replace fp32 weights with random weights and shrink attention windows, so that errors become
+visible. They also place sequences before, at and after every limit in the model's configuration.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def limits_of(config: object, names: re.Pattern[str] = LIMITS) -> list[int]:
 def starts_of(lm: nn.Module, bound: float = FARTHEST) -> list[int]:
     """Return the positions at which the sequences of a trial begin.
 
-    For each limit in the configuration, one prompt and one completion cross the limit.
+    For each limit in the configuration, one sequence crosses the limit within its prompt, and one
+    sequence crosses the limit within its completion.
 
     Args:
         lm: the model.
@@ -87,7 +88,7 @@ def room_of(lm: nn.Module, bound: float) -> float:
 
 
 def draw_groups(number: int, vocabulary: int) -> list[tuple[list[int], list[list[int]]]]:
-    """Return random prompts with two completions each. They are the same in every process."""
+    """Return `number` random prompts with two completions each, the same in every process."""
     generator = torch.Generator().manual_seed(number)
 
     def ids(length: int) -> list[int]:
@@ -100,8 +101,8 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
     """Return position_ids (1, T) for groups of two completions whose prompts begin at `starts`.
 
     Args:
-        layout: the layout of these groups. It has one root per group if prompts are shared, and
-            otherwise two.
+        layout: the layout of these groups. A group has one root if its prompt is shared. Otherwise,
+            it has two roots, one for each completion.
         starts: the first position of each group.
     """
     per_group = layout.parents.count(-1) // len(starts)
@@ -112,7 +113,7 @@ def moved_positions(layout: TreeLayout, starts: Sequence[int]) -> Tensor:
 
 
 def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Run a trial with the model's weights from position 0, and with random weights everywhere.
+    """Run a trial with the model's weights at position 0, and with random weights at all positions.
 
     Args:
         policy: an object with `lm`, `positions` and `autocast`.
@@ -122,7 +123,8 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
     Returns:
         The difference with the model's weights at position 0, and the largest of all differences.
-        They are NaN if the model's weights are NaN.
+        Differences with random weights are divided by `RANDOM_FACTOR` first. Both numbers are NaN
+        if the model's weights are NaN.
     """
     starts = starts_of(policy.lm, policy.positions)
     at_start = gap(())
@@ -131,7 +133,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
         with random_weights(policy.lm) as are_random:
             if are_random:
                 elsewhere = max(gap(()), gap(starts)) / RANDOM_FACTOR
-    # If random weights were impossible or overflowed, use only the result with the model's weights.
+    # If random weights were impossible or overflowed, test all positions with the model's weights.
     if math.isnan(elsewhere):
         elsewhere = gap(starts)
     return at_start, max(at_start, elsewhere)
@@ -139,11 +141,11 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
 @contextmanager
 def in_fp32(policy: Any) -> Iterator[None]:
-    """Return a context without autocast, in which a trial compares with the tolerance of fp32.
+    """Return a context without autocast, so that a trial can use the small tolerance of fp32.
 
-    The rounding errors of bf16 would hide a wrong formula. With autocast, the model's own logits
-    are rounded to bf16, which alone changes a log-probability by up to 0.1 nats. On a GPU the
-    context has no effect.
+    With autocast, the model's own logits are rounded to bf16. This rounding changes a
+    log-probability by up to 0.1 nats, which would hide a wrong formula. On a GPU the context has no
+    effect.
 
     Args:
         policy: an object with `device` and `autocast`.

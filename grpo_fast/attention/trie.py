@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Minimum saving for which a node becomes a segment, as a fraction of the rows below the node. With
-# a smaller saving, the tokens of the node are copied into its children. Every level of segments
-# costs one more merge of the rows below it, which takes about 1% of the time of a row.
+# A node becomes a segment only if storing its tokens once saves at least this fraction of the
+# tokens below the node. Otherwise, its tokens are copied into its children. The value reflects the
+# cost of a segment: the attention results of all tokens below it are merged once more, which takes
+# about 1% of the time that these tokens need.
 MERGE_COST = 1 / 128
 
 
@@ -24,7 +25,7 @@ class Segments(NamedTuple):
         parents: index of the parent of each segment; −1 for a root.
         starts: position of the first token of each segment.
         ends: position after the last token of each segment.
-        samples: index of a sequence that contains the tokens of each segment.
+        samples: for each segment, the index of a sequence that contains its tokens.
         last: for each sequence, the index of the segment with its last token; −1 for an empty
             sequence.
     """
@@ -121,7 +122,8 @@ class Trie:
     def segments(self, merge_cost: float) -> Segments:
         """Return the segments of a row.
 
-        A chain of nodes becomes one segment. If a node saves less than merge_cost, its tokens are
+        A node with a single child is joined with this child. If storing the tokens of a node once
+        saves less than the fraction `merge_cost` of the tokens below the node, its tokens are
         copied into the segments of its children.
         """
         # 1. Choose the nodes level by level, and then the roots without children.
@@ -150,7 +152,7 @@ class Trie:
         return Segments(parents, starts, [self.ends[node] for node in nodes], firsts, last)
 
     def _worthwhile(self, above: int, merge_cost: float) -> list[int]:
-        """Return the nearest descendants of a node that are worth a separate segment."""
+        """Return the nearest descendants of node `above` that save enough to become segments."""
         nodes = list[int]()
         stack = self.children[above][::-1]
         while stack:
@@ -166,9 +168,9 @@ class Trie:
     def packs(self, budget: int) -> list[list[int]]:
         """Distribute the sequences over rows of at most `budget` distinct tokens.
 
-        A subtree stays in one row unless it exceeds the budget together with its path from the
-        root. In that case its parts are distributed over as few rows as best fit finds, each with a
-        copy of the path.
+        The sequences of a subtree stay in one row, unless the subtree and the path from the root to
+        it exceed the budget together. In that case, the sequences are distributed over as few rows
+        as best fit finds, and each of these rows contains a copy of the path.
 
         Args:
             budget: number of distinct tokens of a row.

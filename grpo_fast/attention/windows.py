@@ -1,6 +1,6 @@
-"""Sliding window of a layer, and context in which windows are small for trials.
+"""Functions that find the sliding window of a layer, and a context that shrinks windows for trials.
 
-The window is read from the mask that a model requests.
+The window of a layer is read from the mask that the model requests.
 """
 
 from __future__ import annotations

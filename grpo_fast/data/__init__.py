@@ -47,12 +47,13 @@ def load_examples(
     - gsm8k, jsonl: `path` (a file, a folder or a hub id), and optionally `columns`,
       `prompt_template`, `system_prompt`, `chat`, `shots_tokens`, `n_train`, `n_test`.
     - open: no attributes. This package contains the prompts, and both splits are equal.
-    - traces: `path`, a file of recorded rollouts of agents. There is one example per task.
+    - traces: `path`, a file of recorded rollouts of agents. Each task in the file gives one
+      example.
 
     Args:
-        data: the section `data` of a configuration, or any object with these attributes. split:
-            "train" or "test". If a prompt is in both splits, it is removed from the training split,
-            unless that split would then be empty.
+        data: the section `data` of a configuration, or any object with these attributes.
+        split: "train" or "test". If a prompt is in both splits, it is removed from the training
+            split, unless that split would then be empty.
         seed: seed of the training split's order. The test split does not depend on the seed, so
             that runs can be compared.
         count_tokens: function that returns the number of tokens of a text. Required by

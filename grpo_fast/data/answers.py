@@ -31,8 +31,8 @@ _POWER = r"(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z.]))?"
 _NUMBER = re.compile(
     rf"([-+]?)(?:({_DIGITS})/({_DIGITS})|((?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+){_POWER}))"
 )
-# A minus sign directly after a word or number is not the sign of a number: the last number of
-# "10-18" is 18 and not -18.
+# A minus sign directly after a word or number is not part of the next number. The last number of
+# "10-18" is therefore 18 and not -18.
 _NUMBER_IN_TEXT = re.compile(
     rf"(?:(?<![0-9A-Za-z).])-[$€£¥]?)?"
     rf"(?:{_DIGITS}/[1-9][0-9]*|{_DIGITS}(?:\.[0-9]+)?{_POWER}|(?<![0-9A-Za-z.])\.[0-9]+{_POWER})"
@@ -109,7 +109,8 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
     Args:
         text: a completion.
-        marks: kinds of marks that the format allows. If empty, the whole text is the answer.
+        marks: the answer marks that the format allows. If empty, the full text outside of <think>
+            must be a number.
     """
     final = final_part(text)
     content = marked_content(final, marks) if marks else final

@@ -22,9 +22,9 @@ class Example(NamedTuple):
         prompt: text or chat messages for the policy.
         answer: gold answer for the reward functions, or None.
         solution: gold text for supervised training (warm start), or None.
-        fields: all columns of the example's row, for reward functions.
-        label: the row's answer before its conversion to text, of any type. None means that it
-            equals `answer`.
+        fields: all columns of the example's row in the data file, for reward functions.
+        label: the row's answer before it was converted to text, of any type. None means that the
+            row's answer equals `answer`.
     """
 
     prompt: Prompt

@@ -58,8 +58,8 @@ def load_file_examples(
         why = "the examples are counted in tokens; pass a function"
         raise conflict("count_tokens=None", f"data.shots_tokens={settings.shots_tokens}", why)
     pool = [e for e in train if isinstance(e.prompt, str)]
-    # Do not use the run's seed for test prompts, which must have the same worked examples in all
-    # runs.
+    # Do not use the run's seed for the worked examples of test prompts. They must be the same in
+    # all runs, so that evaluations can be compared.
     draws = seed if split == "train" else "test"
     return ShotPrompts(
         chosen, pool, form, budget=settings.shots_tokens, count_tokens=count_tokens, seed=draws
@@ -106,7 +106,7 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
             places.append(where)
         return examples
 
-    # 2. Read the splits. If there is no test split, hold out some rows.
+    # 2. Read the splits. If there is no test split, hold out some training rows for it.
     if test_name is None:
         every = parsed(splits[train_name]())
         notes = _unusual_answers(every, places)

@@ -94,8 +94,8 @@ def in_chat(example: Example) -> Example:
 class ShotPrompts(LazySequence[Example]):
     """Examples whose prompts begin with worked examples (shots), chosen at random.
 
-    The shots of example i depend only on (seed, i). All questions of a prompt are different. Two
-    questions that differ only in case and whitespace count as equal.
+    The shots of example i depend only on (seed, i). A prompt contains no question twice. Questions
+    that differ only in case and whitespace count as equal.
 
     Args:
         examples: the examples to extend.
@@ -155,6 +155,6 @@ class ShotPrompts(LazySequence[Example]):
 
 
 def question_key(prompt: Prompt) -> str:
-    """Return a question without case and whitespace, so that equal questions compare equal."""
+    """Return a prompt's text in lower case and without whitespace, to find equal questions."""
     text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
     return "".join(text.split()).casefold()

@@ -38,8 +38,8 @@ def is_local(source: str) -> bool:
 def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
-    A file becomes the split "train". If its name contains "train" and a second file exists whose
-    name has "test" instead, the second file becomes the split "test".
+    A single file becomes the split "train". If the file's name contains "train", a second file with
+    "test" in its place becomes the split "test", if this file exists.
 
     Raises:
         DatasetError: the path does not exist, or the folder has no data.
@@ -120,7 +120,10 @@ def read_jsonl(path: Path) -> Rows:
 
 
 def _read_json(path: Path) -> Rows:
-    """Yield the rows of a JSON file, which holds a list, an object with one list, or JSON lines."""
+    """Yield the rows of a `.json` file.
+
+    The file contains a list of rows, an object with one list of rows, a single row, or JSON lines.
+    """
     with _open(path) as file:
         raw = file.read().removeprefix(BOM_UTF8)
     try:

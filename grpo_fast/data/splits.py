@@ -80,8 +80,8 @@ class Splits:
 def asks_in_chat(data: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether questions are turned into chat messages.
 
-    The setting `data.chat` says so. If it is None, questions from a file become chat messages if
-    the tokenizer has a chat template.
+    The setting `data.chat` decides this. If `data.chat` is None, the result is True for questions
+    from a file if the tokenizer has a chat template.
     """
     if data.chat is None:
         return data.task in FILES and has_chat_template(tokenizer)

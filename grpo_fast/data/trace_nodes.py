@@ -18,7 +18,11 @@ DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Node(NamedTuple):
-    """A checked message, with one entry in `logps` and `advantages` for each sampled token."""
+    """A checked message of a trace.
+
+    `ids` and `mask` have one entry for each token. `logps` and `advantages` have one entry for each
+    sampled token.
+    """
 
     parent: int | None
     ids: list[int]
@@ -58,8 +62,8 @@ def read_node(name: str, node: Fields) -> Node:
     expected = f"log-probabilities of sampled tokens, above {LEAST_LOGP:g} and at most 0"
     _each(f"{name}.logprobs", logps, expected, lambda x: is_number(x) and LEAST_LOGP < x <= 0)
     _each(f"{name}.advantages", advantages or (), "numbers that fp32 holds", is_number)
-    # 3. Read the supports of the sampled tokens, and hash the experts that were chosen for all
-    # tokens.
+    # 3. Read the support of each sampled token. Replace the record of the chosen experts by a hash,
+    # because experts are only compared.
     support = node.get("sampling_mask")
     if support is not None:
         sampled_ids = torch.tensor(sampled, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """Recorded rollouts of agents, as traces in the format of verifiers 0.4 (schema version 1).
 
 A trace is a tree of messages with their tokens. Each path from the root to a leaf is a branch, and
-each branch becomes a sample. If several branches contain a sampled message, its tokens are trained
-only in the first of these branches.
+each branch becomes a sample. If several branches contain the same sampled message, the tokens of
+this message are trained only in the first of these branches.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Branch(NamedTuple):
         trained: (n,) bool, True for the r tokens that are trained in this branch.
         logps: (r,) fp32, log-probabilities that the sampler reported.
         advantages: (r,) fp32, or None if the trace has no advantages.
-        support: None if nothing was recorded. Otherwise the ids that the sampler's truncation kept,
-            token after token, (nnz,) int32, and the number of ids for each token, (r,) int64.
-        routes: (n,) int64, a hash of the experts recorded for the token's message; 0 without any.
-            Tokens with different hashes are not shared between branches.
+        support: the ids that the sampler's truncation kept, concatenated over the trained tokens,
+            (nnz,) int32, and the number of ids for each of these tokens, (r,) int64. None if
+            nothing was recorded.
+        routes: (n,) int64, for each token a hash of the experts that were recorded for its message,
+            or 0 if none were recorded. Tokens with different hashes are not shared between
+            branches.
     """
 
     ids: Tensor
@@ -185,7 +187,11 @@ def _trace(name: str, record: Fields, nodes: list[Node]) -> RecordedTrace:
 
 
 def _paths(name: str, nodes: list[Node], raw: Sequence[Fields]) -> list[list[int]]:
-    """Return the path from the root to each leaf, except for abandoned attempts at a compaction."""
+    """Return the path from the root to each leaf, as a list of node indices.
+
+    In a compaction, an agent replaces its context with a shorter one. Leaves that are attempts at a
+    compaction with which the agent did not continue are left out.
+    """
     # 1. Check that every parent exists and that following the parents always ends at a root. Each
     #    node is visited only once, which keeps the time linear in the number of nodes.
     for i, node in enumerate(nodes):
@@ -202,8 +208,8 @@ def _paths(name: str, nodes: list[Node], raw: Sequence[Fields]) -> list[list[int
             way[at] = None
             at = nodes[at].parent
         rooted.update(way)
-    # 2. Find the leaves, which have no children. Exclude an attempt of the agent to compact its
-    # context if no later message continues it.
+    # 2. Find the leaves, which are the nodes outside of `inner`. Attempts at a compaction that no
+    # later message continues are added to `inner`, so that they are not leaves.
     links = [(i, link) for i, node in enumerate(raw) for link in node.get("semantic_parents") or ()]
     followed = {link["node"] for _, link in links if link["type"] == "compaction"}
     attempts = {i for i, link in links if link["type"] == "compaction_attempt"}

@@ -31,9 +31,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# Countries and capitals. The table omits countries whose answer cannot be compared as text: those
-# with several capitals, and those whose capital is disputed, about to move, spelled with an accent,
-# or named like the country.
+# Countries and capitals. The table omits countries for which an answer cannot be compared as text.
+# These are countries with several capitals, and countries whose capital is disputed, about to move,
+# spelled with an accent, or named like the country.
 TABLE = """\
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
 Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;

@@ -45,10 +45,10 @@ class LectureModel(nn.Module):
 def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
     """Return one reward for each response.
 
-    A response gets one point for each number of the prompt that it contains, and one point for each
-    pair of neighbours in ascending order. As in the lecture, if a number occurs several times in
-    the prompt, one occurrence in the response earns a point for each of them. With `scaled`, the
-    points for numbers and the points for pairs are each divided by their maximum.
+    A response gets one point for each of the three numbers of the prompt that it contains, and one
+    point for each pair of neighbours in ascending order. As in the lecture, a number that the
+    prompt contains twice gives two points, even if the response contains it only once. If `scaled`
+    is True, the points for numbers and the points for pairs are each divided by their maximum.
     """
     included = (prompts[:, :, None] == responses[:, None]).any(-1).sum(1)
     ordered = (responses[:, 1:] >= responses[:, :-1]).sum(1)

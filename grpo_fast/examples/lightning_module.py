@@ -101,7 +101,8 @@ class GRPOModule(LightningModule):
         if self.reference is not None:
             ref_logps = policy_logps(self.reference, batch, self.config.temperature)
         # 2. Compute the numbers of tokens and completions by which the loss is divided. Use the
-        # mean over ranks instead of the sum, because DDP averages the gradients of the ranks.
+        # mean of the ranks' numbers instead of the sum, because DDP averages the gradients of the
+        # ranks instead of summing them.
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)

@@ -68,7 +68,7 @@ def train(
         after_end = is_end.cumsum(1) - is_end.int() > 0
         completions = input_ids[:, length:].masked_fill(after_end, -100)
         labels = torch.cat([torch.full_like(repeated, -100), completions], 1)
-        # 2. Compute the rewards. The advantages compare each reward with the rewards of its group.
+        # 2. Compute the rewards. The advantages compare the rewards of the completions of a prompt.
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
         # 3. Update the model. The first update on a batch stores its log-probabilities, and the

@@ -8,8 +8,9 @@ Without `--pairs`, the script trains a model with 0.2 M parameters on generated 
 `sort`. The model learns which of two answers has more symbols in the right places. This takes half
 a minute on 2 CPU cores.
 
-Each line of the file PAIRS is a JSON object with the texts `prompt`, `chosen` and `rejected`, and
-optionally a number `margin`. Every tenth pair is held out to measure the accuracy.
+`--pairs` is a file of pairs. Each line is a JSON object with the texts `prompt`, `chosen` and
+`rejected`. An optional number `margin` says by how much the score of the chosen text should at
+least exceed the score of the rejected text. Every tenth pair is held out to measure the accuracy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers import TrainingArguments as Arguments
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Pair = dict[str, str | float]  # a line of the file PAIRS
+Pair = dict[str, str | float]  # a line of the file of pairs
 DIGITS, SYMBOLS = 4, 10
 # Weight of the loss term mean((chosen + rejected)²), which keeps the mean of the scores near 0
 # (arXiv 2312.09244).
@@ -154,8 +155,8 @@ def train(
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # Set the id of the pad token, with which the model finds the last token before the padding.
-        # It computes its score at this token.
+        # Set the id of the pad token. The model computes its score at the last token before the
+        # padding, and it finds the padding by this id.
         model.config.pad_token_id = tokenizer.pad_token_id
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,

@@ -108,8 +108,8 @@ def _last_rows(
     layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
     # Hooks on the head or a replaced forward may change the logits, but the fused loss uses only
-    # the head's weight. If there are any, compare our logits of the last position with the model's
-    # logits.
+    # the head's weight. If the head has a hook or a replaced forward, compare our logits of the
+    # last position with the model's logits.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
     hidden = out.hidden_states[-1][:, :-1]

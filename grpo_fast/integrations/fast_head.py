@@ -47,7 +47,10 @@ def _warn_partitioned(by: str) -> None:
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of the LM head: that of autocast if it is on, otherwise that of `hidden`."""
+    """Return the dtype in which the LM head is computed.
+
+    It is autocast's dtype if autocast is enabled, and otherwise the dtype of `hidden`.
+    """
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -59,8 +62,8 @@ def run_inside(module: nn.Module) -> None:
     forward.
 
     The module's hooks fire around `f`. With FSDP2, the hooks gather the weights before `f` and
-    reduce the gradients after the backward. They also cast every float argument of the call. To
-    keep the dtype of a tensor, bind it to `f` with `functools.partial`.
+    reduce the gradients after the backward. FSDP2's hooks may also cast every float argument of the
+    call. To keep the dtype of a tensor, bind the tensor to `f` with `functools.partial`.
 
     Args:
         module: The module to change. Other modules of the same class are not changed.

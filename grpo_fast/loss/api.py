@@ -47,8 +47,8 @@ def linear_logps(
 
     Row t of `hidden` predicts `target_ids[t]`, so the caller must shift the targets. First-order
     gradients flow to hidden, lm_head_weight and bias; double backward raises an error. Sums are
-    accumulated in fp32 or fp64. Logits are cached for the backward pass up to the limit
-    GRPO_FAST_WORKSPACE_MIB, and the remaining logits are recomputed.
+    accumulated in fp32 or fp64. The environment variable GRPO_FAST_WORKSPACE_MIB limits the memory
+    for logits that are cached for the backward pass. The remaining logits are recomputed.
 
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
@@ -66,8 +66,8 @@ def linear_logps(
             bound.
         logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
-        entropy_over: with a `support`, "support" computes entropies over the ids of the support,
-            and "vocabulary" over all ids, which costs the full matrix product.
+        entropy_over: only used with a `support`. "support" computes entropies over the ids of the
+            support. "vocabulary" computes them over all ids, for which all logits are computed.
         hidden_rows: the shape of target_ids, int64 or int32. The row of `hidden` (R, H) that
             predicts each target. A row may predict several targets, as the last row of a shared
             prompt does. None: row t predicts target t.
@@ -75,7 +75,7 @@ def linear_logps(
             combined with `group`, and is not available in a CUDA graph. None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
-            of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).
+            of the head. The rows are a plain tensor, which may be empty, or a Shard(0) DTensor.
             Outputs and the gradient of `hidden` are complete on every rank. The call is collective:
             if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
             None: the head is not split over ranks, except by FSDP2.
@@ -149,8 +149,8 @@ def logits_logps(
         softcap: bound of the absolute logits, a number > 0. None: no bound.
         logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
-        entropy_over: with a `support`, "support" computes entropies over the ids of the support,
-            and "vocabulary" over all ids.
+        entropy_over: only used with a `support`. "support" computes entropies over the ids of the
+            support, and "vocabulary" over all ids.
         support: the ids from which a truncating sampler drew each target (see `Support`). None: the
             full vocabulary.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
@@ -341,17 +341,17 @@ def linear_grpo_loss(
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
             full vocabulary.
-        grad_filter: a number in (0, 1). In each chunk of rows, the vocabulary columns with the
-            smallest gradients are excluded from the gradient products. Together they hold at most
-            this share of Σ|d-logits|. Loss and logps stay exact, but the last bits of the gradient
-            depend on how rows are batched.
-            Cannot be combined with `group`. None: no filter.
+        grad_filter: a number in (0, 1), which makes the gradients approximate. In each chunk of
+            rows, the vocabulary columns with the smallest gradients are excluded from the gradient
+            products. The excluded columns hold at most this share of Σ|d-logits|. Loss and logps
+            stay exact, but the last bits of the gradient depend on how rows are batched. Cannot be
+            combined with `group`. None: no filter.
         divergence: a `DivergenceTerm`, which adds coef·Σ_t w_t·D_t to the loss, where D_t is the
             divergence from a teacher. The call then costs 8·N·V·H flops. Cannot be combined with
             `grad_filter`. None: no divergence.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
             share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
-            of the head. These are a plain tensor, which may be empty, or a DTensor with Shard(0).
+            of the head. The rows are a plain tensor, which may be empty, or a Shard(0) DTensor.
             Outputs and the gradient of `hidden` are complete on every rank. The call is collective:
             if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
             None: the head is not split over ranks, except by FSDP2.
@@ -384,7 +384,7 @@ def linear_grpo_loss(
         torch.Size([100, 16])
     """
     with Agreement(group) as ranks:
-        # 1. Raise errors that earlier GPU calls have found, and check the arguments of this call.
+        # 1. Raise value errors of earlier GPU calls, and check the arguments of this call.
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)

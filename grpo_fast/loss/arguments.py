@@ -1,6 +1,6 @@
 """Containers for the arguments of a loss or logps call.
 
-They are shared by the modules for checks, batches, passes and operators.
+The modules checks, batch, passes and operators receive the arguments in these containers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | Non
 class Options(NamedTuple):
     """Options of a loss call that are not part of `LossConfig`.
 
-    A torch.compile graph can carry the fields that are listed in `schema.TYPES`. In a graph, the
-    other fields must have their default values.
+    A torch.compile graph can carry only the fields that are listed in `schema.TYPES`. All other
+    fields must have their default values when a graph is traced.
     """
 
-    wanted: list[bool]  # for each differentiable tensor: does it need a gradient
+    wanted: list[bool]  # for each differentiable tensor, whether it needs a gradient
     backend: str = "auto"
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
@@ -51,7 +51,7 @@ class Options(NamedTuple):
     support_offsets: Tensor | None = None
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
     inplace: bool = False  # write the gradient over the logits
-    divergence: DivergenceTerm | None = None  # the teacher has one row for each flat target
+    divergence: DivergenceTerm | None = None  # its teacher has one row for each of the N targets
 
 
 class RowOptions(NamedTuple):
@@ -84,7 +84,7 @@ class Targets(NamedTuple):
     """Vocabulary size of a call, and the hidden row and the support of each target."""
 
     vocab_size: int
-    hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t, target t
+    hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t predicts target t
     num_hidden: int = 0  # rows of `hidden`
     support: Support | None = None
 

@@ -7,8 +7,8 @@ the upstream scalar and returns the same tensors, so that autograd stores them a
 copy. A second backward (`retain_graph=True`) computes the gradients again.
 
 The forward pass of logps caches the logits, or their exponentials, for as many rows as fit into the
-workspace. The first backward uses the cache and recomputes the remaining rows. The linear functions
-then cost 6 to 8·N·V·H flops in total.
+workspace. The first backward uses the cache and recomputes the logits of the remaining rows.
+Forward and backward of `linear_logps` then cost 6 to 8·N·V·H flops in total.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ apply_loss: Callable[..., LossValues] = LossFunction.apply
 
 
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
-    """Combine gradients and units into one pair (gradient, unit) for each tensor.
+    """Return one pair (gradient, unit) for each tensor of a call.
 
     The unit is a power of two by which the backward pass must multiply the gradient. None means 1.
-    The gradient is None if the pass returned an empty tensor, which means "not needed".
+    The gradient is None if the loss pass returned an empty tensor, which means "not needed".
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -168,11 +168,13 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_ro
 
 
 class LogpsPass:
-    """Forward and backward pass of the logps over the active rows of one call.
+    """Forward and backward pass of the logps of one call.
+
+    Only active rows, which are the rows with a target, are computed.
 
     Args:
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
-        options: how to compute the logps.
+        options: options of the call, such as targets, temperature and backend.
         places: the result of `active_target_rows`, if it is already known.
         entropy_gradient: True if the backward pass receives a gradient for the entropies.
         wanted: for each tensor, True if it needs a gradient.
@@ -230,7 +232,14 @@ class LogpsPass:
     def gradients(
         self, stats: RowStats, d_logps: Tensor | None, d_entropy: Tensor | None, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of the tensors from the upstream gradients of the outputs."""
+        """Compute the gradients of the call's tensors from the gradients of its outputs.
+
+        Args:
+            stats: the statistics of the active rows from the forward pass.
+            d_logps: (N,), gradient of the loss with respect to the logps, or None.
+            d_entropy: (N,), gradient of the loss with respect to the entropies, or None.
+            wanted: for each tensor, whether it needs a gradient.
+        """
         g, g_entropy = (
             None if d is None else self._selected(self.rows.active(d).float())
             for d in (d_logps, d_entropy)

@@ -1,9 +1,9 @@
 """`TokenBatch`: the active tokens of a call in flat form.
 
-Padded and packed layouts are converted to T active rows, each with the index of its completion.
-Masked rows are removed before any computation, so that their values cannot affect a result. A batch
-copies the caller's per-token tensors, because metrics are computed later, when the caller may have
-changed the tensors.
+A padded or packed call with N token rows is converted to its T active rows, each with the index of
+its completion. Masked rows are removed before any computation, so that their values cannot affect a
+result. A batch copies the caller's per-token tensors, because metrics are computed later, when the
+caller may have changed the tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TokenBatch(NamedTuple):
         """Return the batch with token weights scaled up, so that fp16 gradients do not underflow.
 
         The scale is a power of two that moves the largest weight into the range 0.5 to 1. It is
-        stored in `tokens.unit`, so that it can be undone.
+        stored in `tokens.unit`, so that the loss and the gradients can be divided by it later.
         """
         return self._replace(tokens=self.tokens.scaled(weight_unit(self.tokens.token_weights)))
 
@@ -228,8 +228,8 @@ def _tokens(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )[places.segments]  # fmt: skip
-    # Average the entropy bonus over prompts if the loss is averaged over prompts, and over tokens
-    # otherwise.
+    # If the loss is averaged over prompts, average the entropy bonus with the same weights.
+    # Otherwise, average it over tokens.
     entropy_weight: float | Tensor | None = None
     if by_prompt:
         entropy_weight = weights

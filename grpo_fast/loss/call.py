@@ -158,14 +158,14 @@ def loss(
     inputs: BatchInputs,
     ranks: Agreement = NO_GROUP,
 ) -> LossOutput:
-    """Compute one of the losses in `operators.LOSSES`, either in a graph or with autograd.
+    """Compute one of the losses in `operators.LOSSES`, in a torch.compile graph or in eager mode.
 
     Args:
         name: the loss: "linear", "logits" or "given_logps".
-        tensors: the differentiable tensors: (hidden, weight, bias), (logits,) or (logps, entropy),
-            flattened to N rows.
-        options: how to compute the loss.
-        config: the objective.
+        tensors: the differentiable tensors, flattened to N rows. They are (hidden, weight, bias),
+            (logits,) or (logps, entropy), depending on the loss.
+        options: options of the call that are not part of the config, such as the backend.
+        config: the options of the loss.
         inputs: tensors per token and per completion, in the caller's layout.
         ranks: the tensor-parallel ranks that make the same call.
     """
@@ -199,7 +199,7 @@ def loss(
     if filtered is not None:
         more = dict(zip(FILTER_METRICS, filtered.unbind(), strict=True))
     if divergence is not None:
-        # Divide the sum by the number of active tokens. Inactive tokens have a divergence of 0, so
+        # Average the divergence over the active tokens. Inactive tokens have a divergence of 0, so
         # they do not change the sum.
         total = divergence.detach().sum(dtype=torch.float64).float()
         more["divergence"] = total / max(count, 1)

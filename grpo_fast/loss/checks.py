@@ -203,15 +203,15 @@ def prompt_items(value: object, count: int, config: LossConfig) -> None:
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
-    """Check the per-token and per-completion tensors of a loss.
+    """Check the per-token and per-completion tensors of a loss call, and the config.
 
-    Their shapes must fit the layout of `inputs.like`.
+    The shapes of the tensors must fit the padded or packed layout of `inputs.like`.
 
     Args:
-        config: the objective.
-        inputs: the tensors.
-        has_logits: True if the function computes logps from logits, so that it uses the
-            temperature.
+        config: the options of the loss.
+        inputs: the tensors to check.
+        has_logits: True if the loss function computes logps from logits. It then uses the
+            temperature, which is checked, too.
     """
     is_config(config)
     # 1. Reject options that only trainers support.

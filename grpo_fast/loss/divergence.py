@@ -73,11 +73,13 @@ def linear_divergence(
         values = beta * KL(q ‖ m) + (1 - beta) * KL(p ‖ m)      # "jsd"
         loss = (weights * values).sum()                         # weights None: values.mean()
 
-    Values are never negative, and exactly 0 if teacher and student have the same logits. A
-    vocabulary column in which only q is 0 makes the reverse KL infinite, and a column in which only
-    p is 0 makes the forward KL infinite. Gradients are computed in the forward pass. The call costs
-    8·N·V·H flops, or 6·N·V·H with a `TeacherTopK`. Double backward raises an error. Not available
-    inside torch.compile.
+    Values are never negative, and exactly 0 if teacher and student have the same logits. The
+    reverse KL is infinite if the teacher gives an id the probability q = 0 but the student does
+    not. The forward KL is infinite if the student gives an id the probability p = 0 but the teacher
+    does not.
+
+    Gradients are computed in the forward pass. The call costs 8·N·V·H flops, or 6·N·V·H with a
+    `TeacherTopK`. Double backward raises an error. Not available inside torch.compile.
 
     The Jensen-Shannon divergence follows GKD (https://arxiv.org/abs/2306.13649).
 
@@ -175,8 +177,8 @@ def compute_divergence(
 ) -> LossResult:
     """Compute Σ weights·D from hidden states, and its gradients.
 
-    In the result, `gradients` is (d-hidden, d-weight, d-bias), and `logps` contains the divergence
-    D of each row.
+    The result uses the fields of a loss: `gradients` is (d-hidden, d-weight, d-bias), and `logps`
+    contains the divergence D of each row instead of log-probabilities.
     """
     # 1. Scale the weights for fp16, as `linear_loss` does.
     is_half = any(wanted) and needs_scaling(hidden.dtype)
@@ -189,8 +191,8 @@ def compute_divergence(
     head = HeadTensors(hidden, weight, bias), rows, route
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            # 2. Compute the divergences over the full vocabulary, or over each row's set of ids if
-            # there is a support.
+            # 2. Compute the divergence of each row, here over the row's set of ids. Without a
+            # support, the branch below computes it over the full vocabulary.
             each, gradients = supported_divergence(*head, wanted=wanted, **term)
         else:
             term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)

@@ -17,16 +17,16 @@ from grpo_fast.loss import values
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Size in bytes of a block of logits on the CPU. The second kernel then reads the block from the
-# cache.
+# Size in bytes of a block of logits on the CPU. A block of this size stays in the CPU's cache, so
+# that reading it a second time is fast.
 CPU_BLOCK_BYTES = 4 << 20
 
 
 class LogitsSweep:
     """Pass over given logits with the row kernels, one block of rows at a time.
 
-    A token-level loss reads every row once and writes its gradient once. Other losses read every
-    row twice. Inactive rows get zero gradients.
+    For a token-level loss, one pass reads every row of logits and writes its gradient. Other losses
+    need two passes, so they read every row twice. Inactive rows get zero gradients.
 
     Args:
         logits: (N, V), with contiguous rows.
@@ -111,7 +111,9 @@ class LogitsSweep:
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
     ) -> tuple[RowLoss, tuple[Tensor]]:
-        """Compute a loss in which the gradient of a row depends only on that row.
+        """Compute a token-level loss and its gradient in one pass.
+
+        In a token-level loss, the gradient of a row depends only on that row.
 
         Returns:
             The losses of the active rows, and (d-logits,).

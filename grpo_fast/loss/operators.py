@@ -1,7 +1,8 @@
 """Custom operators for the losses and logps.
 
-torch.compile(fullgraph=True) puts them into its graph as nodes. Operator schemas support only
-tensors, numbers, strings and lists, so this module packs a batch into a flat list of arguments.
+torch.compile(fullgraph=True) puts each operator into its graph as one node. Operator schemas
+support only tensors, numbers, strings and lists, so this module packs the config and the tensors of
+a call into a flat list of arguments.
 Eager calls do not use the operators, because torch's dispatcher costs 0.2 ms per call.
 """
 
@@ -43,8 +44,8 @@ from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# Schema of the outputs of every loss operator. The gradients of its tensors follow as further
-# outputs.
+# Schema of the first outputs of every loss operator. The gradients of the operator's tensors follow
+# as further outputs.
 LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
 STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
@@ -87,7 +88,7 @@ operators = getattr(torch.ops, NAMESPACE)
 def build_batch(
     loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
 ) -> TokenBatch:
-    """Check the values of a call's arguments, and build its batch."""
+    """Check the values of a call's arguments, and build the batch of its active tokens."""
     vocab_size = loss.vocab(tensors)
     targets = None
     if vocab_size is not None:
@@ -116,14 +117,14 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Call the operator of logps. Return the logps and the entropies, both flat."""
+    """Call the operator of logps. Return the logps (N,), and the entropies (N,) or (0,)."""
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     logps, entropy, _ = getattr(operators, name)(*tensors, *graph_fields(options))
     return logps, entropy
 
 
 def _pack_arguments(config: LossConfig, inputs: BatchInputs) -> Row:
-    """Return config and inputs as a flat list that a schema can describe."""
+    """Return config and inputs as a flat list of values that an operator schema can describe."""
 
     def tensor(x: Total | None) -> Tensor | None:
         if x is None or isinstance(x, Tensor):
@@ -184,8 +185,8 @@ def _register(
 
     def remember(ctx: Context, inputs: Row, output: Sequence[Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        # save_for_backward accepts only tensors, so store the other inputs separately. A tuple
-        # distinguishes an input that is None from a tensor.
+        # save_for_backward accepts only tensors, so store the other inputs in `others`. There, None
+        # stands for a tensor, so every other input, which may itself be None, is put into a tuple.
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         ctx.output = [x.detach() for x in output]

@@ -38,7 +38,8 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    filtered: Tensor | None = None  # (2,) shares that grad_filter skipped and kept
+    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of columns kept
+    filtered: Tensor | None = None
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # (K,) fp32, the factor by which each of the K gradients must be multiplied. None: all factors
     # are 1. See kernels/head/half_range.py.
@@ -102,8 +103,8 @@ def _with_divergence(
     Both terms are computed in one pass over the head. If the call has a support, two passes are
     necessary, and their gradients are added.
     """
-    # Pass is_shard=True to select the row kernels. Divergences cannot use the kernels that start
-    # from hidden states.
+    # Pass is_shard=True to select the kernels that work on rows of logits. Divergences cannot use
+    # the kernels that compute logps directly from hidden states.
     route = head_route(options.backend, tensors.weight, is_shard=True)
     rows = batch.rows
     weights = term.coef * batch.tokens.token_weights
@@ -133,8 +134,9 @@ def _with_divergence(
 def rescaled(result: LossResult, unit: Tensor, dtype: torch.dtype) -> LossResult:
     """Divide the loss by `unit`, and round each gradient to `dtype`.
 
-    Each gradient is first scaled by a power of two, so that its largest element fits the range of
-    `dtype`. The result's `units` undo both scales.
+    The token weights of the call were multiplied by `unit`, so loss and gradients contain this
+    factor. Each gradient is also scaled by a power of two, so that its largest element fits the
+    range of `dtype`. The `units` of the result undo both scales in the backward pass.
     """
     pairs = [narrowed(x, dtype) if x.numel() else (x, unit) for x in result.gradients]
     units = torch.stack([x / unit for _, x in pairs])

@@ -141,7 +141,7 @@ class Agreement:
 
     def __init__(self, group: object) -> None:
         self.group = None if group is None else process_group(group)
-        self.is_open = self.group is not None  # other ranks wait for a message of this rank
+        self.is_open = self.group is not None  # True while other ranks wait for this rank's message
 
     def __enter__(self) -> Agreement:
         return self
@@ -151,9 +151,9 @@ class Agreement:
             self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """Describe this rank's part of the vocabulary. Return None if there is no group.
+        """Return which part of the vocabulary this rank has, or None if there is no group.
 
-        The call is collective.
+        The call is collective, because the ranks exchange the numbers of their rows.
 
         Raises:
             ValueError: all shards are empty, or another rank raised an error.
@@ -184,7 +184,7 @@ class Agreement:
             target_ids: (T,), the active targets.
             wanted: for each tensor, whether it needs a gradient.
             backend: the backend of the call.
-            numbers: the other options as text. The ranks compare its checksum.
+            numbers: the other options as text. The ranks compare a checksum of this text.
 
         Raises:
             ValueError: a rank makes a different call, or has raised an error.

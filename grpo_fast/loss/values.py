@@ -136,9 +136,10 @@ RULES: ValueRules = {
     "num_items_in_batch": ("numbers >= 0", "others", lambda x: ~((x >= 0) & torch.isfinite(x))),
 }
 
-# Functions that compute logps from logits allow old, reference and sampling logps up to this limit.
-# `RULES` has no upper limit for logps, because `grpo_loss` also accepts log-densities of continuous
-# actions, which may be positive.
+# `LOGPS_RULES` apply to the losses that compute logps from logits. There, old, reference and
+# sampling logps are log-probabilities, so they may exceed 0 only by `ROUNDING`. `RULES` have no
+# upper limit for logps, because `grpo_loss` also accepts log-densities of continuous actions, which
+# may be positive.
 ROUNDING = 1e-2  # nats above 0 that rounding to 16 bits may cause
 _LOGPS = f"log-probabilities, at most 0 (or {ROUNDING}, by rounding), at the active tokens"
 LOGPS_RULES = RULES | {
@@ -249,9 +250,10 @@ def support_rows(
     vocab_size: int,
     validate: str,
 ) -> SupportRows | None:
-    """Return the active rows that have a set of ids, or None if no row has a set.
+    """Convert a `Support` to the form that the kernels expect, or None if no active row has a set.
 
-    The host must know the sizes of the sets, which costs a GPU sync.
+    Rows with an empty set use the full vocabulary. The host must know the total size of all sets,
+    which costs a GPU sync.
 
     Args:
         support: one set of ids for each target of the caller.

@@ -1,4 +1,4 @@
-"""Group-relative advantages, with one function for each mode."""
+"""Group-relative advantages, with one function for each formula. A formula is called a mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def highest(r: Tensor) -> Tensor:
 
 
 def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """Normalise `a` so that its entries in `known` have mean 0 and standard deviation 1."""
+    """Scale and shift `a` so that its entries in the mask `known` have mean 0 and variance 1."""
     counted = a[known]
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
@@ -132,7 +132,7 @@ def gdpo(
 
     Source: GDPO, https://arxiv.org/abs/2601.05242
 
-    A NaN reward of a completion is left out of its sum, as in TRL.
+    If reward k of a completion is NaN, the term k is left out of the completion's sum, as in TRL.
 
     Args:
         r: (K, N, G), the rewards.
@@ -166,7 +166,7 @@ def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
-    """Compute A = r - Σ l·r / Σ l with completion lengths l.
+    """Compute A = r - Σ l·r / Σ l, where the sums are over the group and l are completion lengths.
 
     Source: OPO, https://arxiv.org/abs/2505.23585
 
@@ -216,8 +216,8 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "clip_high": ("None or a number >= 0", lambda x: x >= 0),
 }
 
-# Modes that do not compare completions within a group. A group with one completion or with equal
-# rewards is therefore allowed to have nonzero advantages.
+# Modes that do not compare completions within a group. They accept groups with one completion, and
+# they can give nonzero advantages to a group with equal rewards.
 WITHOUT_GROUPS = ("rewards", "baseline")
 
 
@@ -238,8 +238,8 @@ def group_advantages(
 
     Args:
         rewards: (N*G,), float. The rewards, group by group, so that the G completions of a prompt
-            are adjacent. With mode "gdpo" (K, N*G), the values of K reward functions. A completion
-            without a reward then has NaN for all K functions.
+            are adjacent. Mode "gdpo" expects (K, N*G) instead: the values of K reward functions. A
+            completion without a reward then has NaN for all K functions.
         mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
             "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "gdpo",
             "reinforce_pp_baseline", "opo" or "passk". The losses page has the formula and the paper

@@ -1,8 +1,8 @@
 """Aggregations, which define the weight w_t of every token in loss = Σ_t w_t·ℓ_t.
 
-The weights are known before the forward pass. If `num_items_in_batch` and
-`num_completions_in_batch` contain the totals of the whole optimizer step, loss and gradient do not
-depend on how the step is split into micro-batches and ranks. The only exception is
+ℓ_t is the loss of token t. The weights are known before the forward pass. If `num_items_in_batch`
+and `num_completions_in_batch` contain the totals of the whole optimizer step, loss and gradient do
+not depend on how the step is split into micro-batches and ranks. The only exception is
 "token_mean_local".
 """
 
@@ -18,7 +18,7 @@ Total = float | Tensor  # a number, or a 0-d tensor on a device
 
 
 class Counts(NamedTuple):
-    """Numbers of completions and tokens, by which an aggregation may divide the token weights."""
+    """Counts of tokens and completions, from which an aggregation computes the token weights."""
 
     active: int  # active tokens of this call, at least 1
     tokens: Total  # num_items_in_batch; if None, `active`
@@ -31,9 +31,10 @@ class Aggregation(NamedTuple):
     """Rule for the weights of the tokens.
 
     Attributes:
-        total: function that returns the divisor of all weights.
-        by_length: if True, weights are also divided by the length of the completion, or for
-            "prompt_mean" by the number of tokens of all completions of the prompt.
+        total: function that returns the number by which the weights of all tokens are divided.
+        by_length: if True, the weight of a token is also divided by the length of its completion.
+            For "prompt_mean", it is divided by the number of tokens of all completions of the
+            prompt instead.
     """
 
     total: Callable[[Counts], Total]
@@ -41,8 +42,9 @@ class Aggregation(NamedTuple):
 
 
 AGGREGATIONS: dict[str, Aggregation] = {
-    # Each token has the weight 1/(B·|o_b|), where |o_b| is the length of its completion. The loss
-    # is the mean over completions of their token means (DeepSeekMath).
+    # In these comments, B is the number of completions. Each token has the weight 1/(B·|o_b|),
+    # where |o_b| is the length of its completion. The loss is the mean over completions of their
+    # token means (DeepSeekMath).
     "sequence_mean": Aggregation(lambda counts: counts.completions, by_length=True),
     # Each token has the weight 1/(active tokens of this call). The loss is the mean over these
     # tokens (TRL).
@@ -81,9 +83,9 @@ def step_weights(
         active: the sum of lengths, known on the host.
         max_completion_length: maximum number of tokens, for "fixed_length".
         num_items_in_batch: active tokens of the whole optimizer step. None: the tokens of this
-            call. For "prompt_mean" a (B,) tensor with the number of tokens of each completion's
-            prompt. None then requires that this call has all completions of each prompt, next to
-            each other.
+            call. For "prompt_mean", a (B,) tensor that holds for each completion the number of
+            active tokens of all completions of its prompt. None then requires that this call has
+            all completions of each prompt, next to each other.
         num_completions_in_batch: completions of the whole optimizer step. None: the completions of
             this call.
         group_size: completions per prompt, for "prompt_mean".

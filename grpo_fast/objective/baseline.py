@@ -1,4 +1,4 @@
-"""Running mean of rewards, the baseline of `advantages: baseline` with `running: true`."""
+"""Running mean of rewards. The advantage mode "baseline" subtracts it if `running` is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss of per-token logps, and its derivatives dL/dlogp and dL/dentropy, without autograd."""
+"""Loss L of per-token logps, with its derivatives dL/dlogp and dL/dentropy, without autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """Inputs of a token-level loss for each row, all of which are known before the forward pass."""
+    """Inputs of a token-level loss for each row. All of them are known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -67,7 +67,8 @@ def token_loss(
     correction = corrected(logps, old_logps, tokens, config)
     ratio = importance_ratio(logps, old_logps, correction.weights, tokens, config)
 
-    # 2. Compute the loss and the slope of every token.
+    # 2. Compute the loss of every token and its slope, which is the derivative of the loss with
+    # respect to the log ratio or the logp (`objective.slope_of`).
     loss, slope = objective.function(logps, ratio.log, tokens.advantages, *config.params)
     if objective.ratio_kind == "geometric":
         mean = tokens.completion_mean(loss)
@@ -75,8 +76,8 @@ def token_loss(
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
     elif objective.ratio_kind == "detached_mean":
-        # Set the slope to 0 where the mean log ratio was clamped, because the loss is constant
-        # there.
+        # Set the slope to 0 where the mean log ratio was clamped. There, the ratio does not depend
+        # on the logps.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
     # 3. Multiply the loss by the token weights, and convert the slope to dL/dlogp.
@@ -122,8 +123,8 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # Pass old_logps in place of the logps, which are not known yet. These corrections do not
-        # use the logps.
+        # The logps are not known yet, so pass old_logps in their place. All corrections have the
+        # ratio "old/sampling" here, which does not depend on the logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:
@@ -225,7 +226,10 @@ def weighted_kl(
 
 
 def entropy_share(keep: Tensor | None, tokens: Tokens) -> Tensor:
-    """Return the weight of each token in the mean entropy of the tokens in `keep`, (T,)."""
+    """Return the weight of each token's entropy in the entropy bonus, (T,).
+
+    Tokens that the mask `keep` excludes have weight 0.
+    """
     kept = torch.ones_like(tokens.token_weights) if keep is None else keep.float()
     share = tokens.entropy_weight
     if share is None:

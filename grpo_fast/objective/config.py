@@ -38,9 +38,9 @@ NULLABLE = (
     "group_size",
 )  # fmt: skip
 
-# Options that only some losses use. It is an error to change one of them for a loss that ignores
-# it. The clip range is exempt, because users keep one range while they try several losses, and
-# because `replace` keeps the default of epsilon_high.
+# Options that only some losses use. Changing one of these options for a loss that ignores it is an
+# error. epsilon_low and epsilon_high are not in the list: users keep one clip range while they try
+# several losses, and `replace` passes on an epsilon_high that was only a default.
 LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
@@ -66,7 +66,8 @@ class LossConfig:
             "luspo", "dual_clip", "cispo", "sapo", "gspo", "gspo_token", "gmpo", "vespo", "dppo_tv",
             "dppo_kl", "kimi" or "dro".
         epsilon_low: float. The ratio is clipped from below at 1 - epsilon_low. "gmpo" clips the log
-            ratio at -epsilon_low. For "dppo_tv" and "dppo_kl" the bound is a divergence.
+            ratio at -epsilon_low instead. For "dppo_tv" and "dppo_kl", epsilon_low and epsilon_high
+            bound the change of a token's probability (tv) or a KL divergence (kl).
         epsilon_high: float. The ratio is clipped from above at 1 + epsilon_high. None: the value of
             epsilon_low. For "cispo" it is the upper bound of the ratio itself, 5.0 by default.
         importance_sampling_level: str. "token" uses one ratio per token. "sequence" uses one ratio
@@ -105,9 +106,9 @@ class LossConfig:
     Filters and corrections
         top_entropy_quantile: float. Fraction of the tokens to keep. The tokens with the highest
             entropy are kept. 1.0 keeps all tokens.
-        corrections: `Correction`, or a list of them. How `sampling_logps` weights and masks the
-            policy loss. A dictionary with the fields of a Correction is accepted, too. () disables
-            corrections.
+        corrections: `Correction`, or a list of corrections, which weight or mask the policy loss by
+            the ratio between the policy and the sampler (`sampling_logps`). A dictionary with the
+            fields of a Correction is accepted, too. () disables corrections.
 
     Entropy
         entropy_coef: float. Weight of an entropy bonus, which is subtracted from the loss.
@@ -119,8 +120,8 @@ class LossConfig:
         delta: float. Upper bound of the unclipped ratio (INTELLECT-2), for "grpo" and its variants.
             None: no bound.
         dual_clip_c: float. For A < 0 the loss of "dual_clip" is at most -dual_clip_c·A.
-        cispo_bound: str. "raw" clips the ratio of "cispo" at epsilon_high. "offset" clips it to [1
-            - epsilon_low, 1 + epsilon_high].
+        cispo_bound: str. "raw" clips the ratio of "cispo" from above at epsilon_high. "offset"
+            clips it from below at 1 - epsilon_low and from above at 1 + epsilon_high.
         sapo_temperature_pos: float. τ of "sapo" for A > 0.
         sapo_temperature_neg: float. τ of "sapo" for A <= 0.
         vespo_k_pos: float. k of "vespo" for A >= 0.
@@ -194,7 +195,8 @@ class LossConfig:
         self._fill_defaults()
         self._check_ranges()
         self._check_combinations()
-        # Store the config as a string, the key. A torch.compile graph can carry only strings.
+        # Store the options as a string, the key, because a torch.compile graph can carry a string
+        # but not a config.
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if isinstance(self.temperature, Tensor):
             plain["temperature"] = 1.0
@@ -292,7 +294,8 @@ class LossConfig:
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
             "ratio_max": 1.0 + high if offset else high,
-            # Use the same lower bound as TRL. With λ = 0, φ would grow without limit.
+            # Use the same lower bound as TRL. With λ = 0, the weight φ of a token would have no
+            # upper bound.
             "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
             "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
         }
@@ -332,7 +335,10 @@ class LossConfig:
 
     @property
     def is_token_local(self) -> bool:
-        """True if dL/dlogp of a row depends only on that row, so that one pass is enough."""
+        """True if dL/dlogp of a row depends only on that row.
+
+        One pass over the logits then computes the loss and its gradient.
+        """
         return (
             OBJECTIVES[self.loss_type].ratio_kind == "ratio"
             and self.importance_sampling_level == "token"

@@ -48,11 +48,12 @@ class Correction:
             completion, the product or the geometric mean of the ratios of its tokens.
             "worst_token", only for "reject", drops a completion if the ratio of one token is
             outside the bounds.
-        ratio: "old/sampling", "current/sampling" or "current/behaviour". "current" is the policy of
-            the forward pass, without its gradient. "behaviour" is the sampler, or the old policy if
-            `sampling_logps` is missing.
-        advantages: "all", or "negative", only for "reject", which never drops a token with
-            advantage >= 0 (DeepSeek-V3.2).
+        ratio: the two policies whose probabilities are divided: "old/sampling", "current/sampling"
+            or "current/behaviour". "current" is the policy of the forward pass; no gradient flows
+            through the ratio. "sampling" is the sampler. "behaviour" is the sampler, too, or the
+            old policy if `sampling_logps` is missing.
+        advantages: "all" lets the correction drop any token. "negative", only for "reject", never
+            drops a token with advantage >= 0 (DeepSeek-V3.2).
 
     Raises:
         ValueError: an unknown choice, bounds in the wrong order, or a level or `advantages` that

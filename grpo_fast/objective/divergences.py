@@ -4,14 +4,14 @@ With the student's logits z and D = Σ_j value_j, each function returns value_j 
 p_j·∂D/∂p_j. The callers then compute dD/dz_j = slope_j - p_j·Σ_k slope_k. Triton and C++ compile
 the same source, so the functions use only the operations listed in `losses.py`. Arguments:
 
-    p, q    probabilities
-    d       log p - log q, 0 where both are -inf
-    near    e^-|d| - 1; q - p = (d >= 0 ? p : -q)·near has no cancellation
+    p, q    probabilities of one vocabulary id
+    d       log p - log q, or 0 if both logarithms are -inf
+    near    e^-|d| - 1, from which q - p = (d >= 0 ? p : -q)·near is computed without cancellation
     beta    the teacher's share in the mixture of "jsd"
 
-Each value is written as a Bregman divergence, to which Σ(q - p) = 0 is added. No term is then
-negative, and nearly equal logits lose no digits. For |d| < 0.5, the values are computed with e^x -
-1 - x.
+The values of the KLs contain an additional term, q - p or p - q. Its sum over the vocabulary is 0,
+so it does not change D. With this term, no value is negative, and nearly equal logits lose no
+digits. For |d| < 0.5, the values are computed with the function `expm1_minus`.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def gae(
     else:
         number("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         decay = gamma * lam
-    # 2. Move the tokens inside the mask to the front, and find the value of the next token for
-    # each.
+    # 2. Move the tokens inside the mask to the front of each completion. For each of these tokens,
+    # find the value of the next token.
     active = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
     order = (~active).to(torch.uint8).argsort(dim=1, stable=True)
     r, v = (torch.where(active, x.double(), 0.0).gather(1, order) for x in (rewards, values))
@@ -75,8 +75,8 @@ def gae(
     if following is not None and length:
         last = torch.arange(length, device=r.device) == active.sum(1, keepdim=True) - 1
         after = torch.where(last, following.double()[:, None], after)
-    # 3. Sum the discounted errors, with twice as many terms after each step, and move the sums back
-    # to the tokens.
+    # 3. Sum the discounted temporal-difference errors. Each step of the loop doubles the number of
+    # terms in the sums. Then move the sums back to the positions of the tokens.
     advantages = r + gamma * after - v
     span = 1
     while span < length:  # invariant: A_t holds the terms k < span, and decay = (γλ)^span

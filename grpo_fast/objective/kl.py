@@ -25,7 +25,10 @@ def expm1(x):
 
 
 def expm1_minus(x):
-    """Compute e^x - 1 - x in fp64. For small x, it is about x²/2 and would cancel in fp32."""
+    """Compute e^x - 1 - x in fp64.
+
+    For small x, the result is about x²/2. In fp32, the subtraction would lose all its digits.
+    """
     x64 = x.double()
     return (tl.expm1(x64) - x64).to(x.dtype)
 
@@ -62,7 +65,10 @@ def k2(d, value_max=INF, d_max=INF):
 
 
 def k3(d, value_max=INF, d_max=INF):
-    """Compute the unbiased estimate e^d - d - 1, which is never negative. Linear for d > 20."""
+    """Compute the unbiased estimate e^d - d - 1, which is never negative.
+
+    For d > 20, the tangent at 20 replaces the estimate (see K3_GUARD).
+    """
     inside = tl.clamp(d, -d_max, d_max)
     near = tl.clamp(inside, -1e30, 20.0)
     slope_near = -expm1(near)

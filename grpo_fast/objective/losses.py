@@ -43,9 +43,10 @@ def unclipped(logp, log_ratio, advantage):
 
 
 def ppo_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, delta):
-    """Compute -min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A) (PPO; δ: INTELLECT-2).
+    """Compute -min(min(r, δ)·A, clip(r, 1-ε_low, 1+ε_high)·A), the clipped loss of PPO.
 
-    If both branches are equal, the unclipped branch is chosen, so that the gradient is not lost.
+    r is the importance ratio and A the advantage. INTELLECT-2 added the bound δ. If both arguments
+    of the outer minimum are equal, the unclipped one is chosen, so that the gradient is not lost.
     """
     ratio = tl.exp(log_ratio)
     bounded = tl.where(ratio < delta, ratio, delta)
@@ -67,7 +68,7 @@ def dual_clip(logp, log_ratio, advantage, epsilon_low, epsilon_high, dual_clip_c
 
 
 def cispo(logp, log_ratio, advantage, ratio_min, ratio_max):
-    """Compute -sg(clamp(r))·A·lp, where sg stops the gradient of the ratio r.
+    """Compute -sg(clamp(r))·A·logp, where sg stops the gradient of the importance ratio r.
 
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585
     """
@@ -86,9 +87,9 @@ def sapo(logp, log_ratio, advantage, temperature_pos, temperature_neg):
 
 
 def vespo(logp, log_ratio, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
-    """Compute -φ·A·lp with φ = sg(exp(λ + k·w - λ·e^w)), as TRL does.
+    """Compute -φ·A·logp with φ = sg(exp(λ + k·w - λ·e^w)), as TRL does.
 
-    Here w = log_ratio is the logarithm of the completion's weight.
+    w = log_ratio is the logarithm of the completion's weight, and sg stops the gradient.
     """
     k = tl.where(advantage < 0, k_neg, k_pos)
     lam = tl.where(advantage < 0, lambda_neg, lambda_pos)
@@ -113,10 +114,11 @@ def gmpo(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute the loss -A·sg(min(r, 20))·lp inside a trust region around p_old, as verl does.
+    """Compute -A·sg(min(r, 20))·logp inside a trust region around p_old, as verl does.
 
-    The trust region bounds p - p_old. The loss is 0 if p is outside of it and A would push p
-    further away from p_old.
+    p and p_old are the token's probabilities, r is their ratio, and sg stops the gradient. The
+    trust region bounds p - p_old. The loss is 0 if p is outside of the trust region and A would
+    push p further away from p_old.
     """
     ratio = tl.exp(log_ratio)
     moved = tl.exp(logp) - tl.exp(logp - log_ratio)
@@ -126,9 +128,9 @@ def dppo_tv(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
-    """Compute the loss of `dppo_tv`, with a trust region that bounds the binary KL of (p_old, p).
+    """Compute the loss of `dppo_tv` with a trust region that bounds a binary KL, as verl does.
 
-    verl does the same.
+    The binary KL is KL(p_old ‖ p) over two outcomes: the token itself or any other token.
     """
     ratio = tl.exp(log_ratio)
     p = tl.exp(logp)
@@ -146,7 +148,7 @@ def dppo_kl(logp, log_ratio, advantage, epsilon_low, epsilon_high):
 
 
 def kimi(logp, log_ratio, advantage, beta):
-    """Compute the loss -(lp·A - β/2·lr²) with the log ratio lr (Kimi k1.5; DRO)."""
+    """Compute the loss -(A·logp - β/2·log_ratio²), which Kimi k1.5 and DRO use."""
     return -advantage * logp + 0.5 * beta * log_ratio * log_ratio, beta * log_ratio - advantage
 
 

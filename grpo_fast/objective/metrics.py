@@ -26,7 +26,7 @@ def token_metrics(
     """Compute the metrics of a call.
 
     Means are taken over the active tokens. Minima and maxima of clip ratios are taken over
-    completions. "skipped_rows" counts the rows that receive no gradient.
+    completions. The metric "skipped_rows" counts the rows that receive no gradient.
 
     Args:
         logps: (T,), logps of the active tokens.
@@ -35,8 +35,8 @@ def token_metrics(
         config: the objective.
         num_rows: N, the number of all rows of the call.
     """
-    # 1. Compute the loss from the logps again, because the terms were not stored. A call whose
-    # metrics are never read thus has no additional cost.
+    # 1. Compute the loss again from the logps. The loss call does not store the terms that the
+    # metrics need, so a call whose metrics are never read has no additional cost.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -134,7 +134,10 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
 def sampling_metrics(
     old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Return metrics of |old_logp - sampling_logp| and of the importance weights."""
+    """Return metrics of the difference |old_logp - sampling_logp| and of the importance weights.
+
+    `sampling` contains the importance weights of the corrections, (T,), or is None.
+    """
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
     metrics = extents("sampling/sampling_logp_difference", gap)
@@ -145,9 +148,10 @@ def sampling_metrics(
 
 
 def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Tensor]:
-    """Return the fractions of tokens whose ratio is below or above the clip range, and their sum.
+    """Return the fractions of tokens whose ratio is clipped from below, from above, or at all.
 
-    A token counts only if its advantage pushes the ratio further out of the clip range.
+    A token counts only if its advantage pushes the ratio further out of the clip range. For each of
+    the three fractions, the mean, the minimum and the maximum are returned, keyed by name.
     """
     low = (r < 1 - config.epsilon_low) & (tokens.advantages < 0)
     high = (r > 1 + config.high_bound) & (tokens.advantages > 0)

@@ -32,9 +32,9 @@ class Ratio(NamedTuple):
     pool: Callable[[Tokens, Tensor], Tensor] | None = None
 
     def slope_to_logps(self, slope: Tensor, tokens: Tokens) -> Tensor:
-        """Convert dL/d(log ratio) into dL/dlogp, each (T,).
+        """Convert the slope dL/d(log ratio) into dL/dlogp, each (T,).
 
-        If log ratios are pooled over a completion, so are the slopes.
+        If the log ratios of a completion are pooled, their slopes are pooled in the same way.
         """
         return slope if self.pool is None else tokens.to_tokens(self.pool(tokens, slope))
 
@@ -64,8 +64,8 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if kind == "detached_mean":
-        # Treat the mean as a constant. The slope of the loss is with respect to the token's logp
-        # instead.
+        # Treat the mean as a constant, so it needs no pooling of slopes. The gradient flows through
+        # the token's own logp instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)

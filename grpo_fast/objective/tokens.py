@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Inputs of the objective for the active tokens, except the logps, in fp32 unless noted."""
+    """Inputs of the loss for the T active tokens of B completions, except the tokens' logps.
+
+    Tensors are fp32 unless noted otherwise.
+    """
 
     advantages: Tensor  # (T,)
     token_weights: Tensor  # (T,) w_t of the aggregation
@@ -26,7 +29,7 @@ class Tokens(NamedTuple):
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:
-        """Return the tokens with weights multiplied by `unit`."""
+        """Return the tokens with weights multiplied by `unit`, which is stored in the result."""
         return self._replace(token_weights=self.token_weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:

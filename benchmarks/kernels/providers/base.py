@@ -108,7 +108,7 @@ def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
 def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:
     """Return the dapo loss Σ mask·(-min(r·A, clip(r)·A)) / count of logps (N,).
 
-    It is used for peers that only compute logps.
+    It computes the loss for peers that only compute logps. `count` is the number of active tokens.
     """
     ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)

@@ -1,4 +1,7 @@
-"""Lower limits of the time of an operation: its matrix products, or a copy of the logits."""
+"""Lower limits of the time of an operation.
+
+A limit is the time of the operation's matrix products, or the time of a copy of the logits.
+"""
 
 from __future__ import annotations
 

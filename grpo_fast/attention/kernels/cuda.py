@@ -21,9 +21,9 @@ from grpo_fast.attention.spans import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Return the maximum lengths of query spans and of key spans.
+    """Return the length of the longest query span, at least 2, and that of the longest key span.
 
-    The maximum for queries is at least 2, because FA2 uses its decoding path for a single query.
+    The first length is at least 2, because FA2 would use its decoding path for a single query.
     """
     return max(2, *spans.queries), max(spans.keys)
 

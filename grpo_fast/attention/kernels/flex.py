@@ -31,8 +31,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, params: Attentio
     """
     q4, k4, v4 = (x.transpose(0, 1)[None] for x in (q, k, v))
     mask = layout.cached(("flex", params.window), lambda: _block_mask(layout, params.window))
-    # Compile only on CUDA. On the CPU, which only tests use, uncompiled flex_attention stores all
-    # T² scores.
+    # Compile flex_attention only on CUDA. Without compilation it stores all T² scores, but on the
+    # CPU only small tests use it.
     out = _function(q.is_cuda)(
         q4, k4, v4, score_mod=_score_mod(params.softcap), block_mask=mask, scale=params.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -58,8 +58,8 @@ def _score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
 def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
     """Return the BlockMask of a layout.
 
-    It lists the blocks with a visible key and the blocks that need no mask, and contains the mask
-    function.
+    The BlockMask lists two kinds of blocks: partly visible blocks, to which the mask function is
+    applied, and fully visible blocks, which need no mask. Invisible blocks are skipped.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

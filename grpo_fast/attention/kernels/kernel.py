@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     lse: Tensor  # (H, Tq)
 
     def part(self, call: Call) -> Saved:
-        """Return the queries, keys, values and results of one call."""
+        """Select the queries, keys, values and results that belong to one attention call."""
         at = call.queries
         return Saved(
             self.q[at], call.take(self.k), call.take(self.v), self.out[at], self.lse[:, at]

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
-# What TRL divides the summed loss by, for each loss type. "completions" and "tokens" are the
-# numbers in the micro-batch. TRL divides these losses also by the number of accumulation steps.
-# "items" is the number of tokens in the generation batch.
+# The number by which TRL divides the summed loss, for each loss type. "completions" and "tokens"
+# are the numbers in the micro-batch; TRL then also divides the loss by the number of accumulation
+# steps. "items" is the number of tokens in the generation batch.
 NORMALISERS = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
     **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
 }  # fmt: skip
-# Options that TRL uses only with the given loss type. With all other loss types, TRL uses `delta`.
+# Options that TRL uses for these loss types in place of `delta`. All other loss types use `delta`.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
@@ -123,7 +123,7 @@ class SinglePass(NamedTuple):
     old_logps: Tensor | None
     ref_logps: Tensor | None
     num_items: Tensor | None  # 0-d
-    divisor: float  # divide the loss by this number
+    divisor: float  # the caller must divide the resulting loss by this number
 
 
 def single_pass_reason(trainer: GRPOTrainer) -> str | None:

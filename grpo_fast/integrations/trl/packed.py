@@ -47,7 +47,7 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: PreTrainedModel) -> None:
-    """Change a model's attention, forward and LM head, so that `packed_forward` can run it.
+    """Change a model's attention, forward and LM head, so that `packed_forward` can run the model.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -69,8 +69,8 @@ def take_packed_rows(model: PreTrainedModel) -> None:
 def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Restore the model's original attention in a `with` block.
 
-    `generate` and `save_pretrained` of transformers read the name of the attention, and do not know
-    the name that we registered.
+    `generate` and `save_pretrained` of transformers read the name of the attention implementation
+    from the config. They expect an original name, not the one that we registered.
     """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)

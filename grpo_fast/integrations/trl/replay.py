@@ -1,7 +1,8 @@
 """Record of the tokens that a truncating sampler kept at each position.
 
-TRL shuffles, cuts, pads and joins completions before it computes their log-probabilities. A sampled
-turn is therefore found by comparing the token ids of its prompt and completion.
+A turn is one completion that the sampler generated. TRL shuffles, cuts, pads and joins turns before
+it computes their log-probabilities, so the position of a turn changes. The record of a turn is
+therefore found by comparing the token ids of its prompt and completion.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Replay:
         """
         if not self.turns:
             return None
-        # 1. For each completion token, find the index of its first kept id in `ids`, the number of
-        # its kept ids, the sampler's log-probability, and the total probability of the kept ids.
+        # 1. For each completion token, find the sampler's record. It consists of the index in `ids`
+        # of the first kept id, the number of kept ids, the log-probability of the token, and the
+        # total probability of the kept ids.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
         logps = torch.full(shape, torch.nan)
         mass = torch.ones(shape)
@@ -110,8 +112,8 @@ class Replay:
                 continue
             completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                # Compare only as many tokens as both have, because TRL may have cut the turn at the
-                # maximum completion length.
+                # Compare only as many tokens as both sequences have, because TRL may have cut the
+                # turn at the maximum completion length.
                 n = min(len(one.ids), len(completion))
                 if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))

@@ -138,8 +138,9 @@ class OwnRollouts(GRPOTrainer):
         self, prompt_ids: list[list[int]], *others: object, **more: object
     ) -> tuple[object, ...]:
         sampling = self._sampling()
-        # Use only the settings, which are equal in all processes. If some processes took part in
-        # the reduction of the metrics and others did not, it would hang.
+        # Decide from the settings alone whether to reduce the metrics over all processes, because
+        # the settings are equal in all processes. If only some processes took part in the
+        # reduction, it would hang.
         self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -251,7 +252,7 @@ def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
 
 @functools.cache
 def usual() -> dict[str, object]:
-    """Return the default value of every field of a generation config."""
+    """Return the default value of every field of a generation config, keyed by name."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()

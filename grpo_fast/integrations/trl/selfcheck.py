@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
-SCORED = 5  # number of tokens at the end of each row that are its completion
+SCORED = 5  # number of completion tokens, which are at the end of each row
 
 # Type of a function (model, input_ids (B, L), attention_mask (B, L)) → logps (B, SCORED).
 Scores = Callable[["PreTrainedModel", Tensor, Tensor], Tensor]
@@ -56,8 +56,8 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores | None) -> 
             0.
 
     Returns:
-        The largest difference of each forward pass over the two rounds. Differences of the second
-        round are divided by `RANDOM_FACTOR`.
+        For each forward pass, the largest difference in nats of the two rounds. Differences of the
+        second round are divided by `RANDOM_FACTOR`, because random weights amplify rounding.
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:

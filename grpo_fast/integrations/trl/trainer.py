@@ -90,8 +90,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Logps and entropies from our single pass, or None. If they are set, TRL's `_compute_loss`
-        # uses them to compute its metrics.
+        # Logps and entropies from our single pass, or None. TRL's `_compute_loss` then uses these
+        # tensors instead of computing them, so that it can compute its metrics.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}

@@ -17,7 +17,7 @@ from grpo_fast.errors import conflict, require
 if TYPE_CHECKING:
     from verl.workers.config import ActorConfig
 
-LOG_RATIO_BOUND = 20.0  # verl clamps the log ratio of a token to [-20, 20]
+LOG_RATIO_BOUND = 20.0  # verl clamps the log importance ratio of a token to [-20, 20]
 GSPO_BOUND = 10.0  # verl clamps the log ratio of a sequence to at most 10
 DPPO_RATIO_CAP = 20.0  # largest ratio in our dppo objectives
 
@@ -153,10 +153,12 @@ def weighted(batch: Batch, config: ActorConfig) -> Tensor:
 
 
 def weighted_rows(batch: Batch, config: ActorConfig) -> Tensor:
-    """Return advantages, multiplied by the geometric mean of the completion's importance weights.
+    """Return the advantages, multiplied by the geometric mean of each completion's weights.
+
+    The weights are verl's importance weights of the rollout (`rollout_is_weights`).
 
     Raises:
-        ValueError: The advantage is 0 at single tokens of a completion.
+        ValueError: The advantage is 0 at some tokens of a completion, but not at all of them.
     """
     a = batch.advantages
     has_gaps = ((a == 0) & batch.mask & (batch.row_mean(a.abs()) > 0)).any()

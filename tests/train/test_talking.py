@@ -147,9 +147,7 @@ def test_without_a_network_one_sentence_and_no_retries(online, monkeypatch, tmp_
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(datasets.config, name, False)
     monkeypatch.setattr(socket, "create_connection", refuse)
-    model = invoke(
-        "train", "notebook", f"output_dir={tmp_path / 'run'}"
-    )  # the reference is loaded before the policy
+    model = invoke("train", "notebook", f"output_dir={tmp_path / 'run'}")
     result = invoke("train", "gsm8k-tiny", f"output_dir={tmp_path / 'run'}")
     assert len(asked) == 1 and asked[0][1] in (80, 443)
     for found, key in ((result, "data.path"), (model, "model.path")):

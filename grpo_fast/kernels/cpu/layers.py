@@ -9,9 +9,7 @@ fp32. Norms and SwiGLU compute in fp32 and round their result to bf16 once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,45 +19,12 @@ from torch.autograd import forward_ad
 
 from grpo_fast.kernels import route
 from grpo_fast.kernels.cpu import gemm, loader
+from grpo_fast.kernels.cpu.autocast import BF16, in_bf16, narrow_copy
 from grpo_fast.kernels.types import Context, contiguous_rows
 
 # With fewer rows, packing the weight takes longer than the faster product saves.
 LEAST_ROWS = 24
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
-BF16 = torch.bfloat16
-
-# Maps the id of a weight to the weight, its (version, address), and its bf16 copy. The variable is
-# None outside of `shared_copies`, where no copies are stored.
-_copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
-_copies = ContextVar("_copies", default=None)
-
-
-@contextmanager
-def shared_copies() -> Iterator[None]:
-    """Convert each weight to bf16 only once while this context is open.
-
-    A copy takes 2 bytes per weight until the context ends. Do not change weights through
-    `.data` while the context is open, because the layers would still use the old copies.
-    """
-    token = _copies.set({})
-    try:
-        yield
-    finally:
-        _copies.reset(token)
-
-
-def in_bf16() -> bool:
-    """Return whether the fast layers of fp32 models multiply in bf16.
-
-    They do under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
-    Otherwise, models under autocast use their original layers.
-    """
-    return (
-        torch.is_autocast_enabled("cpu")
-        and torch.get_autocast_dtype("cpu") == BF16
-        and route.gemm_choice() != "vendor"
-        and gemm.unavailable(BF16) is None
-    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -203,22 +168,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _narrow(weight: Tensor) -> Tensor:
-    """Return a bf16 copy of a weight. Inside of `shared_copies`, store the copy and reuse it."""
-    stored = _copies.get()
-    state = weight._version, weight.data_ptr()
-    if stored is not None and id(weight) in stored:
-        _, stored_state, copy = stored[id(weight)]
-        if stored_state == state:
-            return copy
-    # Copy outside of inference mode, because autograd cannot save tensors that were created in it.
-    with torch.inference_mode(False):
-        copy = weight.detach().to(BF16)
-    if stored is not None:
-        stored[id(weight)] = weight, state, copy
-    return copy
-
-
 def _torch_gradients(
     formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
 ) -> tuple[Tensor, ...]:
@@ -264,35 +213,10 @@ def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wants_x, needs_d_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_d_weight else None, weight if wants_x else None)
-        return _product(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        by_torch = _in_transform(grad)
-        rows = grad.reshape(-1, grad.shape[-1])
-        dx = dw = None
-        if weight is not None:
-            dx = _mm(rows, weight, by_torch).view(*grad.shape[:-1], weight.shape[1])
-        if x is not None:
-            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), by_torch)
-        return dx, dw, rows.sum(0) if ctx.needs_input_grad[2] else None
-
-
-class _Linear16(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wants_x, needs_d_weight, _ = ctx.needs_input_grad
-        rows = x.reshape(-1, x.shape[-1]).to(BF16)
-        narrow = _narrow(weight)
-        ctx.save_for_backward(rows if needs_d_weight else None, narrow if wants_x else None)
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        if bias is None:
-            return _mm(rows, narrow.t()).view(*x.shape[:-1], len(weight))
-        return _product(rows, narrow, bias.to(BF16)).to(BF16).view(*x.shape[:-1], len(weight))
+        return _product(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -304,8 +228,26 @@ class _Linear16(torch.autograd.Function):
         if weight is not None:
             dx = _mm(rows, weight, by_torch, ctx.dtype).view(ctx.shape)
         if x is not None:
-            dw = _mm(rows.t(), x, by_torch, torch.float32)
+            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), by_torch, torch.float32)
         return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None
+
+
+class _Linear16(_Linear):
+    """Linear layer in bf16 with fp32 weights. The gradients of weight and bias are summed in fp32.
+
+    Only the forward pass differs from `_Linear`.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_dx, needs_dw, _ = ctx.needs_input_grad
+        rows = x.reshape(-1, x.shape[-1]).to(BF16)
+        narrow = narrow_copy(weight)
+        ctx.save_for_backward(rows if needs_dw else None, narrow if needs_dx else None)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        if bias is None:
+            return _mm(rows, narrow.t()).view(*x.shape[:-1], len(weight))
+        return _product(rows, narrow, bias.to(BF16)).to(BF16).view(*x.shape[:-1], len(weight))
 
 
 class _RmsNorm(torch.autograd.Function):

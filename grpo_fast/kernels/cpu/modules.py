@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grpo_fast.kernels.cpu import layers, loader
+from grpo_fast.kernels.cpu import autocast, layers, loader
 from grpo_fast.kernels.self_test import in_fresh_thread
 
 CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
@@ -282,7 +282,7 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
         return None
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
-        if layers.in_bf16():  # the angles are fp32, so the formula computes in fp32
+        if autocast.in_bf16():  # the angles are fp32, so the formula computes in fp32
             q, k = q.float(), k.float()
         if rest or options or not layers.can_rotate(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)

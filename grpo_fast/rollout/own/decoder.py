@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from grpo_fast.attention import TreeLayout, small_windows, trial
 from grpo_fast.attention.head import Head
 from grpo_fast.kernels import route
+from grpo_fast.kernels.cpu import autocast, gemm, layers, loader
 from grpo_fast.kernels.cpu import decode as cpp
-from grpo_fast.kernels.cpu import gemm, layers, loader
 from grpo_fast.kernels.cpu.modules import (
     SETTINGS,
     Observer,
@@ -129,10 +129,10 @@ def decoder_of(
 def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> bool:
     """Return whether the decoder supports this model, and its kernels are available."""
     dtype = head.weight.dtype
-    if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != layers.in_bf16():
+    if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != autocast.in_bf16():
         return False
     if (
-        dtype != (torch.bfloat16 if layers.in_bf16() else torch.float32)
+        dtype != (torch.bfloat16 if autocast.in_bf16() else torch.float32)
         or gemm.unavailable(dtype)
         or loader.unavailable("decode")
         or loader.unavailable("decoder")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fast.attention import Head, head_of
 from grpo_fast.errors import require
-from grpo_fast.kernels.cpu import layers
+from grpo_fast.kernels.cpu.autocast import shared_copies
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -102,7 +102,7 @@ class SampledModel:
         lm.set_attn_implementation(self.generation_attn)
         lm.eval()
         try:
-            with torch.no_grad(), self._autocast(), layers.shared_copies():
+            with torch.no_grad(), self._autocast(), shared_copies():
                 yield
         finally:
             lm.generation_config = saved

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.errors import require
-from grpo_fast.rollout.vllm.transfer import checkpoint_tensors
+from grpo_fast.rollout.vllm.transfer import adapted_modules, checkpoint_tensors
 
 # Number of adapter versions whose folders are kept. Running requests may use the previous version.
 KEPT = 2
@@ -23,14 +23,9 @@ UNSUPPORTED = (
 FIELDS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
-def adapted_modules(policy: Any) -> dict[str, Any]:
-    """Return the modules with LoRA matrices, keyed by name. The dict may be empty."""
-    return {n: m for n, m in policy.lm.named_modules() if hasattr(m, "get_delta_weight")}
-
-
 def _active_config(policy: Any) -> tuple[str, Any]:
     """Return the name and the configuration of the policy's first active adapter."""
-    name = next(iter(adapted_modules(policy).values())).active_adapters[0]
+    name = next(iter(adapted_modules(policy.lm).values())).active_adapters[0]
     return name, policy.lm.peft_config[name]
 
 
@@ -47,7 +42,7 @@ def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: s
         ValueError: the rank is too large, vLLM would ignore a module, or the adapter is not a
             plain LoRA adapter.
     """
-    modules = adapted_modules(policy)
+    modules = adapted_modules(policy.lm)
     rank = max(max(module.r.values()) for module in modules.values())
     expected = f"a max_lora_rank of at least {rank}, the rank of the adapter"
     require(rank <= max_rank, argument, expected, max_rank)

@@ -82,7 +82,7 @@ class Link:
             message = "%s samples in %s, the trainer computes in %s: %s"
             log.warning(message, url, theirs, ours, advice)
         self.loads_adapters = info.lora is not None
-        if info.lora is not None and adapter.adapted_modules(policy):
+        if info.lora is not None and transfer.adapted_modules(policy.lm):
             expected = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for servers with --enable-lora"
             require(info.loads_adapters, "rollout.vllm.urls", expected, f"no such value at {url}")
             limits = info.lora.max_lora_rank, info.lora.target_modules

@@ -22,7 +22,7 @@ from grpo_fast.rollout.vllm import adapter
 from grpo_fast.rollout.vllm.adapter import Adapters
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
-from grpo_fast.rollout.vllm.transfer import buckets, dtype_of, repack_heads
+from grpo_fast.rollout.vllm.transfer import adapted_modules, buckets, dtype_of, repack_heads
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
@@ -64,7 +64,7 @@ class VLLMEngine(Engine):
         self.policy = policy
         if self.version == version:
             return
-        by_adapter = self.with_lora and bool(adapter.adapted_modules(policy))
+        by_adapter = self.with_lora and bool(adapted_modules(policy.lm))
         if not by_adapter or self.base is not policy.lm:
             parts = buckets(policy, merged=not by_adapter)
             weights = (pair for bucket in parts for pair in bucket)
@@ -178,7 +178,7 @@ def build(policy: SampledModel, options: Any) -> VLLMEngine:
     if on_gpu:  # the trainer uses the same GPU
         given |= {"gpu_memory_utilization": 0.3, "return_sampling_mask": options.needs_support}
     given |= options.vllm.options
-    adapted = bool(adapter.adapted_modules(policy))
+    adapted = bool(adapted_modules(policy.lm))
     with_lora = adapted and bool(given.get("enable_lora"))
     if with_lora:
         limits = given.get("max_lora_rank", DEFAULT_RANK), given.get("lora_target_modules")

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.adapter import Adapters, adapted_modules
+from grpo_fast.rollout.vllm.adapter import Adapters
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
 from grpo_fast.rollout.vllm.options import VLLMOptions, host_of, is_loopback
-from grpo_fast.rollout.vllm.transfer import Named, buckets
+from grpo_fast.rollout.vllm.transfer import Named, adapted_modules, buckets
 
 if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
@@ -93,7 +93,7 @@ class VLLMServers(Engine):
                 time.sleep(PAUSE_S)
             link.check(self.policy)
         without = [link.server.url for link in self.links if not link.loads_adapters]
-        if without and adapted_modules(self.policy):
+        if without and adapted_modules(self.policy.lm):
             what = "servers receive whole weights with the adapter merged"
             log.info("%s: %s started without --enable-lora", what, ", ".join(without))
 
@@ -114,7 +114,7 @@ class VLLMServers(Engine):
         self.version = version
         weights = None
         self.base = None
-        if all(link.loads_adapters for link in self.links) and adapted_modules(policy):
+        if all(link.loads_adapters for link in self.links) and adapted_modules(policy.lm):
             self.count += policy.lm is not self.lm
             self.lm = policy.lm
             self.base = f"{self.run}-base-{self.count}"

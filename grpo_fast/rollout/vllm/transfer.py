@@ -47,6 +47,11 @@ def buckets(policy: SampledModel, *, merged: bool = True) -> Iterator[Named]:
         yield bucket
 
 
+def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
+    """Return the modules with LoRA matrices, keyed by name. The dict may be empty."""
+    return {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
+
+
 @torch.no_grad()
 def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
     """Return all weights by the names that a checkpoint uses. Tied weights occur once.
@@ -57,7 +62,7 @@ def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    adapted = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
+    adapted = adapted_modules(lm)
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     # keep_vars=True returns the parameters themselves, so tied parameters have the same id().

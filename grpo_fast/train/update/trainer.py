@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fast.data import TRACES
-from grpo_fast.kernels.cpu import layers
+from grpo_fast.kernels.cpu.autocast import shared_copies
 from grpo_fast.rollout.vllm.teacher import TeacherServer
 from grpo_fast.train.collect.collector import Collected
 from grpo_fast.train.config import RunConfig
@@ -140,7 +140,7 @@ class Trainer:
                 self.precompute(batch)
                 # 2. Compute the gradients from hidden states, fused loss and backward pass.
                 in_step = self.policy.is_sharded
-                with distributed.together(in_step=in_step), layers.shared_copies():
+                with distributed.together(in_step=in_step), shared_copies():
                     own = accumulate(
                         self.policy, batch.minibatches[minibatch], self.loss_config,
                         validate="full" if step.number <= FULLY_VALIDATED_STEPS else "auto",

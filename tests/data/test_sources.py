@@ -292,7 +292,7 @@ def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplo
     for same in (["a", "b"], ["1", "2"], [None, None]):
         rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(same)]
         write_lines(path, *rows)
-        assert not survey(SimpleNamespace(task="jsonl", path=str(path), name=None)).notes
+        assert not survey(SimpleNamespace(task="jsonl", path=str(path))).notes
 
 
 def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):

@@ -51,19 +51,23 @@ def largest_size(test: str) -> int:
     return max(map(int, re.findall(r"\d+", test.partition("[")[2])), default=0)
 
 
+def results_of(*paths: Path) -> dict[str, str]:
+    """Return the results in the first of these files that exists, keyed by test."""
+    known = next(filter(Path.is_file, paths), None)
+    return json.loads(known.read_text())["results"] if known else {}
+
+
 def unfinished_of(path: Path) -> list[str]:
     """Return the tests that an earlier run left as failed or unfinished."""
-    known = json.loads(path.read_text())["results"] if path.is_file() else {}
-    return [test for test, result in known.items() if result not in ("PASSED", "SKIPPED", "XFAIL")]
+    results = results_of(path).items()
+    return [test for test, result in results if result not in ("PASSED", "SKIPPED", "XFAIL")]
 
 
 def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
     """Run the tests with pytest-xdist until all have ended or time runs out."""
     # Read the earlier results, and add to them. Several parts of a visit write this file, and the
     # next visit repeats the failed tests of all parts.
-    known = next((path for path in (out, RESULTS / NAME) if path.is_file()), None)
-    results = json.loads(known.read_text())["results"] if known else {}
-    results |= dict.fromkeys(tests, "unfinished")
+    results = results_of(out, RESULTS / NAME) | dict.fromkeys(tests, "unfinished")
     with tempfile.TemporaryDirectory() as folder:
         # 1. Start pytest. Pass the test ids in a file, because they are too long for a command
         # line.

@@ -75,7 +75,7 @@ def hub_splits(name: str) -> Splits:
         name: `owner/name`, or `owner/name:config`.
     """
     repository, _, config = name.partition(":")
-    config = config or ("main" if repository in ("openai/gsm8k", "gsm8k") else "")
+    config = config or ("main" if repository == "openai/gsm8k" else "")
     return _datasets(name, "load_dataset", repository, config or None)
 
 

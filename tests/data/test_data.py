@@ -119,7 +119,6 @@ def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     both = dict(task="jsonl", path=str(tmp_path))
     assert len(load(**both)) == lines
     assert len(load("test", **both)) == 1
-    write_lines(tmp_path / "test.jsonl", {"prompt": "q", "answer": "1"})
 
 
 def test_the_symbols_of_a_file_are_its_words(tmp_path):

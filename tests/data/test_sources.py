@@ -281,6 +281,22 @@ def test_system_prompts_for_rows_of_messages(tmp_path):
         load(path, prompt_template="hash")
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": [USER], "answer": "2"}, "expected none for rows of messages"),
+        ({"prompt": "no gold"}, "expected answers to all shots, got none to 'no gold'"),
+    ],
+)
+def test_rows_that_worked_examples_refuse(tmp_path, row, message):
+    """Check the errors for a row of messages and for a row without an answer."""
+    write_lines(tmp_path / "train.jsonl", {"prompt": "q", "answer": "1"}, row)
+    write_lines(tmp_path / "test.jsonl", {"prompt": "t", "answer": "3"})
+    data = SimpleNamespace(task="jsonl", path=str(tmp_path), shots_tokens=100)
+    with pytest.raises(DatasetError, match=f"data.shots_tokens: {message}"):
+        list(load_examples(data, split="train", seed=0, count_tokens=len))
+
+
 # ----------------------------------------------------------------------- Log notes about a data set
 def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplog):
     golds = ["5", "15/2", "12 pens", "1e3", "+5", "\u22125", "x^2"]
@@ -292,7 +308,7 @@ def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplo
     for same in (["a", "b"], ["1", "2"], [None, None]):
         rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(same)]
         write_lines(path, *rows)
-        assert not survey(SimpleNamespace(task="jsonl", path=str(path), name=None)).notes
+        assert not survey(SimpleNamespace(task="jsonl", path=str(path))).notes
 
 
 def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):

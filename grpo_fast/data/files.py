@@ -50,6 +50,8 @@ def load_file_examples(
         chosen = test[: settings.n_test]
     else:
         chosen = train[: settings.n_train]
+        expected = "a training example whose prompt is not a test prompt as well"
+        need(chosen, "data", f"{expected} in {settings.path}", "none")
         random.Random(f"{seed}/order").shuffle(chosen)
     # 3. Write the prompts.
     if settings.shots_tokens is None:
@@ -94,7 +96,8 @@ def survey(data: DataSource, needs_train: bool = True) -> Survey:
     settings = _settings(data)
     source = settings.path
     need(source, "data.path", "a file, a folder or a hub id", "none")
-    splits = local_splits(Path(source)) if is_local(source) else hub_splits(source)
+    local = isinstance(source, Path) or is_local(source)
+    splits = local_splits(Path(source)) if local else hub_splits(source)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
     places: list[str] = []

@@ -233,6 +233,9 @@ def test_hub_rows(monkeypatch):
         for split in ("train", "test"):
             with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
                 load(split, task="gsm8k", path="a/b")
+        installed(patch, lambda *arguments: {**load_dataset(*arguments), "train": []})
+        with pytest.raises(DatasetError, match="a training example .* in a/b, got none"):
+            load(task="gsm8k", path="a/b")
     calls.clear()
     train = load(task="gsm8k", path="openai/gsm8k")
     assert train[0].prompt == "train q" and load("test", task="jsonl", path="a/b:c")[0].prompt[:4]

@@ -46,7 +46,6 @@ CONFLICTS = (
     ("distill", "loss.beta!=0", "distill.coef is the weight of the divergence; set loss.beta=0"),
     ("distill.form=advantage", "distill.kind!=reverse_kl", "the log ratio estimates that one"),
     (SERVER, "reference.kind!=none", "the teacher replaces it; leave reference out"),
-    ("distill.topk", "distill.teacher=null", "only a server reports the likeliest ids"),
     ("distill.topk", "distill.teacher!=*://*", "only a server reports the likeliest ids"),
     ("distill.topk", "distill.form=advantage", "an advantage needs the sampled token only"),
     (SERVER, TRACES, "the server completes prompts, which traces do not have"),

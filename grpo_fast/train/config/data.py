@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from grpo_fast.data import FILES, TRACES
 from grpo_fast.errors import conflict
 from grpo_fast.rewards.conventions import CONVENTIONS
 from grpo_fast.rollout import EngineName, Sampling
@@ -45,10 +46,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        needed = self.task in ("gsm8k", "jsonl", "traces")
+        needed = self.task in (*FILES, TRACES)
         expected = f"{'a source' if needed else 'none'} for task {self.task}"
         require(needed == bool(self.path), "path", expected, repr(self.path))
-        if self.task not in ("gsm8k", "jsonl"):
+        if self.task not in FILES:
             # Only questions from a file have columns, templates and worked examples.
             for name in ("columns", "prompt_template", "system_prompt", "chat", "template_kwargs",
                          "shots_tokens"):  # fmt: skip

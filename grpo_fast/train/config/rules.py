@@ -11,6 +11,7 @@ from grpo_fast.errors import conflict, require
 from grpo_fast.objective.advantages import check_group_size, check_options
 from grpo_fast.objective.baseline import split_options
 from grpo_fast.objective.config import LossConfig
+from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config.base import named_in
 
 GAE = "gae"  # value of `advantages` for which a critic provides an advantage for each token
@@ -18,6 +19,8 @@ MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
 TRACES = "data.task=traces"
 DIFFER = "the branches of a task differ in number"
+# Losses in which beta is not the weight of a KL to the reference.
+NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
 # Each row has two conditions that must not both hold, and the reason. The conditions `key=pattern`
 # and `key!=pattern` compare the key's value with a shell pattern. The condition `key` holds if the
 # value is not null, false, 0 or empty.
@@ -34,10 +37,8 @@ CONFLICTS = (
     ("kl.into=reward", "loss.beta=0", "the KL needs a weight; set loss.beta above 0"),
     ("kl.into=reward", "loss.kl_estimator=exact*", "the reward is of the sampled token"),
     ("kl.into=reward", "loss.kl_times_ratio", "the reward has no ratio; use kl.into=loss"),
-    ("kl.into=reward", "loss.loss_type=kimi", "this loss has a different KL; use kl.into=loss"),
-    ("kl.into=reward", "loss.loss_type=dro", "this loss has a different KL; use kl.into=loss"),
-    ("kl.target", "loss.loss_type=kimi", "beta is no weight of a KL in this loss"),
-    ("kl.target", "loss.loss_type=dro", "beta is no weight of a KL in this loss"),
+    *(("kl.into=reward", loss, "this loss has a different KL; use kl.into=loss") for loss in NO_KL),
+    *(("kl.target", loss, "beta is no weight of a KL in this loss") for loss in NO_KL),
     ("kl.target", "loss.beta=0", "the KL needs a weight; set loss.beta above 0"),
     ("reference.path", "reference.kind!=frozen", "only kind: frozen loads a model from a path"),
     ("reference.kind=synced", "model.lora", "the reference is the model without its adapter"),
@@ -46,7 +47,6 @@ CONFLICTS = (
     ("distill", "loss.beta!=0", "distill.coef is the weight of the divergence; set loss.beta=0"),
     ("distill.form=advantage", "distill.kind!=reverse_kl", "the log ratio estimates that one"),
     (SERVER, "reference.kind!=none", "the teacher replaces it; leave reference out"),
-    ("distill.topk", "distill.teacher=null", "only a server reports the likeliest ids"),
     ("distill.topk", "distill.teacher!=*://*", "only a server reports the likeliest ids"),
     ("distill.topk", "distill.form=advantage", "an advantage needs the sampled token only"),
     (SERVER, TRACES, "the server completes prompts, which traces do not have"),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from grpo_fast.data import FILES
 from grpo_fast.train.config import (
     DataConfig,
     EvalConfig,
@@ -108,7 +109,7 @@ def read_settings(
     # 3. Check that a source of questions is set, and choose the rewards.
     data = settings["data"]
     task = str(data.get("task"))
-    fits = task not in ("gsm8k", "jsonl") or bool(data.get("path"))
+    fits = task not in FILES or bool(data.get("path"))
     if not fits:
         data["path"] = "."  # a placeholder, so that an unknown key is reported first
     missing = [x.name for x in sources if not os.path.isdir(x.path)]

@@ -76,7 +76,7 @@ def series(rows: Rows, metric: str) -> Series:
     points = []
     for index, row in enumerate(rows):
         value = row.get(metric)
-        if "update" not in row and isinstance(value, (int, float)) and math.isfinite(value):
+        if isinstance(value, (int, float)) and math.isfinite(value):
             points.append((float(row.get("step", index)), float(value)))
     return points
 

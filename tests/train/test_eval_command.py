@@ -91,6 +91,9 @@ def test_chat_is_switched_off_by_a_setting():
     assert (tiny.n, tiny.samples, tiny.temperature) == (7, 1, 1.0)
     smol = settings_of("k=2", recipe="gsm8k-smollm2-1.7b").eval
     assert smol.samples == 8 and smol.k == [2]
+    assert settings_of("eval.samples=2", recipe="gsm8k-smollm2-1.7b").eval.k == []
+    with pytest.raises(ValueError, match="data: expected a file, a folder, a hub id or a section"):
+        settings_of("data=5")
     with pytest.raises(ValueError, match="eval.k: expected values up to eval.samples = 8, got"):
         settings_of("k=9", recipe="gsm8k-smollm2-1.7b")
 
@@ -102,7 +105,9 @@ def test_rewards_of_the_words_replace_the_default_rewards():
     assert [reward.name for reward in settings_of(*words).rewards] == ["distinct_words"]
 
 
-@pytest.mark.parametrize("word", ["model=x", "model.path=x", "model.trust_remote_code=true"])
+@pytest.mark.parametrize("word", [
+    "model=x", "model.path=x", "model.trust_remote_code=true", "trust_remote_code=true",
+])  # fmt: skip
 def test_a_setting_does_not_name_the_model(word):
     with pytest.raises(ValueError, match="model: expected the model as the first argument"):
         settings_of(word, recipe="sort")

@@ -153,6 +153,12 @@ def test_read_metrics_forgives_a_cut_last_line_only(tmp_path):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "note": "a\u2028b\x85c"}\n{"step": 2}\n')
     assert [row["step"] for row in read_metrics(tmp_path)] == [1.0, 2.0]
+    path.write_text('{"step": null, "reward": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: .* whose step is a number"):
+        read_metrics(tmp_path)
+    path.write_bytes(b'{"step": 1, "note": "\xff"}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl: not UTF-8 text"):
+        read_metrics(tmp_path)
 
 
 def test_a_folders_name_is_no_mathematics(tmp_path):

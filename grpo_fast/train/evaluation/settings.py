@@ -96,18 +96,19 @@ def read_settings(
             require(fits, "rewards", f"built-in rewards in {where}", came)
     settings["model"] = {"path": sources[0].path}
     # 2. Apply the words.
+    words = [_with_section(word) for word in words]
     keys = [split_word(word)[0] for word in words]
     chosen = [key for key in keys if key in ("model", "model.path", "model.trust_remote_code")]
     expected = "the model as the first argument, and --allow-code for its code"
     require(not chosen, "model", expected, ", ".join(chosen))
-    if "samples" in keys and "k" not in keys:
+    if "eval.samples" in keys and "eval.k" not in keys:
         settings["eval"]["k"] = []
-    for key, word in zip(keys, words, strict=True):
-        name = key.partition(".")[0]
-        above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
-        apply_word(settings, word if above is None else f"{above}.{word}")
+    for word in words:
+        apply_word(settings, word)
     # 3. Check that a source of questions is set, and choose the rewards.
     data = settings["data"]
+    expected = "a file, a folder, a hub id or a section of keys"
+    require(isinstance(data, dict), "data", expected, repr(data))
     task = str(data.get("task"))
     fits = task not in FILES or bool(data.get("path"))
     if not fits:
@@ -121,3 +122,10 @@ def read_settings(
     config = validated(RunConfig, settings, also)
     require(fits, "data", f"data=<file, folder or hub id> with task={task}", came)
     return own, config
+
+
+def _with_section(word: str) -> str:
+    """Return a `key=value` argument with the section of its key, which may be left out."""
+    name = split_word(word)[0].partition(".")[0]
+    above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
+    return word if above is None else f"{above}.{word}"

@@ -57,7 +57,10 @@ def read_metrics(run: str | Path) -> Rows:
     path = path / "metrics.jsonl" if path.is_dir() else path
     expected = "a run's folder or its metrics.jsonl"
     require(path.is_file(), "run", expected, f"{path}, which does not exist")
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -66,7 +69,9 @@ def read_metrics(run: str | Path) -> Rows:
             if number == len(lines):
                 break
             row = None
-        require(isinstance(row, dict), f"{path}:{number}", "a JSON object", repr(line[:40]))
+        fits = isinstance(row, dict) and isinstance(row.get("step", 0), (int, float))
+        expected = "a JSON object, whose step is a number"
+        require(fits, f"{path}:{number}", expected, repr(line[:40]))
         rows.append(row)
     return rows
 

@@ -69,7 +69,7 @@ def arm_rollout(rng: random.Random, steps: float, _: float) -> None:
     """
     left = rng.randint(1, round(PASSES * steps))
 
-    def counting(self: Stopping, *_: Any) -> None:
+    def counting(self: Stopping) -> None:
         nonlocal left
         if any(frame.name == "generate" for frame in traceback.extract_stack(limit=40)):
             left -= 1

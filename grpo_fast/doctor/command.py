@@ -27,7 +27,7 @@ from grpo_fast.train.files import plain_json
 PATIENCE = 10  # seconds to wait for a server that does not answer
 # Keys of a run's `model` section that the doctor reads. trust_remote_code is excluded, because the
 # doctor must not run code from a model's folder.
-LOADING = {"dtype", "autocast", "attn"}
+LOADING = {"dtype", "autocast"}
 # Default settings without a recipe. The temperature differs from 1, because an engine that ignores
 # the temperature would otherwise pass the comparison.
 DEFAULTS: dict[str, Any] = {

@@ -87,7 +87,7 @@ class Leave:
     ) -> None:
         self.passes = 0
 
-        def ask(stopping: Stopping, *_: Any) -> None:
+        def ask(stopping: Stopping) -> None:
             # The early calls end when a `Saver` exists, which replaces the function `may_stop`.
             has_saver = stopping.may_stop.__module__ == Saver.__module__
             if has_saver != before:

@@ -42,7 +42,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics of all training steps and updates of a run, without timings."""
+    """Return the logged metrics of all training steps of a run, without timings."""
     return [
         {k: v for k, v in row.items() if not is_timing(k)}
         for row in logged(folder)

@@ -161,7 +161,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
 
 
-def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase:
+def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase | None:
     """Build a tokenizer from the training examples. Return None if the model comes with one."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
@@ -172,7 +172,7 @@ def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBa
     return build_bpe_tokenizer(texts, model.vocab_size)
 
 
-def _from_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
+def _from_config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Return a model with random weights from the fields of a transformers config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -72,14 +72,18 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def is_of_collective(error: BaseException) -> bool:
+    """Return True if an error is of a collective call, for example because a rank has ended."""
+    return isinstance(error, (dist.DistError, RankError)) or "gloo/" in str(error)
+
+
 @contextmanager
 def as_rank_error() -> Iterator[None]:
     """Replace an error of a collective call with a RankError, which says that a rank has ended."""
     try:
         yield
     except RuntimeError as error:
-        is_known = isinstance(error, dist.DistError) or "gloo/" in str(error)
-        if isinstance(error, RankError) or not is_known:
+        if isinstance(error, RankError) or not is_of_collective(error):
             raise
         said = "a rank, which torchrun names, has ended or not answered in distributed_timeout"
         raise RankError(f"{said} seconds: {str(error).splitlines()[0][:200]}") from error
@@ -181,7 +185,7 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     if not failed:
         return
     number = next((n for n in failed if isinstance(twins[n], Stopped)), failed[0])
-    raised: Any = mine if mine is not None and number == rank() else twins[number]
+    raised: Any = mine if number == rank() else twins[number]
     raised.is_on_all_ranks = True
     if raised is mine:
         raise raised

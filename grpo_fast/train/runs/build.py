@@ -59,7 +59,7 @@ def load(start: Start) -> Loaded:
     config = start.config
     _be_deterministic(config.seed)
     check_trackers(config.log.trackers)
-    fits = config.warm_start is None or not config.is_sharded or start.checkpoint is not None
+    fits = start.warm_start is None or not config.is_sharded
     require(fits, "warm_start", "one process or distributed=ddp", config.distributed)
     # 1. Load rewards and data. They load faster than models, so their errors appear early.
     rewards, questions, settings = _load_inputs(start)
@@ -140,9 +140,9 @@ def build(
     """
     config = start.config
     policy = loaded.policy
-    if config.warm_start is not None and start.checkpoint is None:
+    if start.warm_start is not None:
         examples = loaded.questions.train
-        warm_start(policy, examples, config.warm_start, seed=config.seed, log=report.log)
+        warm_start(policy, examples, start.warm_start, seed=config.seed, log=report.log)
     # Build the reference after the warm start, because a reference without a path copies the policy
     # when it is built.
     reference = Reference(policy, config.reference, loaded.another)

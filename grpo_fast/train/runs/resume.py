@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_fast.train.config import RunConfig, require
+from grpo_fast.train.config import RunConfig, WarmStartConfig, require
 from grpo_fast.train.config.recipes import load_recipe, save_config
 from grpo_fast.train.files import written
 from grpo_fast.train.ranks import distributed
@@ -45,6 +45,11 @@ class Start:
     config: RunConfig
     checkpoint: Path | None = None
     state: State | None = None  # the state that the checkpoint contains
+
+    @property
+    def warm_start(self) -> WarmStartConfig | None:
+        """The warm start to run, or None if there is none or the checkpoint includes it."""
+        return self.config.warm_start if self.checkpoint is None else None
 
     @property
     def logged(self) -> tuple[int, int]:

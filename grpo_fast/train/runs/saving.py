@@ -24,7 +24,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from grpo_fast.errors import SAVED, NonFiniteLogits, RankError, Stopped, WriteError, require
+from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
 from grpo_fast.rollout import Samples
 from grpo_fast.train.collect.collector import Ahead, Collector
 from grpo_fast.train.config import RunConfig
@@ -131,8 +131,7 @@ def refused(argument: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # safetensors and torch raise many exception classes
-        is_of_ranks = isinstance(error, (torch.distributed.DistError, RankError))
-        if is_of_ranks or isinstance(error, MemoryError) or "gloo/" in str(error):
+        if distributed.is_of_collective(error) or isinstance(error, MemoryError):
             raise
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
         said = f"expected a checkpoint of this configuration in {folder}"

@@ -34,7 +34,7 @@ class Stopping:
         self.number: int | None = None  # number of the received signal
         self.may_stop: Callable[[], bool] = lambda: True
 
-    def raise_if_asked(self, *_: object) -> None:
+    def raise_if_asked(self) -> None:
         """Raise `Stopped` if a signal was received and the run may stop at this point."""
         if self.number is not None and self.may_stop():
             raise Stopped(self.number)

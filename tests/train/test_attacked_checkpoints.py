@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_fast.train.files import sha256_of
-from grpo_fast.train.runs import build, resume
+from grpo_fast.train.runs import build, resume, saving
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
 from grpo_fast.train.runs.folder import locked
 from tests.command_line import invoke, refused
@@ -337,3 +337,14 @@ def test_a_start_that_fails_changes_nothing(folder, monkeypatch, owner, name):
         is_refused(folder, "the model is gone")
     assert contents(folder) == files
     assert run(folder, *WORDS, "resume=auto", "steps=3")["metrics"][-1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no"), torch.OutOfMemoryError("no"), RuntimeError("can't allocate memory")],
+)
+def test_too_little_memory_is_not_the_checkpoints_fault(tmp_path, error):
+    """Check that an out-of-memory error while a checkpoint is loaded keeps its class."""
+    with pytest.raises(type(error)) as raised, saving.refused("resume", tmp_path):
+        raise error
+    assert raised.value is error

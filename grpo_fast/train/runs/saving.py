@@ -34,6 +34,7 @@ from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs import checkpoint
 from grpo_fast.train.runs.stopping import Stopping
+from grpo_fast.train.update.budget import is_out_of_memory
 from grpo_fast.train.update.trainer import Trainer
 
 STATE = "state.json"
@@ -131,7 +132,7 @@ def refused(argument: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # safetensors and torch raise many exception classes
-        if distributed.is_of_collective(error) or isinstance(error, MemoryError):
+        if distributed.is_of_collective(error) or is_out_of_memory(error):
             raise
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
         said = f"expected a checkpoint of this configuration in {folder}"

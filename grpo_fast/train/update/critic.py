@@ -189,7 +189,9 @@ class Critic:
         following = None if following is None else sum_(following)
         ends: Any = {"mask": counts, "following": following}
         advantages = gae(rewards, values, config.gamma, lam, **ends)
-        towards = gae(rewards, values, config.gamma, lam_returns, **ends)
+        towards = advantages
+        if alpha is not None or lam_returns != lam:
+            towards = gae(rewards, values, config.gamma, lam_returns, **ends)
         returns = towards + torch.where(counts, values, 0.0)
         # 3. Whiten over the step, and convert back to flat columns.
         if config.whiten and counts.any():

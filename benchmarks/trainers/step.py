@@ -9,7 +9,8 @@
 Without options, the benchmark runs a tiny model on k-shot GSM8K prompts on a CPU. A step computes
 the old logps, runs forward and backward, and updates the weights with AdamW. Before the timing, the
 loss, gradients and metrics of every provider are compared with those of the padded provider. In
-fp32, the tolerance is 1e-5.
+fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It grows with longer prompts, because rounding
+errors do.
 
 All providers are timed in one process in interleaved rounds. The reported memory is the peak during
 one step minus the memory in use before it. On a CPU it is computed from the allocation events of
@@ -108,7 +109,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {
         name: {"tokens": provider.tokens} for name, provider in providers.items()
     }
-    for name, errors in verify(providers, problem, TOLERANCE[options.dtype]).items():
+    tolerance = TOLERANCE[options.dtype] * max(1.0, options.prompt / 4096)
+    for name, errors in verify(providers, problem, tolerance).items():
         rows[name] |= errors
     steps: dict[str, Any] = {name: step_of(provider) for name, provider in providers.items()}
     for name, samples in measure.interleaved(

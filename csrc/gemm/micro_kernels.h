@@ -24,6 +24,8 @@ constexpr int64_t kRows = 6;  // rows of a in one step
 // registers or 24 of the 32 zmm registers, which leaves enough registers for the operands.
 constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
+constexpr int64_t kLineWords = 16;               // words in a cache line
+constexpr int64_t kLines = kPanel / kLineWords;  // cache lines of a panel in one step of k
 
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
@@ -55,16 +57,30 @@ struct PanelProduct {
   int64_t c_stride;
   bool add;
   bool is_narrow = false;  // at most half of the panel's columns are used
+  // The next packed panel, or null. It is prefetched while all `rows` rows are multiplied.
+  const uint32_t* ahead = nullptr;
+  int64_t rows = 0;
 };
 
 // Multiplies kCount rows of `a`, starting at row `first`, by kAcross vectors of panel columns. All
-// sums stay in registers during the loop over k.
+// sums stay in registers during the loop over k. This is one pass over the panel.
+//
+// Only the first pass reads the panel from memory. Without prefetching, memory would be idle in the
+// other passes. Each pass therefore prefetches a part of the next panel that is proportional to its
+// number of rows. The loop over k contains the prefetches, because a core can have only about 16
+// outstanding cache lines.
 template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
   Floats sums[kCount][kAcross] = {};
   const T* a = p.a + first * p.stride;
   const uint32_t* panel = p.panel;
+  const uint32_t* ahead = p.ahead;
+  if (ahead) ahead += p.words * kPanel * first / p.rows;
+  int64_t due = 0;  // cache lines that are due for prefetching, times p.rows
   for (int64_t k = 0; k < p.words; ++k, panel += kPanel, a += p.step) {
+    if (ahead)
+      for (due += kLines * kCount; due >= p.rows; due -= p.rows, ahead += kLineWords)
+        prefetch_line(ahead);
     Words b[kAcross];
 #pragma GCC unroll 4
     for (int v = 0; v < kAcross; ++v) b[v] = read<Words>(panel + v * kLanes);

@@ -165,6 +165,7 @@ struct Worker {
                  const Block& after) {
     PanelProduct<T> product{};
     product.words = p.panel(slice, 0).words, product.c_stride = blocks.columns;
+    product.rows = block.rows;
     const T* rows[kParts];
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
@@ -176,9 +177,11 @@ struct Worker {
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
       product.panel = shared ? shared + (slice * p.panels() + first + i) * kPanelWords : panel;
-      const Slice<T> panel_then = shared          ? Slice<T>{}
-                                  : i + 1 < count ? p.panel(slice, first + i + 1)
-                                                  : p.panel(slice_then, then.column / kPanel);
+      const bool is_last = i + 1 == count;
+      const int64_t next_slice = is_last ? slice_then : slice;
+      const int64_t next = is_last ? then.column / kPanel : first + i + 1;
+      product.ahead = shared ? shared + (next_slice * p.panels() + next) * kPanelWords : nullptr;
+      const Slice<T> panel_then = shared ? Slice<T>{} : p.panel(next_slice, next);
       product.c = sums + i * kPanel;
       product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {

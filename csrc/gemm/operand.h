@@ -27,6 +27,16 @@ struct Operand {
   bool k_down;  // true: k is the row index (transposed); false: k is the column index
 };
 
+// Prefetches a cache line into L2. This is inline assembly because GCC treats a function that only
+// calls __builtin_prefetch as free of side effects, and removes its calls.
+inline void prefetch_line(const void* x) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(x)));
+#else
+  __builtin_prefetch(x, 0, 2);
+#endif
+}
+
 // A part of an operand that covers a range of k. `depth` is the number of elements along k, and
 // `words` is the number of words that contain them, so the last word may be incomplete. `across` is
 // the number of rows of the part, or its number of columns if k is the row index.
@@ -44,17 +54,6 @@ struct Slice {
     for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row)
       for (int64_t byte = 0; byte < bytes; byte += 64)
         prefetch_line(reinterpret_cast<const char*>(data + row * stride) + byte);
-  }
-
- private:
-  // Prefetch with inline assembly. GCC treats a function that only calls __builtin_prefetch as free
-  // of side effects, and removes its calls.
-  static void prefetch_line(const char* x) {
-#if defined(__x86_64__)
-    asm volatile("prefetcht1 %0" : : "m"(*x));
-#else
-    __builtin_prefetch(x, 0, 2);
-#endif
   }
 };
 

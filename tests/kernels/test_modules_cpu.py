@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 
 import pytest
 import torch
@@ -197,6 +198,66 @@ def test_a_trial_does_not_see_the_modes_of_the_first_call(mode, monkeypatch):
     assert names == {"Linear", "LlamaMLP", "LlamaAttention", "LlamaRMSNorm"}
     assert all(modules._verdicts.values()) and len(modules._verdicts) >= 3
     modules._rotated_by_ours.cache_clear()
+
+
+def renamed(function):
+    """Rename the keyword `old_mask` to `attention_mask`, as the decorators of transformers do."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **options):
+        if "old_mask" in options:
+            options["attention_mask"] = options.pop("old_mask")
+        return function(*args, **options)
+
+    return wrapper
+
+
+class Opaque:
+    """Decorator that does not keep the function in a closure."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __get__(self, module, kind):
+        return functools.partial(self.function, module) if module is not None else self
+
+    def __call__(self, *args, **options):
+        return self.function(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("decorators", "is_fast"), [([renamed], True), ([renamed, renamed], True), ([Opaque], False)]
+)
+def test_a_decorated_attention_keeps_its_decorators(decorators, is_fast, monkeypatch):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    forward = inspect.unwrap(llama.LlamaAttention.forward)
+    for decorator in decorators:
+        forward = decorator(forward)
+    monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
+    config = llama.LlamaConfig(**SIZES, pad_token_id=0, attn_implementation="eager")
+    model = llama.LlamaModel(config)
+    attention = model.layers[0].self_attn
+    x = draw(1, 5, 32)
+    angles = model.rotary_emb(x, torch.arange(5)[None])
+    mask = torch.full((5, 5), -1e9).triu(1)[None, None]
+    options = {"old_mask" if is_fast else "attention_mask": mask}
+    plain, _ = attention(x, position_embeddings=angles, **options)
+    fast_layers(model)
+    assert ("forward" in vars(attention)) == is_fast
+    ours, _ = attention(x, position_embeddings=angles, **options)
+    assert ("Rotary" in names_of_graph(ours)) == is_fast
+    assert (ours - plain).abs().max() <= 1e-5 * plain.abs().max()
+
+
+def names_of_graph(x):
+    """Return the names of all autograd nodes from which x was computed."""
+    names, nodes = "", [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        names += type(node).__name__
+        nodes += [child for child, _ in node.next_functions if child is not None]
+    return names
 
 
 def mlp(model):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -260,7 +261,7 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     # belong to a module.
     ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
     if ours is not None:
-        names = forward.__globals__
+        names = inspect.unwrap(forward).__globals__
         # Use the copy only if the globals of the original are unchanged, because the copy would not
         # see a global that was patched later.
         if all(names.get(name) is value for name, value in ours.names.items()):
@@ -274,8 +275,10 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
 
     Return None if the module's rotary function uses a different formula.
     """
-    code = getattr(forward, "__code__", None)
-    theirs = getattr(forward, "__globals__", {}).get(ROTARY)
+    # Since transformers 5.24, a decorator for deprecated arguments wraps the forward of a model.
+    inner = inspect.unwrap(forward)
+    code = getattr(inner, "__code__", None)
+    theirs = getattr(inner, "__globals__", {}).get(ROTARY)
     if code is None or theirs is None or ROTARY not in code.co_names:
         return None
     if not _verdict(theirs, lambda: _rotates_halves(theirs)):
@@ -289,11 +292,40 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
         return layers.rotary(q, k, cos, sin)
 
     # Replace the rotary function in the globals of the copy. The original forward is unchanged.
-    names = {**forward.__globals__, ROTARY: rotate}
-    ours = types.FunctionType(code, names, code.co_name, forward.__defaults__, forward.__closure__)
-    ours.__kwdefaults__ = forward.__kwdefaults__
-    used = {n: forward.__globals__[n] for n in code.co_names if n in forward.__globals__}
-    return _Rotated(ours, used)
+    names = {**inner.__globals__, ROTARY: rotate}
+    used = {n: inner.__globals__[n] for n in code.co_names if n in inner.__globals__}
+    ours = _rewrapped(forward, _copy_of(inner, names, inner.__closure__))
+    return None if ours is None else _Rotated(ours, used)
+
+
+def _copy_of(function: Any, names: dict[str, Any], closure: Any) -> Callable[..., Any]:
+    """Return a copy of a Python function with other global variables and another closure."""
+    copied = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, closure
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _rewrapped(function: Any, ours: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a copy of a decorated function whose decorators call `ours` as the innermost function.
+
+    Return None if a decorator does not keep the function that it wraps in its closure.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return ours
+    wrapped = _rewrapped(inner, ours)
+    cells = getattr(function, "__closure__", None) or ()
+    # Compare cells, because reading an empty cell raises an error.
+    is_inner = [cell == types.CellType(inner) for cell in cells]
+    if wrapped is None or not any(is_inner):
+        return None
+    closure = tuple(
+        types.CellType(wrapped) if found else cell
+        for cell, found in zip(cells, is_inner, strict=True)
+    )
+    return _copy_of(function, function.__globals__, closure)
 
 
 def _rotates_halves(theirs: Callable[..., Any]) -> bool:

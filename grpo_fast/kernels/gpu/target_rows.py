@@ -82,7 +82,7 @@ def add_targets_kernel(
         if flag_ptr is not None:
             # 4. Flag the row if the product and the added rows nearly cancel.
             size = tl.sum(start * start, 0)
-            cancels = (size > CANCELS * tl.sum(total * total, 0)).to(tl.int32)
+            cancels = (size > tl.sum(total * total, 0) * CANCELS).to(tl.int32)
     if flag_ptr is not None:
         tl.store(flag_ptr + tl.program_id(0), cancels)
 

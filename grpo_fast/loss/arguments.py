@@ -77,7 +77,7 @@ class RowOptions(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The hidden row and the support of each target, with the bounds of row numbers and ids."""
+    """The hidden row and the support of each target, the vocabulary size and the number of rows."""
 
     vocab_size: int
     num_hidden: int  # rows of `hidden`

@@ -146,7 +146,7 @@ def scaled_gradients(
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """Multiply a gradient by the upstream scalar in place, without a GPU sync.
 
-    If the upstream scalar is 1 and on the CPU, the multiplication is skipped.
+    The multiplication is skipped if the upstream scalar is a CPU tensor with the value 1.
     """
     # Call item() only on plain CPU tensors. On a GPU tensor, it would wait for the GPU. On a tensor
     # that torch.compile traces, it would raise an error.
@@ -222,7 +222,7 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # Check the logps. Only they show that a target has the logit -inf; the arguments do not.
+        # Check the logps, because only they show that a target has the logit -inf.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -250,7 +250,7 @@ class LogpsPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """Select the statistics of the active rows from the outputs of the forward pass."""
+        """Return the statistics of the active rows, from the outputs of the forward pass."""
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 

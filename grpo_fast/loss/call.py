@@ -209,7 +209,7 @@ def logps(
     options: RowOptions,
     ranks: Agreement = NO_GROUP,
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
-    """Check the options, and compute logps (and entropies) in the layout of the targets."""
+    """Compute logps and, if requested, entropies, in the layout of the targets."""
     checks.row_options(options)
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)

@@ -75,7 +75,7 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
 
 
 def constant(name: str, x: object) -> None:
-    """Raise a ValueError if x requires grad, because no gradient would reach it."""
+    """Raise a ValueError if x requires grad, because its gradient is never computed."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
         raise argument_error(name, "a tensor without a gradient", came)
@@ -191,7 +191,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
             temperature of the config, so a temperature tensor is checked, too.
     """
     is_config(config)
-    # 1. Reject options that only trainers support.
+    # 1. Reject an exact KL, which only trainers support.
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
         kind = EXACT[config.kl_estimator]

@@ -169,10 +169,10 @@ def compute_divergence(
     weights: Tensor,  # (T,)
     options: Options,
 ) -> LossResult:
-    """Compute Σ weights·D from hidden states, and its gradients.
+    """Compute the loss Σ weights·D and its gradients, where D is the divergence of a row.
 
-    The result uses the fields of a loss: `gradients` is (d-hidden, d-weight, d-bias), and `logps`
-    contains the divergence D of each row instead of log-probabilities.
+    In the result, `gradients` is (d-hidden, d-weight, d-bias), and `logps` contains the divergence
+    of each row instead of log-probabilities.
     """
     wanted = Wanted(*options.wanted)
     term = options.divergence

@@ -49,7 +49,7 @@ class LogitsSweep:
         route: Route,
         full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """Create the pass over these rows, which may have a support or not."""
+        """Create a pass over these rows, of the class that fits their support."""
         if rows.support is None:
             return cls(logits, out, rows, route)
         if full_entropy:
@@ -95,7 +95,10 @@ class LogitsSweep:
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of the active rows. `keep` has no effect."""
+        """Compute (lse, logps, entropy) of the active rows.
+
+        `keep` has no effect, because the logits are already in memory.
+        """
         parts = []
         for b in self._blocks():
             part = self.kernels.row_logps(

@@ -271,7 +271,8 @@ def _register_logps(name: str, tensors: str) -> None:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
-        # Call an operator for the gradients, too, so that the backward graph has a single node.
+        # Compute the gradients by an operator, too, so that they are one node of the backward
+        # graph.
         operator = getattr(operators, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
         gradients = (gradients,) if count == 1 else gradients

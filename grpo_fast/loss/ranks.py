@@ -223,7 +223,7 @@ class Agreement:
         everyone = [torch.empty_like(mine) for _ in range(ranks)]
         distributed.all_gather(everyone, mine, group=self.group)
         lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
-        # Ignore decoding errors, because TEXT_BYTES may have cut a message inside a character.
+        # Ignore decoding errors, because the end of a long message may be cut inside a character.
         texts = [x[1:].decode(errors="ignore") for x in lines]
         errors = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == ERROR}
         if not errors:

@@ -1,4 +1,4 @@
-"""Schemas of the custom operators, which list the arguments that torch.compile can trace."""
+"""Schemas of the custom operators: the arguments that a graph of torch.compile can carry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Argument = Any  # of an operator: a tensor, number, string, or list of bools
 Row = Sequence[Argument]
 SomeOptions = TypeVar("SomeOptions", Options, RowOptions)
 
-# Schema types of the fields that a graph carries. `shard` and `divergence` are missing because a
+# Schema types of the fields that a graph can carry. `shard` and `divergence` are missing because a
 # schema has no type for process groups or teachers. `inplace` is missing because autograd does not
 # support operators that overwrite their input.
 TYPES = {
@@ -41,7 +41,7 @@ NUM_OPTIONS = OPTIONS.count(",") + 1
 
 
 def graph_fields(options: Options | RowOptions) -> list[Argument]:
-    """Return the values of the fields that a graph carries, in the operator's argument order.
+    """Return the fields that a graph can carry, as the arguments of an operator in their order.
 
     A support is split into two tensors. A temperature is split into a tensor and a number. The
     tensor is None if the temperature is a number.

@@ -152,7 +152,7 @@ LOGPS_RULES = RULES | {
 
 
 def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
-    """Check each tensor with the rule of its name.
+    """Check the values of each tensor by the rule that `rules` has for its name.
 
     Arguments without a rule and arguments that are not tensors are not checked.
     """

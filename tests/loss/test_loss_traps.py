@@ -102,22 +102,6 @@ def test_the_overflow_guard_of_a_mean_ratio_leaves_its_tokens_alone(loss_type):
     torch.testing.assert_close(grad, torch.full((3,), expected / 3), rtol=1e-5, atol=0)
 
 
-def test_the_ratio_of_a_completion_is_that_of_its_probabilities():
-    """Check that with "sequence_sum" the ratio of a completion is the product over its tokens.
-
-    The log ratios (0.1, 0.2, −0.05) and (0.03, −0.5) give completion ratios of e^0.25 and e^−0.47.
-    """
-    config = grpo_fast.LossConfig(loss_type="unclipped", importance_sampling_level="sequence_sum")
-    logps = [-1.0, -0.5, -2.0, -0.7, -1.5]
-    output, grad = packed_loss(config, logps, [0.1, 0.2, -0.05, 0.03, -0.5], [2.0, -1.0], [3, 2])
-    first, second = -2 * math.exp(0.25), math.exp(-0.47)
-    assert output.loss.item() == pytest.approx((3 * first + 2 * second) / 5, rel=1e-6)
-    expected = torch.tensor([3 * first / 5] * 3 + [2 * second / 5] * 2)
-    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=0)
-    assert output.metrics["ratio/max"].item() == pytest.approx(math.exp(0.25), rel=1e-6)
-    assert output.metrics["ratio/min"].item() == pytest.approx(math.exp(-0.47), rel=1e-6)
-
-
 @pytest.mark.parametrize("length", [8, 500])
 def test_the_overflow_guard_of_a_summed_ratio(length):
     """Check that a completion's ratio is clamped to e^20 if each token's logp rose by 4 nats.

@@ -385,64 +385,42 @@ def test_large_sets_come_in_chunks(monkeypatch):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def call(support, **more):
-    hidden, weight, _, ids, _ = (x.detach() for x in rows())
-    return linear_logps(hidden, weight, ids, support=support, **more)
-
-
-def sets(**changes) -> Support:
-    """Return a support of three ids per row, one of which is the target.
-
-    `changes` can make the support invalid. It replaces fields of the `Support`, except for the key
-    "at", which maps (row, index) to a new id.
-    """
-    ids = rows()[3]
-    three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)
-    for place, value in changes.pop("at", {}).items():
-        three[place] = value
-    parts = dict(ids=three.flatten(), offsets=torch.arange(T + 1) * 3)
-    return Support(**{**parts, **changes})
-
-
+IDS = rows()[3]
+THREE = torch.stack([(IDS + 1) % V, IDS, (IDS + 7) % V], 1)  # three ids for each row
 OFFSETS = torch.arange(T + 1) * 3
-REFUSED = {
-    "no Support": (lambda: (sets().ids, OFFSETS), "support: expected None or a Support"),
-    "id beyond the vocabulary": (lambda: sets(at={(4, 0): V}), r"support\.ids: .*\[0, 300\)"),
-    "negative id": (lambda: sets(at={(4, 0): -1}), r"support\.ids: .*\[0, 300\)"),
-    "id twice": (lambda: sets(at={(4, 0): int(rows()[3][4])}), r"support\.ids: .*no id twice"),
-    "target missing": (
-        lambda: sets(at={(T - 1, 1): 299}),
-        "support: .*target among the ids of its set",
-    ),
-    "falling offsets": (
-        lambda: sets(offsets=OFFSETS.clone().index_put_((torch.tensor(3),), torch.tensor(2))),
-        r"support\.offsets: expected non-decreasing",
-    ),
-    "late start": (lambda: sets(offsets=OFFSETS.clamp(min=1)), r"support\.offsets: .*from 0"),
-    "early end": (lambda: sets(offsets=OFFSETS.clamp(max=3 * T - 1)), r"support\.offsets: .*nnz"),
-    "too few offsets": (lambda: sets(offsets=OFFSETS[:-1]), r"support\.offsets: expected shape"),
-    "offsets of 32 bits": (lambda: sets(offsets=OFFSETS.int()), r"support\.offsets: .*int64"),
-    "offsets that are a list": (
-        lambda: sets(offsets=OFFSETS.tolist()),
-        r"support\.offsets: .*int64",
-    ),
-    "ids that are floats": (
-        lambda: sets(ids=sets().ids.float()),
-        r"support\.ids: .*int64 or int32",
-    ),
-    "ids by row": (lambda: sets(ids=sets().ids.view(T, 3)), r"support\.ids: .*\(nnz,\)"),
-    "another device": (
-        lambda: sets(ids=torch.empty(3 * T, dtype=torch.int64, device="meta")),
-        r"support\.ids: expected the device",
-    ),
-}
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusals(make, message):
+def with_id(row: int, place: int, value: int) -> torch.Tensor:
+    """Return the ids of THREE as one vector, with one id replaced by `value`."""
+    return THREE.index_put((torch.tensor(row), torch.tensor(place)), torch.tensor(value)).flatten()
+
+
+REFUSED = [
+    (with_id(4, 0, V), OFFSETS, rf"support\.ids: .*\[0, {V}\)"),
+    (with_id(4, 0, -1), OFFSETS, rf"support\.ids: .*\[0, {V}\)"),
+    (with_id(4, 0, int(IDS[4])), OFFSETS, r"support\.ids: .*no id twice"),
+    (with_id(T - 1, 1, V - 1), OFFSETS, "support: .*target among the ids of its set"),
+    (THREE.flatten().float(), OFFSETS, r"support\.ids: .*int64 or int32"),
+    (THREE, OFFSETS, r"support\.ids: .*\(nnz,\)"),
+    (THREE.flatten().to("meta"), OFFSETS, r"support\.ids: expected the device"),
+    (THREE.flatten(), OFFSETS.where(OFFSETS != 9, 2), r"support\.offsets: expected non-decreasing"),
+    (THREE.flatten(), OFFSETS.clamp(min=1), r"support\.offsets: .*from 0"),
+    (THREE.flatten(), OFFSETS.clamp(max=3 * T - 1), r"support\.offsets: .*nnz"),
+    (THREE.flatten(), OFFSETS[:-1], r"support\.offsets: expected shape"),
+    (THREE.flatten(), OFFSETS.int(), r"support\.offsets: .*int64"),
+    (THREE.flatten(), OFFSETS.tolist(), r"support\.offsets: .*int64"),
+]
+
+
+@pytest.mark.parametrize(("ids", "offsets", "message"), REFUSED)
+def test_refusals(ids, offsets, message):
+    hidden, weight, *_ = (x.detach() for x in rows())
     with pytest.raises(ValueError, match=f"(?s)^{message}.*got"):
-        call(make())
-    assert call(sets()).isfinite().all()
+        linear_logps(hidden, weight, IDS, support=Support(ids, offsets))
+    with pytest.raises(ValueError, match="^support: expected None or a Support.*got"):
+        linear_logps(hidden, weight, IDS, support=(ids, offsets))
+    good = Support(THREE.flatten(), OFFSETS)
+    assert linear_logps(hidden, weight, IDS, support=good).isfinite().all()
 
 
 def test_a_support_excludes_grad_filter():
@@ -466,7 +444,7 @@ def test_rows_that_do_not_count_may_hold_anything():
 def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
     """Check that a 16-bit dW is summed in fp32 and rounded only once, with the torch backend.
 
-    The torch backend once summed dW in the dtype of the weight.
+    The torch backend computes this sum without the C++ kernels.
     """
     take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()

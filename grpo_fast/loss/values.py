@@ -278,8 +278,7 @@ def support_rows(
         lengths = lengths[active_index]
     # 2. Separate the rows without a set, which use the full vocabulary.
     has_set = lengths > 0
-    # Copy both numbers to the host at once, which costs one GPU sync instead of two.
-    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    count, total = _sizes(has_set, lengths)
     if count == 0:
         return None
     own_rows = other_rows = None
@@ -306,6 +305,16 @@ def support_rows(
     if is_checked_later(places, validate):
         places = places.clamp(min=0)
     return SupportRows(own_rows, other_rows, columns, bounds, places)
+
+
+def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+    """Return the number of rows with a set, and the total size of all sets.
+
+    benchmarks/gpu/recorder.py replaces this function, because fake tensors have no values.
+    """
+    # Copy both numbers to the host at once, which costs one GPU sync instead of two.
+    count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
+    return count, total
 
 
 def _check_targets(target_ids: Tensor, places: Tensor, repeated: Tensor, validate: str) -> None:

@@ -300,9 +300,11 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
     lengths, o = spans(case.mask), oracles.resolve(case.options)
     lay = (lambda x: x) if layout == "padded" else (lambda x: pack(x, lengths))
     needs_ref = o.beta != 0 and o.loss_type not in ("kimi", "dro")
+    is_tensor = isinstance(o.temperature, Tensor)
+    options = case.options | ({"temperature": lay(o.temperature)} if is_tensor else {})
     given: dict[str, Any] = {
         "advantages": lay(case.advantages) if case.advantages.dim() == 2 else case.advantages,
-        "config": grpo_fast.LossConfig(**case.options), "completion_mask": lay(case.mask),
+        "config": grpo_fast.LossConfig(**options), "completion_mask": lay(case.mask),
         "old_logps": lay(case.old), "ref_logps": lay(case.ref) if needs_ref else None,
         "sampling_logps": lay(case.sampling), "num_items_in_batch": case.num_items,
         "num_completions_in_batch": case.num_completions,

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.recorder import SET_SIZE, Recorder, recording
-from grpo_fast import LossConfig
-from grpo_fast.loss import autograd, operators
+from grpo_fast import LossConfig, Support
+from grpo_fast.loss import autograd
 from grpo_fast.loss.arguments import BatchInputs, Options
+from grpo_fast.loss.batch import TokenBatch
+from grpo_fast.loss.passes import linear_loss
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -73,14 +75,14 @@ class Case(NamedTuple):
             num_items_in_batch=self.rows,
         )  # fmt: skip
         config = LossConfig(loss_type=self.loss_type, beta=self.beta)
-        tensors, known = (hidden, weight, None), operators.LOSSES["linear"]
-        ids = offsets = None
+        tensors = hidden, weight, None
+        support = None
         if self.support:
             ids = new(self.rows * SET_SIZE, dtype=torch.int32)
-            offsets = new(self.rows + 1, dtype=torch.int64)
-        options = Options([*self.wants, False], "triton", support_ids=ids, support_offsets=offsets)
-        batch = operators.build_batch(known, tensors, options, config, inputs)
-        result = known.run(*tensors, batch=batch, options=options)
+            support = Support(ids, new(self.rows + 1, dtype=torch.int64))
+        options = Options([*self.wants, False], "triton", support=support)
+        batch = TokenBatch.build(tensors, options, config, inputs)
+        result = linear_loss(*tensors, batch=batch, options=options)
         for gradient in result.gradients:
             if gradient.numel():
                 autograd.scale_(gradient, result.loss)

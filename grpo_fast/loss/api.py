@@ -1,4 +1,4 @@
-"""Public loss and logps functions, with their signatures and documentation."""
+"""The public loss and logps functions, except `linear_divergence`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.loss import call, checks
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, support_fields
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.autograd import needs_gradient
 from grpo_fast.loss.call import LossOutput as LossOutput
 from grpo_fast.loss.divergence import checked_term
@@ -47,8 +47,8 @@ def linear_logps(
 
     Row t of `hidden` predicts `target_ids[t]`, so the caller must shift the targets. First-order
     gradients flow to hidden, lm_head_weight and bias; double backward raises an error. Sums are
-    accumulated in fp32 or fp64. The environment variable GRPO_FAST_WORKSPACE_MIB limits the memory
-    for logits that are cached for the backward pass. The remaining logits are recomputed.
+    accumulated in fp32 or fp64. Logits are cached for the backward pass up to the memory limit that
+    the environment variable GRPO_FAST_WORKSPACE_MIB sets. Other logits are computed again.
 
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
@@ -62,23 +62,24 @@ def linear_logps(
             like the weight. None: no bias.
         temperature: the sampling temperature, a number > 0, or a float tensor of the shape of
             target_ids.
-        softcap: bound of the logits, a number > 0 (`final_logit_softcapping` of Gemma). None: no
-            bound.
+        softcap: bound of the absolute logits, a number > 0 (`final_logit_softcapping` of Gemma).
+            None: no bound.
         logit_scale: factor by which the logits are multiplied, not 0.
         return_entropy: if True, also return the entropy of each row.
         entropy_over: only used with a `support`. "support" computes entropies over the ids of the
-            support. "vocabulary" computes them over all ids, for which all logits are computed.
+            support. "vocabulary" computes them over all ids, which requires all logits.
         hidden_rows: the shape of target_ids, int64 or int32. The row of `hidden` (R, H) that
             predicts each target. A row may predict several targets, as the last row of a shared
             prompt does. None: row t predicts target t.
         support: the ids from which a truncating sampler drew each target (see `Support`). Cannot be
             combined with `group`, and is not available in a CUDA graph. None: the full vocabulary.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
-            share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
-            of the head. The rows are a plain tensor, which may be empty, or a Shard(0) DTensor.
-            Outputs and the gradient of `hidden` are complete on every rank. The call is collective:
-            if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
-            None: the head is not split over ranks, except by FSDP2.
+            share the vocabulary. Every rank passes the same `hidden` and `target_ids`, and only its
+            own rows of the weight and the bias. These rows are a plain tensor, which may be empty,
+            or a DTensor with placement Shard(0). Every rank gets the complete outputs and the
+            complete gradient of `hidden`. The call is collective: if one rank raises, all ranks
+            raise. Not available inside torch.compile or a CUDA graph. None: the ranks do not share
+            a vocabulary. The weight may still be sharded by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
 
@@ -106,17 +107,9 @@ def linear_logps(
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        temperatures, number = checks.temperatures(target_ids, temperature)
-        checks.logit_options(softcap, logit_scale, entropy_over, backend)
-        checks.support(support, target_ids, is_shard=group is not None)
-        support_ids, support_offsets = support_fields(support)
         options = RowOptions(
-            hidden_rows=hidden_rows, target_ids=target_ids, temperatures=temperatures,
-            temperature=number, softcap=None if softcap is None else float(softcap),
-            logit_scale=float(logit_scale), return_entropy=return_entropy,
-            entropy_over_vocabulary=return_entropy and entropy_over == "vocabulary",
-            backend=backend, support_ids=support_ids, support_offsets=support_offsets,
-            shard=ranks.shard(tensors[1]),
+            target_ids, temperature, softcap, logit_scale, return_entropy, entropy_over, backend,
+            support, hidden_rows, ranks.shard(tensors[1]),
         )  # fmt: skip
         return call.logps(tensors, options, ranks)
 
@@ -176,16 +169,9 @@ def logits_logps(
     """
     raise_pending()
     checks.logits(logits, target_ids)
-    temperatures, number = checks.temperatures(target_ids, temperature)
-    checks.logit_options(softcap, logit_scale, entropy_over, backend)
-    checks.support(support, target_ids)
-    support_ids, support_offsets = support_fields(support)
     options = RowOptions(
-        hidden_rows=None, target_ids=target_ids, temperatures=temperatures, temperature=number,
-        softcap=None if softcap is None else float(softcap), logit_scale=float(logit_scale),
-        return_entropy=return_entropy,
-        entropy_over_vocabulary=return_entropy and entropy_over == "vocabulary", backend=backend,
-        support_ids=support_ids, support_offsets=support_offsets,
+        target_ids, temperature, softcap, logit_scale, return_entropy, entropy_over, backend,
+        support,
     )  # fmt: skip
     return call.logps((_logit_rows(logits),), options)
 
@@ -217,7 +203,7 @@ def grpo_loss(
             are interpreted as one per completion.
         config: the options of the loss.
         completion_mask: the shape of logps, bool or 0/1. 1 marks a token of a completion. Masked
-            tokens have no influence, whatever their values are. None: all tokens count.
+            tokens have no influence, even if they are NaN. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
             from 0 to T. None: the padded layout.
         old_logps: the shape of logps, float. Logps of the policy that generated the data, for the
@@ -237,8 +223,8 @@ def grpo_loss(
             tensor with one element. None: the completions of this call.
 
     Returns:
-        The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
-        if no token is active.
+        A `LossOutput` with the loss, the detached logps and entropies, and the metrics. If no token
+        is active, the loss and its gradients are 0.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
@@ -296,13 +282,14 @@ def linear_grpo_loss(
         loss = grpo_loss(logps, advantages, config, entropy=entropy, ...).loss
 
     The loss is Σ_t w_t·(sampling_ratio_t·ℓ_t + beta·KL_t) - entropy_coef·Σ_t H_t/N, where H_t is
-    the entropy at token t and N is the number of tokens. The config selects ℓ (`loss_type`), KL
-    (`kl_estimator`), the weights w (`aggregation`) and the masks of ℓ. The losses page has the
-    formulas.
+    the entropy at token t and N is the number of tokens. sampling_ratio_t is the weight that
+    `corrections` give to token t. The config selects the policy loss ℓ (`loss_type`), the KL
+    (`kl_estimator`) and the token weights w (`aggregation`). The losses page has the formulas.
 
     Gradients of `hidden`, `lm_head_weight` and `bias` are computed in the forward pass, for the
-    tensors that require grad. Rows whose gradient is zero are skipped in the matrix products.
-    Double backward raises an error. In a CUDA graph no row is skipped and values are not checked.
+    tensors that require grad. Rows whose gradient is zero are skipped in the matrix products of the
+    gradient. In a CUDA graph, no row is skipped and the values of arguments are not checked. Double
+    backward raises an error.
 
     Args:
         hidden: (B, L, H) padded or (T, H) packed, in fp32, bf16 or fp16 (fp64 with the torch
@@ -312,14 +299,14 @@ def linear_grpo_loss(
             head. A parameter sharded by FSDP2 (a DTensor over one mesh dimension) is gathered by a
             collective call, and its gradient is averaged over the ranks.
         target_ids: (B, L) or (T,), int64 or int32. Token ids, which must be in [0, V) at the active
-            tokens. Masked tokens may have any value, for example -100.
+            tokens. Masked tokens may have any id, for example -100.
         advantages: (B,), one per completion, or the shape of target_ids, one per token. If T = B,
             they are interpreted as one per completion.
         config: the options of the loss.
         bias: (V,), any float dtype, on the device of `hidden`. The bias of the LM head, sharded
             like the weight. None: no bias.
         completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
-            Masked tokens have no influence, whatever their values are. None: all tokens count.
+            Masked tokens have no influence, even if they are NaN. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
             from 0 to T. None: the padded layout.
         old_logps: the shape of target_ids, float. Logps of the policy that generated the data, for
@@ -342,27 +329,28 @@ def linear_grpo_loss(
             combined with `group` or `grad_filter`, and is not available in a CUDA graph. None: the
             full vocabulary.
         grad_filter: a number in (0, 1), which makes the gradients approximate. In each chunk of
-            rows, the vocabulary columns with the smallest gradients are excluded from the gradient
-            products. The excluded columns hold at most this share of Σ|d-logits|. Loss and logps
+            rows, the vocabulary columns with the smallest gradients are excluded from the matrix
+            products of the gradient. At most this share of Σ|d-logits| is excluded. Loss and logps
             stay exact, but the last bits of the gradient depend on how rows are batched. Cannot be
-            combined with `group`. None: no filter.
+            combined with `group`, `support` or `divergence`. None: no filter.
         divergence: a `DivergenceTerm`, which adds coef·Σ_t w_t·D_t to the loss, where D_t is the
             divergence from a teacher. The call then costs 8·N·V·H flops. Cannot be combined with
             `grad_filter`. None: no divergence.
         group: process group, or one-dimensional device mesh, of the tensor-parallel ranks that
-            share the vocabulary. Every rank passes the same hidden and target_ids, and its own rows
-            of the head. The rows are a plain tensor, which may be empty, or a Shard(0) DTensor.
-            Outputs and the gradient of `hidden` are complete on every rank. The call is collective:
-            if one rank raises, all ranks raise. Not available inside torch.compile or a CUDA graph.
-            None: the head is not split over ranks, except by FSDP2.
+            share the vocabulary. Every rank passes the same `hidden` and `target_ids`, and only its
+            own rows of the weight and the bias. These rows are a plain tensor, which may be empty,
+            or a DTensor with placement Shard(0). Every rank gets the complete outputs and the
+            complete gradient of `hidden`. The call is collective: if one rank raises, all ranks
+            raise. Not available inside torch.compile or a CUDA graph. None: the ranks do not share
+            a vocabulary. The weight may still be sharded by FSDP2.
         backend: "auto", "torch", "cpu" (C++) or "triton". If you name a backend, it is used or an
             error is raised; there is no fallback.
         validate: "auto" checks values on the CPU at once, and reports invalid values on a GPU in a
             later call. "full" checks all values at once, which costs a GPU sync.
 
     Returns:
-        The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
-        if no token is active.
+        A `LossOutput` with the loss, the detached logps and entropies, and the metrics. If no token
+        is active, the loss and its gradients are 0.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
@@ -384,21 +372,13 @@ def linear_grpo_loss(
         torch.Size([100, 16])
     """
     with Agreement(group) as ranks:
-        # 1. Raise value errors of earlier GPU calls, and check the arguments of this call.
         raise_pending()
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
         checks.hidden_layout(hidden, target_ids, hidden_rows)
-        is_shard = group is not None
-        checks.options(backend, validate, grad_filter, is_shard=is_shard)
-        checks.support(support, target_ids, is_shard=is_shard, grad_filter=grad_filter)
-        term = checked_term(divergence, tensors[1], target_ids, ranks, support, grad_filter)
-        # 2. Collect the arguments, and run the pass.
-        wanted = needs_gradient(*tensors)
-        shard = ranks.shard(tensors[1])
-        support_ids, support_offsets = support_fields(support)
+        term = checked_term(divergence, tensors[1], target_ids, ranks, support)
         options = Options(
-            wanted, backend, validate, hidden_rows, grad_filter, support_ids, support_offsets,
-            shard, divergence=term,
+            needs_gradient(*tensors), backend, validate, hidden_rows, grad_filter, support,
+            ranks.shard(tensors[1]), divergence=term,
         )  # fmt: skip
         inputs = BatchInputs(
             target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps,
@@ -436,12 +416,12 @@ def logits_grpo_loss(
         logits: (B, L, V) padded or (T, V) packed, any float dtype. Raw logits, before scale,
             softcap and temperature. Row t predicts `target_ids[t]`.
         target_ids: (B, L) or (T,), int64 or int32. Token ids, which must be in [0, V) at the active
-            tokens. Masked tokens may have any value, for example -100.
+            tokens. Masked tokens may have any id, for example -100.
         advantages: (B,), one per completion, or the shape of target_ids, one per token. If T = B,
             they are interpreted as one per completion.
         config: the options of the loss.
         completion_mask: the shape of target_ids, bool or 0/1. 1 marks a token of a completion.
-            Masked tokens have no influence, whatever their values are. None: all tokens count.
+            Masked tokens have no influence, even if they are NaN. None: all tokens count.
         cu_seqlens: (B+1,), int32 or int64. For the packed layout: the offsets of the completions,
             from 0 to T. None: the padded layout.
         old_logps: the shape of target_ids, float. Logps of the policy that generated the data, for
@@ -467,8 +447,8 @@ def logits_grpo_loss(
             only one backward is possible.
 
     Returns:
-        The loss, the detached logps and entropy, and the metrics. The loss is 0 with zero gradients
-        if no token is active.
+        A `LossOutput` with the loss, the detached logps and entropies, and the metrics. If no token
+        is active, the loss and its gradients are 0.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value. The message names the
@@ -489,16 +469,10 @@ def logits_grpo_loss(
     """
     raise_pending()
     checks.logits(logits, target_ids)
-    checks.options(backend, validate)
-    checks.support(support, target_ids)
     tensors = (_logit_rows(logits),)
     if inplace:
         checks.inplace(logits, *tensors)
-    support_ids, support_offsets = support_fields(support)
-    options = Options(
-        needs_gradient(logits), backend, validate, support_ids=support_ids,
-        support_offsets=support_offsets, inplace=inplace,
-    )  # fmt: skip
+    options = Options(needs_gradient(logits), backend, validate, support=support, inplace=inplace)
     inputs = BatchInputs(
         target_ids, advantages, completion_mask, cu_seqlens, old_logps, ref_logps, sampling_logps,
         num_items_in_batch, num_completions_in_batch,

@@ -1,11 +1,9 @@
-"""Containers for the arguments of a loss or logps call.
-
-The modules checks, batch, passes and operators receive the arguments in these containers.
-"""
+"""Containers in which the arguments of a loss or logps call are passed between modules."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +12,8 @@ from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import DivergenceTerm
 from grpo_fast.kernels.types import LogitTransform
 from grpo_fast.objective.aggregation import Total
+
+RowTensors = Sequence[Any]  # the differentiable tensors of a call, flattened to N rows
 
 
 class BatchInputs(NamedTuple):
@@ -30,11 +30,6 @@ class BatchInputs(NamedTuple):
     num_completions_in_batch: Total | None = None  # a number or one element
 
 
-def support_fields(support: Support | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids and offsets of a support, or (None, None) without a support."""
-    return support or (None, None)
-
-
 class Options(NamedTuple):
     """Options of a loss call that are not part of `LossConfig`.
 
@@ -47,8 +42,7 @@ class Options(NamedTuple):
     validate: str = "auto"
     hidden_rows: Tensor | None = None  # the shape of target_ids
     grad_filter: float | None = None
-    support_ids: Tensor | None = None
-    support_offsets: Tensor | None = None
+    support: Support | None = None  # one set of ids for each target
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
     inplace: bool = False  # write the gradient over the logits
     divergence: DivergenceTerm | None = None  # its teacher has one row for each of the N targets
@@ -60,45 +54,47 @@ class RowOptions(NamedTuple):
     A torch.compile graph can carry only the fields that are listed in `schema.TYPES`.
     """
 
-    hidden_rows: Tensor | None  # the shape of target_ids
     target_ids: Tensor  # (B, L) or (T,)
-    temperatures: Tensor | None  # the shape of target_ids
-    temperature: float
+    temperature: float | Tensor  # a tensor has the shape of target_ids
     softcap: float | None
     logit_scale: float
     return_entropy: bool
-    entropy_over_vocabulary: bool  # entropies over all ids, even with a support
+    entropy_over: str
     backend: str
-    support_ids: Tensor | None = None
-    support_offsets: Tensor | None = None
+    support: Support | None  # one set of ids for each target
+    hidden_rows: Tensor | None = None  # the shape of target_ids
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
 
     @property
     def transform(self) -> LogitTransform:
-        """The transform from raw logits to the logits of the softmax."""
-        temperature = self.temperature if self.temperatures is None else self.temperatures
-        return LogitTransform(self.logit_scale, self.softcap, temperature)
+        """Return the transform from raw logits to the logits of the softmax."""
+        return LogitTransform(self.logit_scale, self.softcap, self.temperature)
+
+    @property
+    def entropy_over_vocabulary(self) -> bool:
+        """Return whether entropies are computed over the full vocabulary, even with a support."""
+        return self.return_entropy and self.entropy_over == "vocabulary"
 
 
 class Targets(NamedTuple):
-    """Vocabulary size of a call, and the hidden row and the support of each target."""
+    """The hidden row and the support of each target, the vocabulary size and the number of rows."""
 
     vocab_size: int
-    hidden_rows: Tensor | None = None  # the shape of target_ids; None: row t predicts target t
-    num_hidden: int = 0  # rows of `hidden`
-    support: Support | None = None
+    num_hidden: int  # rows of `hidden`
+    hidden_rows: Tensor | None  # the shape of target_ids; None: row t predicts target t
+    support: Support | None
 
     @classmethod
-    def of(cls, columns: int, num_hidden: int, options: Options | RowOptions) -> Targets:
-        """Collect the targets of a call.
+    def of(cls, tensors: RowTensors, options: Options | RowOptions) -> Targets | None:
+        """Build the targets of a call. Return None for `grpo_loss`, which has no logits.
 
         Args:
-            columns: number of vocabulary columns of the tensors on this rank.
-            num_hidden: number of rows of `hidden`.
+            tensors: (hidden, weight, bias), (logits,) or (logps, entropy), flattened to N rows.
             options: the options of the call.
         """
-        vocabulary = columns if options.shard is None else options.shard.vocabulary
-        ids = options.support_ids
-        offsets = options.support_offsets
-        support = None if ids is None or offsets is None else Support(ids, offsets)
-        return cls(vocabulary, options.hidden_rows, num_hidden, support)
+        if len(tensors) == 2:
+            return None
+        vocab_size = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
+        if options.shard is not None:
+            vocab_size = options.shard.vocabulary
+        return cls(vocab_size, len(tensors[0]), options.hidden_rows, options.support)

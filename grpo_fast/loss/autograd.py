@@ -8,13 +8,13 @@ copy. A second backward (`retain_graph=True`) computes the gradients again.
 
 The forward pass of logps caches the logits, or their exponentials, for as many rows as fit into the
 workspace. The first backward uses the cache and recomputes the logits of the remaining rows.
-Forward and backward of `linear_logps` then cost 6 to 8·N·V·H flops in total.
+Forward and backward of `linear_logps` together then cost 6·N·V·H flops if all logits are cached,
+and 8·N·V·H if none are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from grpo_fast.kernels.head.support import linear_sweep
 from grpo_fast.kernels.route import head_route, rows_route, unavailable
 from grpo_fast.kernels.types import ActiveRows, Context, HeadTensors, RowStats, Wanted
 from grpo_fast.loss import values
-from grpo_fast.loss.arguments import RowOptions, Targets
+from grpo_fast.loss.arguments import RowOptions, RowTensors
 from grpo_fast.loss.batch import active_target_rows
 from grpo_fast.loss.logits import LogitsSweep
 from grpo_fast.loss.passes import LossResult, Sweep, kernel_precision
@@ -38,11 +38,9 @@ def needs_gradient(*tensors: Tensor | None) -> list[bool]:
     return [on and x is not None and x.requires_grad for x in tensors]
 
 
-RowTensors = Sequence[Any]  # (hidden, weight, bias), or (logits,)
 Tensors = Sequence[Tensor | None]
 Gradients = list[tuple[Tensor | None, Tensor | None]]
-# Type of the outputs of a loss: the loss, the logps, the entropy, the metrics of grad_filter and
-# the divergence.
+# Type of the five outputs of a loss: loss, logps, entropies, metrics of grad_filter, divergences.
 LossValues = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # ---- Losses: gradients are computed in the forward pass
@@ -100,8 +98,9 @@ apply_loss: Callable[..., LossValues] = LossFunction.apply
 def with_units(tensors: Tensors, gradients: Tensors, units: Tensor | None) -> Gradients:
     """Return one pair (gradient, unit) for each tensor of a call.
 
-    The unit is a power of two by which the backward pass must multiply the gradient. None means 1.
-    The gradient is None if the loss pass returned an empty tensor, which means "not needed".
+    The unit is a power of two by which the backward pass must multiply the gradient. A unit of None
+    stands for 1. The gradient is None if it is not needed. The loss pass then returned an empty
+    tensor.
     """
     factors: Tensors = [None] * len(gradients)
     if units is not None and units.numel():
@@ -123,7 +122,7 @@ def scaled_gradients(
     Args:
         ctx: the autograd context. `ctx.gradients` holds the gradients of the forward pass until the
             first call.
-        grad_loss: 0-d, the upstream gradient, or None if the loss was not used.
+        grad_loss: 0-d, the upstream gradient. None if autograd needs no gradient of the loss.
         needs_grad: for each tensor, whether autograd needs its gradient.
         recompute: computes the gradients again for a second backward.
     """
@@ -147,10 +146,10 @@ def scaled_gradients(
 def scale_(gradient: Tensor, upstream: Tensor) -> Tensor:
     """Multiply a gradient by the upstream scalar in place, without a GPU sync.
 
-    On the CPU, the multiplication is skipped if the upstream scalar is 1.
+    The multiplication is skipped if the upstream scalar is a CPU tensor with the value 1.
     """
-    # Call item() only on plain CPU tensors. On a GPU tensor, it would sync. A subclass such as a
-    # traced tensor has no readable value.
+    # Call item() only on plain CPU tensors. On a GPU tensor, it would wait for the GPU. On a tensor
+    # that torch.compile traces, it would raise an error.
     if type(upstream) is Tensor and upstream.device.type == "cpu" and upstream.item() == 1.0:
         return gradient
     on_gpu = gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64
@@ -168,14 +167,14 @@ TargetRows = tuple[ActiveRows, Tensor | None]  # the result of `active_target_ro
 
 
 class LogpsPass:
-    """Forward and backward pass of the logps of one call.
+    """Forward and backward pass of one call of `linear_logps` or `logits_logps`.
 
-    Only active rows, which are the rows with a target, are computed.
+    Only rows with a target, the active rows, are computed.
 
     Args:
         tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
         options: options of the call, such as targets, temperature and backend.
-        places: the result of `active_target_rows`, if it is already known.
+        places: the result of `active_target_rows`. None: compute it.
         entropy_gradient: True if the backward pass receives a gradient for the entropies.
         wanted: for each tensor, True if it needs a gradient.
     """
@@ -191,11 +190,11 @@ class LogpsPass:
     ) -> None:
         self.options = options
         self.device = tensors[0].device
-        self.places = places or active_rows(tensors, options)
+        self.places = places or active_target_rows(tensors, options)
         self.rows, self.left_out = self.places
         self.sweep: Sweep
-        # One tensor means given logits. Three tensors are the hidden states, the weight and the
-        # bias of a head.
+        # A call from given logits has one tensor. A call from hidden states has three: the hidden
+        # states, the weight and the bias.
         if len(tensors) == 1:
             route = rows_route(options.backend, tensors[0])
             self.sweep = LogitsSweep.of(
@@ -223,7 +222,7 @@ class LogpsPass:
         with kernel_precision(self.device):
             stats = self.sweep.logps(return_entropy=self.options.return_entropy, keep=keep)
         lse, logps, entropy = stats
-        # Check the logps as well, because the arguments do not show that a target has logit -inf.
+        # Check the logps, because only they show that a target has the logit -inf.
         values.check_logps(logps, "auto")
         spread = self.rows.to_rows
         flat = lse.new_empty(0) if entropy is None else spread(self._selected(entropy))
@@ -251,24 +250,16 @@ class LogpsPass:
             return self.sweep.gradients(g, g_entropy, stats, wanted)
 
     def saved_stats(self, logps: Tensor, entropy: Tensor, lse: Tensor) -> RowStats:
-        """Select the statistics of the active rows from the outputs of the forward pass."""
+        """Return the statistics of the active rows, from the outputs of the forward pass."""
         active = self.rows.active
         return active(lse), active(logps), active(entropy) if self.options.return_entropy else None
 
     def _selected(self, x: Tensor) -> Tensor:
         """Set the rows of x that have no target to 0.
 
-        Only calls in a CUDA graph still contain rows without a target. Other calls have removed
-        them.
+        Such rows exist only in a CUDA graph. Other calls remove them before they compute anything.
         """
         return x if self.left_out is None else torch.where(self.left_out, 0.0, x)
-
-
-def active_rows(tensors: RowTensors, options: RowOptions) -> TargetRows:
-    """Check targets and temperatures, and return the active rows of a call."""
-    vocab = tensors[1].shape[0] if len(tensors) == 3 else tensors[0].shape[1]
-    targets = Targets.of(vocab, len(tensors[0]), options)
-    return active_target_rows(options.target_ids, options.transform, targets)
 
 
 class LogpsFunction(torch.autograd.Function):
@@ -312,8 +303,8 @@ class LogpsFunction(torch.autograd.Function):
             and d_entropy is not None
             and not cached[0].sweep.has_entropy_gradient
         ):
-            # Drop cached exponentials if there is a gradient for the entropies. It cannot be
-            # computed from exponentials, so the logits must be computed again.
+            # Cached exponentials do not suffice for a gradient of the entropies, which is computed
+            # from logits. Compute the logits again.
             cached = None
         wanted = Wanted(*needs, *[False] * (3 - len(needs)))
         if cached is None:
@@ -326,8 +317,8 @@ class LogpsFunction(torch.autograd.Function):
             cached = work, work.saved_stats(*outputs)
         work, stats = cached
         gradients = work.gradients(stats, d_logps, d_entropy, wanted)
-        # Replace empty tensors by None. A pass returns an empty tensor for a gradient that is not
-        # needed, but autograd expects None.
+        # Autograd expects None for a gradient that is not needed, but `gradients` then contains an
+        # empty tensor.
         needed = (x if need else None for x, need in zip(gradients, needs, strict=True))
         return None, None, None, *needed
 

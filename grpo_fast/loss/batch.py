@@ -17,8 +17,8 @@ from grpo_fast.kernels.gpu.capture import is_capturing, refuse
 from grpo_fast.kernels.head.half_range import weight_unit
 from grpo_fast.kernels.types import ActiveRows, LogitTransform
 from grpo_fast.loss import values
-from grpo_fast.loss.arguments import BatchInputs, Targets
-from grpo_fast.objective.aggregation import Total, step_weights
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors, Targets
+from grpo_fast.objective.aggregation import step_weights
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import token_metrics
 from grpo_fast.objective.tokens import Tokens
@@ -33,13 +33,20 @@ class TokenBatch(NamedTuple):
 
     @classmethod
     def build(
-        cls,
-        config: LossConfig,
-        inputs: BatchInputs,
-        targets: Targets | None = None,  # None in `grpo_loss`, which has no targets
-        validate: str = "auto",
+        cls, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
     ) -> TokenBatch:
-        """Check the values of the arguments and build the batch. Shapes must be checked before."""
+        """Check the values of the arguments, and build the batch.
+
+        The caller must check the shapes of the arguments before.
+
+        Args:
+            tensors: (hidden, weight, bias), (logits,) or (logps, entropy), flattened to N rows.
+            options: the options of the call that are not part of the config.
+            config: the options of the loss.
+            inputs: tensors per token and per completion, in the caller's layout.
+        """
+        validate = options.validate
+        targets = Targets.of(tensors, options)
         places = _active_tokens(inputs, validate)
         tokens = _tokens(places, config, inputs, validate)
         temperature = 1.0 if targets is None else config.temperature
@@ -71,7 +78,7 @@ class TokenBatch(NamedTuple):
 
         Args:
             logps: (N,), the logps that the call returned.
-            entropy: (N,), the entropies, or None.
+            entropy: (N,), the entropies that the call returned, or None.
 
         Returns:
             0-d tensors, keyed by name.
@@ -83,28 +90,28 @@ class TokenBatch(NamedTuple):
 
 
 def active_target_rows(
-    target_ids: Tensor,  # (B, L) or (T,)
-    transform: LogitTransform,
-    targets: Targets,
+    tensors: RowTensors, options: RowOptions
 ) -> tuple[ActiveRows, Tensor | None]:
     """Return the active rows of `linear_logps` or `logits_logps`, and a mask of ignored rows.
 
-    Rows with target -100 are removed, and the mask is None. In a CUDA graph, the number of rows
-    must not depend on values. There, all rows remain, and the mask marks the rows with target -100.
-    The caller must set the results of these rows to 0.
+    Outside of a CUDA graph, rows with target -100 are removed and the mask is None. In a CUDA
+    graph, the number of rows must not depend on values. All rows then remain, and the mask marks
+    the rows with target -100. The caller must set the results of these rows to 0.
 
     Args:
-        target_ids: (B, L) or (T,). -100 marks a row without a target.
-        transform: the logit transform. Its temperature is a float or has the shape of target_ids.
-        targets: the vocabulary, hidden rows and support of the targets.
+        tensors: (hidden, weight, bias) or (logits,), flattened to N rows.
+        options: the options of the call.
     """
-    flat = target_ids.reshape(-1)
+    targets = Targets.of(tensors, options)
+    assert targets is not None
+    transform = options.transform
+    flat = options.target_ids.reshape(-1)
     ignored = flat == values.IGNORED_TARGET
     records = is_capturing(flat)
     # Keep all rows in a CUDA graph, which cannot record nonzero(), because the size of its result
     # depends on values.
     index = None if records else _unless_all((~ignored).nonzero().squeeze(1), len(flat))
-    places = _ActiveTokens(len(flat), index, flat, flat)
+    places = ActiveTokens(len(flat), index, flat, flat)
     if isinstance(transform.temperature, Tensor):
         temperatures = places.select(transform.temperature, torch.float32)
         values.check_numbers("auto", temperature=temperatures)
@@ -117,7 +124,7 @@ def active_target_rows(
     return places.rows(ids, transform, targets), None
 
 
-class _ActiveTokens(NamedTuple):
+class ActiveTokens(NamedTuple):
     """The active rows of a call with N rows, each with the index of its completion."""
 
     num_rows: int  # N
@@ -129,8 +136,8 @@ class _ActiveTokens(NamedTuple):
         """Return a flat copy of the active elements of x, which has N elements."""
         x = x.detach().reshape(-1)
         if self.active_index is None:
-            # Copy even if the dtype fits, because the caller may change x before the metrics are
-            # computed.
+            # Copy x even if it has the requested dtype. The metrics are computed later, when the
+            # caller may have changed x.
             return x.to(dtype, copy=True)
         return x.index_select(0, self.active_index).to(dtype)
 
@@ -163,16 +170,16 @@ class _ActiveTokens(NamedTuple):
         return rows._replace(hidden_index=predicting, repeats=True)
 
 
-def _active_tokens(inputs: BatchInputs, validate: str) -> _ActiveTokens:
+def _active_tokens(inputs: BatchInputs, validate: str) -> ActiveTokens:
     like = inputs.like
     count = like.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     index = _active_index(inputs.completion_mask, validate)
     lengths, segments = _segments(like, inputs.cu_seqlens, count, validate)
     if index is not None:
         segments = segments.index_select(0, index)
-        # With a mask, count only the active tokens of a completion as its length.
+        # The length of a completion is the number of its active tokens.
         lengths = torch.bincount(segments, minlength=count)
-    return _ActiveTokens(like.numel(), index, lengths, segments)
+    return ActiveTokens(like.numel(), index, lengths, segments)
 
 
 def _unless_all(index: Tensor, num_rows: int) -> Tensor | None:
@@ -202,25 +209,24 @@ def _segments(
         return lengths, torch.arange(count, device=device).repeat_interleave(length)
     cu = values.checked_offsets(cu_seqlens.long(), num_rows, validate)
     rows = torch.arange(num_rows, device=device)
-    # Use right=True and only the inner offsets. An empty completion then gets no row, and the index
-    # of a completion is less than B even if the offsets on a GPU are invalid.
+    # With right=True, an empty completion gets no row. With only the inner offsets, the index of a
+    # completion is less than B even if the offsets on a GPU are invalid.
     return cu.diff(), torch.searchsorted(cu[1:-1], rows, right=True)
 
 
-def _tokens(
-    places: _ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str
-) -> Tokens:
-    # 1. Check the totals of the optimizer step, by which the token weights are divided.
+def _tokens(places: ActiveTokens, config: LossConfig, inputs: BatchInputs, validate: str) -> Tokens:
+    # 1. Check num_items_in_batch and num_completions_in_batch, which divide the token weights.
     advantages = inputs.advantages
     items = inputs.num_items_in_batch
     by_prompt = config.aggregation == "prompt_mean"
+    device = places.lengths.device
     if not by_prompt:
-        items = _total("num_items_in_batch", items, places, validate)
+        items = values.checked_total("num_items_in_batch", items, device, validate)
     elif isinstance(items, Tensor):
-        items = items.detach().to(places.lengths.device).double()
+        items = items.detach().to(device).double()
         values.check_numbers(validate, num_items_in_batch=items)
-    completions = _total(
-        "num_completions_in_batch", inputs.num_completions_in_batch, places, validate
+    completions = values.checked_total(
+        "num_completions_in_batch", inputs.num_completions_in_batch, device, validate
     )
     # 2. Compute the weight of every token.
     weights = step_weights(
@@ -245,9 +251,3 @@ def _tokens(
         places.select_optional(inputs.old_logps), places.select_optional(inputs.ref_logps),
         places.select_optional(inputs.sampling_logps),
     )  # fmt: skip
-
-
-def _total(name: str, value: Total | None, places: _ActiveTokens, validate: str) -> Total | None:
-    if isinstance(value, Tensor):
-        value = value.detach().reshape(()).to(places.lengths.device)
-    return values.checked_total(name, value, validate)

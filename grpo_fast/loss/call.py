@@ -1,6 +1,6 @@
-"""Common steps of the public functions after their argument checks.
+"""The steps that the public loss and logps functions have in common.
 
-The steps work in eager mode and in torch.compile.
+The steps work in eager mode and in a graph of torch.compile.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from grpo_fast.errors import argument_error, unknown_keyword
 from grpo_fast.kernels.types import detached
 from grpo_fast.loss import autograd, checks, operators
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
+from grpo_fast.loss.batch import TokenBatch, active_target_rows
 from grpo_fast.loss.ranks import NO_GROUP, Agreement, local_rows
 from grpo_fast.objective.config import LossConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
+untraced: Callable[[Callable[P, R]], Callable[P, R]] = functools.cache(torch.compiler.disable)
 FILTER_METRICS = ("grad_filter/dropped_mass", "grad_filter/columns")
 
 
 def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public function with handling of unknown keywords and of torch.compile.
+    """Decorate a public function so that torch.compile can handle all its calls.
 
-    An unknown keyword raises an error that suggests the nearest name.
+    The decorated function also raises an error for an unknown keyword, which suggests the nearest
+    known keyword.
 
     Args:
         outside: keywords that a graph of torch.compile cannot carry. A call that passes one of them
@@ -62,10 +65,8 @@ def public(*outside: str, is_traceable: bool = True) -> Callable[[Callable[P, R]
             is_outside = word is not None or not is_traceable
             # Disable tracing of the function only if torch._dynamo has been imported. If it has
             # not, nothing is being compiled, and importing torch._dynamo here would take seconds.
-            if is_outside and "torch._dynamo" in sys.modules:
-                untraced_function: Callable[P, R] = untraced(function)
-                return untraced_function(*args, **keywords)
-            return function(*args, **keywords)
+            call = untraced(function) if is_outside and "torch._dynamo" in sys.modules else function
+            return call(*args, **keywords)
 
         return wrapper
 
@@ -82,13 +83,6 @@ def _unknown_keyword(name: str, word: str, known: Collection[str]) -> TypeError:
     return unknown_keyword(name, word, known)
 
 
-@functools.cache
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile does not trace."""
-    disabled: Callable[P, R] = torch.compiler.disable(function)
-    return disabled
-
-
 @dataclasses.dataclass(frozen=True)
 class LossOutput:
     """Result of a loss function.
@@ -98,10 +92,10 @@ class LossOutput:
             or to logps and entropy, depending on the function.
         logps: the shape of target_ids, fp32, detached. Log-probabilities of the targets; 0 at
             masked tokens.
-        entropy: the shape of target_ids, fp32, detached. Entropy of each row. None unless the
-            config needs it.
-        divergence: the shape of target_ids, fp32, detached. Divergence from the teacher. None
-            without `divergence=`. Its mean is the metric "divergence".
+        entropy: the shape of target_ids, fp32, detached. Entropy of each row. None if the config
+            does not need entropies.
+        divergence: the shape of target_ids, fp32, detached. Divergence of each row from the
+            teacher. None if the call has no `divergence`. The metric "divergence" is its mean.
 
     Example:
         >>> import torch
@@ -135,15 +129,15 @@ class LossOutput:
 def head_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ranks: Agreement
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Check the shapes of an LM head, and return the parts of its tensors that this rank needs.
+    """Check the shapes of an LM head, and return the tensors with which this rank computes.
 
-    Weights sharded by FSDP2 are gathered, which is a collective call.
+    A weight that FSDP2 has sharded is gathered, which is a collective call.
 
     Returns:
         hidden (N, H), weight (V, H) and bias (V,) or None. With a tensor-parallel group, weight and
         bias have only the vocabulary rows of this rank.
     """
-    # Gather before the shape checks, which need the tensors that this process computes with.
+    # Gather the tensors before the shape checks, because a DTensor fails these checks.
     weight = local_rows("lm_head_weight", weight, ranks.group)
     bias = local_rows("bias", bias, ranks.group)
     checks.head(hidden, weight, bias, is_shard=ranks.group is not None)
@@ -170,6 +164,7 @@ def loss(
         ranks: the tensor-parallel ranks that make the same call.
     """
     # 1. Check the arguments.
+    checks.options(options, inputs.like)
     checks.tokens(config, inputs, has_logits=name != "given_logps")
     # 2. Compute the loss. Under torch.compile, call the custom operator of the loss. Otherwise,
     # call the autograd function.
@@ -177,22 +172,21 @@ def loss(
         outputs, metrics = operators.compiled_loss(name, tensors, options, config, inputs)
         count = 0  # `divergence=` is not available in a graph
     else:
-        known = operators.LOSSES[name]
-        batch = operators.build_batch(known, tensors, options, config, inputs)
+        batch = TokenBatch.build(tensors, options, config, inputs)
         # Ranks that share a head must make the same call. Compare their calls before the first
         # collective operation of the head, which would otherwise deadlock or mix different batches.
-        numbers = config.key if options.shard else ""
-        if options.shard and (term := options.divergence):
-            settings = (term.kind, term.coef, term.beta), getattr(term.teacher, "transform", None)
-            numbers += repr(settings)
+        numbers: tuple[object, ...] = (config.key,)
+        if (term := options.divergence) is not None:
+            numbers += (*term[1:], *getattr(term.teacher, "transform", ()))
         ranks.check_agreement(
             tensors, batch.rows.target_ids, options.wanted, options.backend, numbers
         )
-        run = partial(known.run, batch=batch, options=options)
+        run = partial(operators.LOSSES[name], batch=batch, options=options)
         outputs = autograd.apply_loss(run, options.inplace, *tensors)
         metrics = batch.metrics
         count = len(batch.rows.target_ids)
-    # 3. Reshape the outputs to the layout of the call.
+    # 3. Add the metrics of grad_filter and of the divergence, and reshape the outputs to the layout
+    # of the call.
     value, logps, entropy, filtered, divergence = outputs
     like = inputs.like
     more: dict[str, Tensor] = {}
@@ -215,16 +209,14 @@ def logps(
     options: RowOptions,
     ranks: Agreement = NO_GROUP,
 ) -> Tensor | tuple[Tensor, Tensor]:  # logps, or (logps, entropy)
-    """Compute logps, and entropies if requested, in the layout of the targets."""
+    """Compute logps and, if requested, entropies, in the layout of the targets."""
+    checks.row_options(options)
     if torch.compiler.is_compiling():
         flat, entropy = operators.compiled_logps(tensors, options)
     else:
         wanted = autograd.needs_gradient(*tensors)
-        rows = autograd.active_rows(tensors, options)
-        settings = (
-            options.temperature, options.softcap, options.logit_scale, options.return_entropy,
-        )  # fmt: skip
-        numbers = repr(settings) if options.shard else ""
+        rows = active_target_rows(tensors, options)
+        numbers = (*options.transform, options.return_entropy)
         ranks.check_agreement(tensors, rows[0].target_ids, wanted, options.backend, numbers)
         flat, entropy, _ = autograd.apply_logps(options, rows, wanted, *tensors)
     like = options.target_ids

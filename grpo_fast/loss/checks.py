@@ -1,6 +1,6 @@
-"""Checks of shapes, dtypes, devices and options.
+"""Checks of shapes, dtypes, devices and options, which raise a ValueError.
 
-A failed check raises a ValueError. `values.py` checks the values of tensors.
+`values.py` checks the values of tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from grpo_fast.errors import argument_error, choice, conflict, number, require
 from grpo_fast.kernels.gpu.capture import refuse
 from grpo_fast.kernels.route import BACKENDS
 from grpo_fast.kernels.support import Support
-from grpo_fast.loss.arguments import BatchInputs
+from grpo_fast.kernels.types import LogitTransform
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 from grpo_fast.loss.ranks import is_sharded
 from grpo_fast.objective.config import CHOICES, LossConfig
 from grpo_fast.objective.corrections import DEFAULT
@@ -32,12 +33,6 @@ KINDS = {  # the allowed dtypes for each description in a message
     ),
 }
 IDS, OFFSETS, PACKED, MASK = list(KINDS)[1:]
-# Arguments of a loss for which no gradient is computed. It is an error if one of them requires
-# grad, because the caller probably forgot .detach() and expects a gradient.
-CONSTANTS = (
-    "advantages", "completion_mask", "old_logps", "ref_logps", "sampling_logps",
-    "num_items_in_batch", "num_completions_in_batch",
-)  # fmt: skip
 
 
 def tensor(
@@ -55,8 +50,8 @@ def tensor(
         x: the argument.
         kind: a key of KINDS.
         shape: the required shape. None allows any shape.
-        meaning: the required shape as symbols, for the message.
-        same_device: name and tensor of an argument that must be on the same device as x.
+        meaning: the required shape in symbols such as "(V,)", for the message.
+        same_device: the name and the tensor of a different argument, on whose device x must be.
     """
     if is_sharded(x):
         raise argument_error(name, "a plain tensor", f"a {type(x).__name__}")
@@ -80,7 +75,7 @@ def like_logps(name: str, x: Tensor | None, like: Tensor, kind: str = FLOATING) 
 
 
 def constant(name: str, x: object) -> None:
-    """Raise a ValueError if x requires grad, because no gradient would reach it."""
+    """Raise a ValueError if x requires grad, because its gradient is never computed."""
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         came = f"one that requires grad; pass {name}.detach()"
         raise argument_error(name, "a tensor without a gradient", came)
@@ -128,7 +123,7 @@ def head(
 
 
 def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None) -> None:
-    """Check that hidden has the layout of target_ids, or is (R, H) if hidden_rows is given."""
+    """Check that `hidden` has the layout of target_ids, or is (R, H) with `hidden_rows`."""
     if hidden_rows is None:
         _layout("hidden", hidden, target_ids)
         return
@@ -144,7 +139,7 @@ def hidden_layout(hidden: Tensor, target_ids: Tensor, hidden_rows: Tensor | None
 
 
 def logits(x: Tensor, target_ids: Tensor) -> None:
-    """Check that logits have the shape (B, L, V) or (T, V), which must match target_ids."""
+    """Check that logits are (B, L, V) or (T, V), and that target_ids are (B, L) or (T,)."""
     tensor("logits", x)
     _layout("logits", x, target_ids)
     if x.shape[-1] == 0:
@@ -164,42 +159,24 @@ def given_logps(logps: Tensor, entropy: Tensor | None, config: LossConfig) -> No
         raise conflict("entropy=None", f"{option}={getattr(config, option)}", why)
 
 
-def logit_options(
-    softcap: float | None, logit_scale: float, entropy_over: str, backend: str
-) -> None:
-    """Check the non-tensor options of `linear_logps` and `logits_logps`."""
-    choice("backend", backend, BACKENDS)
-    choice("entropy_over", entropy_over, CHOICES["entropy_over"])
-    number("logit_scale", logit_scale, "a finite number, not 0", lambda x: x != 0)
-    if softcap is not None:
-        number("softcap", softcap, "None or a finite number > 0", lambda x: x > 0)
+def transform(x: LogitTransform, like: Tensor) -> None:
+    """Check a logit transform. A temperature tensor must have the shape of `like`."""
+    number("logit_scale", x.logit_scale, "a finite number, not 0", lambda x: x != 0)
+    if x.softcap is not None:
+        number("softcap", x.softcap, "None or a finite number > 0", lambda x: x > 0)
+    if isinstance(x.temperature, Tensor):
+        like_logps("temperature", x.temperature, like)
+        constant("temperature", x.temperature)
+    else:
+        number("temperature", x.temperature, "a finite number > 0", lambda x: x > 0)
 
 
-def temperatures(target_ids: Tensor, temperature: float | Tensor) -> tuple[Tensor | None, float]:
-    """Check the temperature, and split it into a tensor and a number.
-
-    Returns:
-        (temperature of each target, 1.0), or (None, the temperature of all targets).
-    """
-    if isinstance(temperature, Tensor):
-        like_logps("temperature", temperature, target_ids)
-        constant("temperature", temperature)
-        return temperature, 1.0
-    number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
-    return None, float(temperature)
-
-
-def prompt_items(value: object, count: int, config: LossConfig) -> None:
-    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
-    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
-    name = "num_items_in_batch"
-    if value is None and count % (config.group_size or 1):
-        raise argument_error(
-            name, f"{meaning}, where groups of {config.group_size} are not whole", None
-        )
-    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
-        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-        raise argument_error(name, f"None or {meaning},", came)
+def row_options(options: RowOptions) -> None:
+    """Check the options of `linear_logps` and `logits_logps`."""
+    transform(options.transform, options.target_ids)
+    choice("entropy_over", options.entropy_over, CHOICES["entropy_over"])
+    choice("backend", options.backend, BACKENDS)
+    support(options.support, options.target_ids, is_shard=options.shard is not None)
 
 
 def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None:
@@ -210,11 +187,11 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     Args:
         config: the options of the loss.
         inputs: the tensors to check.
-        has_logits: True if the loss function computes logps from logits. It then uses the
-            temperature, which is checked, too.
+        has_logits: True if the loss function computes logps from logits. It then reads the
+            temperature of the config, so a temperature tensor is checked, too.
     """
     is_config(config)
-    # 1. Reject options that only trainers support.
+    # 1. Reject an exact KL, which only trainers support.
     if config.kl_estimator in EXACT:
         expected = f"one of {list(KL_ESTIMATORS)}"
         kind = EXACT[config.kl_estimator]
@@ -233,17 +210,17 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         raise argument_error("advantages", expected, tuple(advantages.shape))
     for name in ("old_logps", "ref_logps", "sampling_logps"):
         like_logps(name, getattr(inputs, name), like)
-    # 3. Check that arguments without a gradient do not require grad.
-    for name in CONSTANTS:
-        constant(name, getattr(inputs, name))
+    # 3. Check that no input requires grad. Its gradient is not computed, so the caller probably
+    # forgot .detach() and expects a gradient.
+    for name, x in zip(BatchInputs._fields[1:], inputs[1:], strict=True):
+        constant(name, x)
     # 4. Check the arguments that the config requires or forbids.
     reading = [x for x in config.corrections if x.ratio != "current/behaviour"]
     if inputs.sampling_logps is None and reading and config.corrections != DEFAULT:
         why = "these corrections read the sampler's logps; pass sampling_logps"
         raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
-    if has_logits and isinstance(config.temperature, Tensor):
-        like_logps("temperature", config.temperature, like)
-        constant("temperature", config.temperature)
+    if has_logits:
+        transform(LogitTransform(temperature=config.temperature), like)
     if config.uses_reference and inputs.ref_logps is None:
         why = "the KL needs the reference's logps; pass ref_logps"
         raise conflict("ref_logps=None", f"beta={config.beta}", why)
@@ -254,30 +231,32 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
     for name in ("num_items_in_batch", "num_completions_in_batch"):
         value = getattr(inputs, name)
         if name == "num_items_in_batch" and config.aggregation == "prompt_mean":
-            prompt_items(value, count, config)
+            _prompt_items(value, count, config)
         elif isinstance(value, Tensor) and value.numel() != 1:
             raise argument_error(name, "a number > 0", f"a tensor of shape {tuple(value.shape)}")
         elif value is not None and not isinstance(value, Tensor):
             number(name, value, "a number > 0", lambda x: x > 0)
 
 
-def options(
-    backend: str, validate: str, grad_filter: float | None = None, *, is_shard: bool = False
-) -> None:
-    """Check the non-tensor options of a loss call."""
-    choice("backend", backend, BACKENDS)
-    choice("validate", validate, VALIDATE)
-    if grad_filter is not None:
-        number("grad_filter", grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
-        if is_shard:
-            why = "the filter sees one rank's columns only; pass grad_filter=None"
-            raise conflict(f"grad_filter={grad_filter}", "group", why)
+def options(x: Options, target_ids: Tensor) -> None:
+    """Check the options of a loss call that are not part of the config."""
+    choice("backend", x.backend, BACKENDS)
+    choice("validate", x.validate, VALIDATE)
+    support(x.support, target_ids, is_shard=x.shard is not None)
+    if x.grad_filter is None:
+        return
+    number("grad_filter", x.grad_filter, "None or a number in (0, 1)", lambda x: 0 < x < 1)
+    for name, other, why in (
+        ("group", x.shard, "the filter sees the columns of one rank only"),
+        ("support", x.support, "rows of a support have no columns to leave out"),
+        ("divergence", x.divergence, "its gradient has no columns to leave out"),
+    ):
+        if other is not None:
+            raise conflict(f"grad_filter={x.grad_filter}", name, f"{why}; pass grad_filter=None")
 
 
-def support(
-    support: object, target_ids: Tensor, *, is_shard: bool = False, grad_filter: float | None = None
-) -> None:
-    """Check that a `Support` fits the targets, and that the other options allow a support."""
+def support(support: object, target_ids: Tensor, *, is_shard: bool) -> None:
+    """Check that a `Support` fits the targets. A head that is split over ranks cannot have one."""
     if support is None:
         return
     if not isinstance(support, Support):
@@ -285,9 +264,6 @@ def support(
     refuse("support", target_ids, support.ids)
     if is_shard:
         raise conflict("support", "group", "a sharded head computes whole rows; pass one of them")
-    if grad_filter is not None:
-        why = "rows of a support have no columns to leave out; pass grad_filter=None"
-        raise conflict(f"grad_filter={grad_filter}", "support", why)
     same_device = ("target_ids", target_ids)
     tensor("support.ids", support.ids, IDS, same_device=same_device)
     if support.ids.dim() != 1:
@@ -310,6 +286,19 @@ def inplace(x: Tensor, flat: Tensor) -> None:
 
 def is_config(config: object) -> None:
     require(isinstance(config, LossConfig), "config", "a LossConfig", type(config).__name__)
+
+
+def _prompt_items(value: object, count: int, config: LossConfig) -> None:
+    """Check `num_items_in_batch` for the aggregation "prompt_mean"."""
+    meaning = f"(B,) = ({count},), the tokens of each completion's prompt"
+    name = "num_items_in_batch"
+    if value is None and count % (config.group_size or 1):
+        raise argument_error(
+            name, f"{meaning}, where groups of {config.group_size} are not whole", None
+        )
+    if value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != (count,)):
+        came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise argument_error(name, f"None or {meaning},", came)
 
 
 def _layout(name: str, x: Tensor, target_ids: Tensor) -> None:

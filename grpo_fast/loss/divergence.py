@@ -11,18 +11,19 @@ from torch import Tensor
 from grpo_fast.errors import LEAST_LOGP, argument_error, choice, conflict, number, require
 from grpo_fast.kernels.head.divergence import DivergenceHead, supported_divergence, weighted_sum
 from grpo_fast.kernels.head.half_range import needs_scaling, weight_unit
-from grpo_fast.kernels.head.vocabulary import VocabularyShard
-from grpo_fast.kernels.route import BACKENDS, head_route
+from grpo_fast.kernels.route import head_route
 from grpo_fast.kernels.support import Support
 from grpo_fast.kernels.teachers import Divergence, DivergenceTerm, Teacher, TeacherHead, TeacherTopK
 from grpo_fast.kernels.types import ActiveRows, HeadTensors, LogitTransform, Wanted
 from grpo_fast.loss import autograd, call, checks, values
+from grpo_fast.loss.arguments import Options, RowTensors, Targets
+from grpo_fast.loss.batch import ActiveTokens
 from grpo_fast.loss.passes import LossResult, kernel_precision, rescaled
 from grpo_fast.loss.ranks import Agreement, local_rows
-from grpo_fast.loss.values import check_values, raise_pending, support_rows
+from grpo_fast.loss.values import check_values, raise_pending
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Maximum sum of a teacher's K probabilities that is accepted. It is slightly more than 1, because
+# Largest sum of a teacher's K probabilities that is accepted. It is slightly more than 1, because
 # inference servers round log-probabilities to 16 bits.
 MAX_PROBABILITY_SUM = 1 + 1e-3
 
@@ -74,9 +75,8 @@ def linear_divergence(
         loss = (weights * values).sum()                         # weights None: values.mean()
 
     Values are never negative, and exactly 0 if teacher and student have the same logits. The
-    reverse KL is infinite if the teacher gives an id the probability q = 0 but the student does
-    not. The forward KL is infinite if the student gives an id the probability p = 0 but the teacher
-    does not.
+    reverse KL is infinite if an id has q = 0 and p > 0. The forward KL is infinite if an id has
+    p = 0 and q > 0.
 
     Gradients are computed in the forward pass. The call costs 8·N·V·H flops, or 6·N·V·H with a
     `TeacherTopK`. Double backward raises an error. Not available inside torch.compile.
@@ -134,29 +134,27 @@ def linear_divergence(
         raise_pending()
         # 1. Check the student, the teacher and the options.
         tensors = call.head_tensors(hidden, lm_head_weight, bias, ranks)
-        weight = tensors[1]
-        is_shard = group is not None
         like = hidden[..., 0].detach() if hidden_rows is None else hidden_rows
-        # Pass `like` as target_ids. Only its shape, dtype and device are checked.
+        # Pass `like` in place of target_ids, because only its shape and device matter here.
         checks.hidden_layout(hidden, like.long(), hidden_rows)
         number("temperature", temperature, "a finite number > 0", lambda x: x > 0)
-        checks.logit_options(softcap, logit_scale, "support", backend)
-        divergence = checked_kind(kind, beta)
-        teacher = checked_teacher(teacher, weight, like, ranks, has_support=support is not None)
-        transform = LogitTransform(float(logit_scale), softcap, float(temperature))
-        options = (kind, beta)
-        wanted = Wanted(*autograd.needs_gradient(*tensors))
-        shard = ranks.shard(weight)
-        checks.support(support, like, is_shard=is_shard)
-        # 2. Prepare the rows of the pass, and check that the other ranks make the same call.
-        rows = _rows(hidden_rows, like, len(tensors[0]), transform, support, len(weight))
-        run = partial(
-            compute_divergence, rows=rows, teacher=teacher, divergence=divergence,
-            weights=_weights(weights, like, hidden.dtype), wanted=wanted, backend=backend,
-            shard=shard,
+        transform = LogitTransform(logit_scale, softcap, temperature)
+        checks.transform(transform, like)
+        term = DivergenceTerm(teacher, kind, beta=beta)
+        options = Options(
+            autograd.needs_gradient(*tensors), backend, hidden_rows=hidden_rows, support=support,
+            divergence=checked_term(term, tensors[1], like, ranks, support),
+            shard=ranks.shard(tensors[1]),
         )  # fmt: skip
-        numbers = repr((*options, transform)) if is_shard else ""
-        ranks.check_agreement(tensors, rows.target_ids, list(wanted), backend, numbers)
+        checks.options(options, like)
+        # 2. Prepare the rows of the pass, and check that the other ranks make the same call.
+        rows = _rows(tensors, options, transform, like)
+        run = partial(
+            compute_divergence, rows=rows, weights=_weights(weights, like, hidden.dtype),
+            options=options,
+        )  # fmt: skip
+        numbers = (kind, beta, *transform)
+        ranks.check_agreement(tensors, rows.target_ids, options.wanted, backend, numbers)
         # 3. Compute the divergence with autograd.
         loss, each, *_ = autograd.apply_loss(run, False, *tensors)
         return DivergenceOutput(loss, each.detach().reshape(like.shape))
@@ -168,35 +166,35 @@ def compute_divergence(
     bias: Tensor | None,  # (V,)
     *,
     rows: ActiveRows,
-    teacher: Teacher,
-    divergence: Divergence,
     weights: Tensor,  # (T,)
-    wanted: Wanted,
-    backend: str,
-    shard: VocabularyShard | None,
+    options: Options,
 ) -> LossResult:
-    """Compute Σ weights·D from hidden states, and its gradients.
+    """Compute the loss Σ weights·D and its gradients, where D is the divergence of a row.
 
-    The result uses the fields of a loss: `gradients` is (d-hidden, d-weight, d-bias), and `logps`
-    contains the divergence D of each row instead of log-probabilities.
+    In the result, `gradients` is (d-hidden, d-weight, d-bias), and `logps` contains the divergence
+    of each row instead of log-probabilities.
     """
-    # 1. Scale the weights for fp16, as `linear_loss` does.
+    wanted = Wanted(*options.wanted)
+    term = options.divergence
+    assert term is not None
+    # 1. In fp16, scale the weights by a power of two, so that the gradients do not underflow.
     is_half = any(wanted) and needs_scaling(hidden.dtype)
     unit = weight_unit(weights) if is_half else None
     weights = weights if unit is None else weights * unit
-    route = head_route(backend, weight, is_shard=True)
-    term: dict[str, Any] = dict(
-        teacher=teacher, divergence=divergence, weights=weights, keep_fp32=is_half
-    )
+    route = head_route(options.backend, weight, is_shard=True)
     head = HeadTensors(hidden, weight, bias), rows, route
+    settings: dict[str, Any] = dict(
+        teacher=term.teacher, divergence=Divergence(term.kind, term.beta), weights=weights,
+        keep_fp32=is_half,
+    )  # fmt: skip
     with kernel_precision(hidden.device):
         if rows.support is not None:
-            # 2. Compute the divergence of each row, here over the row's set of ids. Without a
-            # support, the branch below computes it over the full vocabulary.
-            each, gradients = supported_divergence(*head, wanted=wanted, **term)
+            # 2. With a support, compute the divergence of each row over its set of ids. Otherwise,
+            # compute it over the full vocabulary, in the branch below.
+            each, gradients = supported_divergence(*head, wanted=wanted, **settings)
         else:
-            term |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=shard)
-            sweep = DivergenceHead(*head, **term)
+            settings |= dict(has_policy=False, needs_d_weight=wanted.weight, shard=options.shard)
+            sweep = DivergenceHead(*head, **settings)
             gradients = sweep.sweep(wanted)
             each = sweep.values
     result = LossResult(weighted_sum(weights, each).to(weights.dtype), each, None, gradients)
@@ -209,42 +207,31 @@ def checked_term(
     target_ids: Tensor,
     ranks: Agreement,
     support: Support | None,
-    grad_filter: float | None,
 ) -> DivergenceTerm | None:
     """Check the divergence term of a loss.
 
     Returns:
-        The term, whose teacher has one row for each flat target, or None if there is no term.
+        None if the loss has no divergence term. Otherwise the term, with the rows of its teacher
+        flattened to one row for each target.
     """
     if term is None:
         return None
     if not isinstance(term, DivergenceTerm):
         raise argument_error("divergence", "None or a DivergenceTerm", type(term).__name__)
-    if grad_filter is not None:
-        why = "the gradient of a divergence has no columns to leave out; pass grad_filter=None"
-        raise conflict(f"grad_filter={grad_filter}", "divergence", why)
-    checked_kind(term.kind, term.beta)
+    choice("kind", term.kind, tuple(DIVERGENCES))
+    number("beta", term.beta, "a number in (0, 1)", lambda x: 0 < x < 1)
     number("coef", term.coef, "a finite number >= 0", lambda x: x >= 0)
-    has_support = support is not None
-    teacher = checked_teacher(term.teacher, weight, target_ids, ranks, has_support=has_support)
-    return DivergenceTerm(teacher, term.kind, term.coef, term.beta)
+    return term._replace(teacher=_checked_teacher(term.teacher, weight, target_ids, ranks, support))
 
 
-def checked_kind(kind: str, beta: float) -> Divergence:
-    """Check a kind of divergence and its beta, and return them as a `Divergence`."""
-    choice("kind", kind, tuple(DIVERGENCES))
-    number("beta", beta, "a number in (0, 1)", lambda x: 0 < x < 1)
-    return Divergence(kind, float(beta))
-
-
-def checked_teacher(
-    teacher: object, weight: Tensor, like: Tensor, ranks: Agreement, *, has_support: bool = False
+def _checked_teacher(
+    teacher: object, weight: Tensor, like: Tensor, ranks: Agreement, support: Support | None
 ) -> Teacher:
     """Check a teacher, and return it with one row for each element of `like`."""
     is_shard = ranks.group is not None
     if isinstance(teacher, TeacherTopK):
-        if has_support or is_shard:
-            other = "support" if has_support else "group"
+        if support is not None or is_shard:
+            other = "group" if support is None else "support"
             why = "only a TeacherHead gives the logits of every id"
             raise conflict("teacher, a TeacherTopK", other, why)
         return _checked_topk(teacher, weight.shape[0], like)
@@ -268,8 +255,7 @@ def checked_teacher(
     require(fits, "teacher.weight", expected, came)
     # 3. Check that the teacher has one row per student row.
     hidden = _rows_like("teacher.hidden", teacher.hidden, checks.FLOATING, like)
-    checks.temperatures(like, teacher.temperature)
-    checks.logit_options(teacher.softcap, teacher.logit_scale, "support", BACKENDS[0])
+    checks.transform(teacher.transform, like)
     return teacher._replace(hidden=hidden)
 
 
@@ -282,8 +268,7 @@ def _checked_topk(teacher: TeacherTopK, vocab: int, like: Tensor) -> TeacherTopK
     K = logps.shape[1]
     expected = f"the {K} ids of teacher.logps a row, from 1 to V = {vocab}"
     require(ids.shape == logps.shape and 0 < K <= vocab, "teacher.ids", expected, ids.shape[1])
-    # 2. Check the values. Ids must be valid, and log-probabilities must be possible results of a
-    # softmax.
+    # 2. Check that ids are valid, and that a softmax can have computed the log-probabilities.
     has_id = logps > -torch.inf
     is_whole = has_id.all(1) if K == vocab else has_id.new_zeros(len(logps))
     largest = logps.amax(1)
@@ -328,32 +313,19 @@ def _rows_like(name: str, x: Tensor, kind: str, like: Tensor) -> Tensor:
 
 
 def _rows(
-    hidden_rows: Tensor | None,
-    like: Tensor,
-    num_hidden: int,
-    transform: LogitTransform,
-    support: Support | None,
-    vocab: int,
+    tensors: RowTensors, options: Options, transform: LogitTransform, like: Tensor
 ) -> ActiveRows:
     """Return an `ActiveRows` that contains all rows.
 
     The kernels expect a target in every row, but a divergence has no targets. Each row therefore
-    gets a dummy target: the first id of its set, or 0 if it has no set.
+    gets a dummy target, which is the first id of its set, or 0 without a support.
     """
-    count = like.numel()
-    index = None
-    sets = None
-    if hidden_rows is not None:
-        index = values.checked_ids(
-            "hidden_rows", hidden_rows.reshape(-1).long(), num_hidden, "auto", kind="rows",
-            expected=f"rows in [0, {num_hidden})",
-        )  # fmt: skip
-    targets = torch.zeros(count, dtype=torch.int64, device=like.device)
+    ids = torch.zeros(like.numel(), dtype=torch.int64, device=like.device)
+    support = options.support
     if support is not None and len(support.ids):
-        targets = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
-        sets = support_rows(support, None, targets, vocab, "auto")
-    repeats = index is not None
-    return ActiveRows(count, None, targets, transform, index, repeats=repeats, support=sets)
+        ids = support.ids[support.offsets[:-1].clamp(0, len(support.ids) - 1)].long()
+    targets = Targets.of(tensors, options)
+    return ActiveTokens(len(ids), None, ids, ids).rows(ids, transform, targets)
 
 
 def _weights(weights: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,16 +17,16 @@ from grpo_fast.loss import values
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Size in bytes of a block of logits on the CPU. A block of this size stays in the CPU's cache, so
-# that reading it a second time is fast.
+# Size in bytes of a block of logits on the CPU. A block of this size stays in the cache of the CPU,
+# so that the kernel reads it quickly a second time.
 CPU_BLOCK_BYTES = 4 << 20
 
 
 class LogitsSweep:
-    """Pass over given logits with the row kernels, one block of rows at a time.
+    """Pass over given logits, which calls the row kernels for one block of rows after another.
 
-    For a token-level loss, one pass reads every row of logits and writes its gradient. Other losses
-    need two passes, so they read every row twice. Inactive rows get zero gradients.
+    For a token-level loss, one pass over the logits computes the loss and the gradient. Other
+    losses need two passes. Inactive rows get zero gradients.
 
     Args:
         logits: (N, V), with contiguous rows.
@@ -49,13 +49,13 @@ class LogitsSweep:
         route: Route,
         full_entropy: bool = False,
     ) -> LogitsSweep | SupportSweep | FullEntropySweep:
-        """Create the pass over these rows. Rows with a support are processed separately."""
+        """Create a pass over these rows, of the class that fits their support."""
         if rows.support is None:
             return cls(logits, out, rows, route)
         if full_entropy:
             full = cls(logits, out, rows._replace(support=None), route)
             return FullEntropySweep(cls.of(logits, None, rows, route), full)
-        # Process the rows without a support with the dense kernels.
+        # Rows without a support use the full vocabulary, so the dense kernels process them.
         others = rows.support.dense_index
         dense = None if others is None else cls(logits, out, rows.select(others), route)
         return SupportSweep(GivenLogits(logits, out, rows, route), rows, route, dense)
@@ -95,7 +95,10 @@ class LogitsSweep:
         return self.out
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
-        """Compute (lse, logps, entropy) of the active rows. `keep` has no effect."""
+        """Compute (lse, logps, entropy) of the active rows.
+
+        `keep` has no effect, because the logits are already in memory.
+        """
         parts = []
         for b in self._blocks():
             part = self.kernels.row_logps(
@@ -138,7 +141,7 @@ class LogitsSweep:
             g: (T,), upstream gradients of the logps.
             g_entropy: (T,), upstream gradients of the entropies, or None.
             known: the result of `logps`.
-            wanted: whether the gradient is needed.
+            wanted: flags of the gradients. If none is set, an empty tensor is returned.
         """
         if not any(wanted):
             return (self.logits.new_empty(0),)

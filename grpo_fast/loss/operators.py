@@ -3,13 +3,13 @@
 torch.compile(fullgraph=True) puts each operator into its graph as one node. Operator schemas
 support only tensors, numbers, strings and lists, so this module packs the config and the tensors of
 a call into a flat list of arguments.
-Eager calls do not use the operators, because torch's dispatcher costs 0.2 ms per call.
+
+Eager calls do not use the operators, because the dispatcher of torch costs 0.2 ms per call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from torch import Tensor
 from grpo_fast.kernels import NAMESPACE
 from grpo_fast.kernels.head.half_range import needs_scaling
 from grpo_fast.kernels.types import Context, Wanted
-from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, Targets
+from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions, RowTensors
 from grpo_fast.loss.autograd import (
     NO_DOUBLE_BACKWARD,
     Gradients,
     LogpsPass,
     LossValues,
-    RowTensors,
     scaled_gradients,
     with_units,
 )
@@ -36,64 +35,26 @@ from grpo_fast.loss.schema import (
     ROWS,
     Argument,
     Row,
+    from_graph,
     graph_fields,
-    options_of,
-    row_options_of,
 )
 from grpo_fast.objective.aggregation import Total
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.metrics import metric_names
 
-# Schema of the first outputs of every loss operator. The gradients of the operator's tensors follow
-# as further outputs.
-LOSS = "Tensor loss, Tensor logps, Tensor entropy, Tensor filtered, Tensor metrics, Tensor units"
-STATS = "Tensor logps, Tensor entropy, Tensor lse"
 HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
-D_HEAD = "Tensor d_hidden, Tensor d_weight, Tensor d_bias"
-
-
-class LossPass(NamedTuple):
-    """Description of a loss, from which its operator is registered.
-
-    Attributes:
-        tensors: schema of the differentiable tensors.
-        gradients: schema of the gradients of these tensors.
-        run: the function that computes the loss.
-        vocab: function that returns the vocabulary size, or None if the tensors are not logits.
-    """
-
-    tensors: str
-    gradients: str
-    run: Callable[..., LossResult]
-    vocab: Callable[[RowTensors], int | None]
-
-    @property
-    def num_tensors(self) -> int:
-        return self.tensors.count("Tensor")
-
-
 LOGITS = "Tensor logits"
-D_LOGITS = "Tensor d_logits"
-LOGPS = "Tensor logps, Tensor? entropy"
-D_LOGPS = "Tensor d_logps, Tensor d_entropy"
-LOSSES = {
-    "linear": LossPass(HEAD, D_HEAD, linear_loss, lambda x: x[1].shape[0]),
-    "logits": LossPass(LOGITS, D_LOGITS, logits_loss, lambda x: x[0].shape[1]),
-    "given_logps": LossPass(LOGPS, D_LOGPS, logps_loss, lambda x: None),
-}
+STATS = "Tensor logps, Tensor entropy, Tensor lse"
+# Every loss operator has these outputs before the gradients: loss, logps, entropies, metrics of
+# grad_filter, other metrics, and units.
+NUM_OUTPUTS = 6
+
+
+LOSSES: dict[str, Callable[..., LossResult]] = {
+    "linear": linear_loss, "logits": logits_loss, "given_logps": logps_loss,
+}  # fmt: skip
 library = torch.library.Library(NAMESPACE, "DEF")
 operators = getattr(torch.ops, NAMESPACE)
-
-
-def build_batch(
-    loss: LossPass, tensors: RowTensors, options: Options, config: LossConfig, inputs: BatchInputs
-) -> TokenBatch:
-    """Check the values of a call's arguments, and build the batch of its active tokens."""
-    vocab_size = loss.vocab(tensors)
-    targets = None
-    if vocab_size is not None:
-        targets = Targets.of(vocab_size, len(tensors[0]), options)
-    return TokenBatch.build(config, inputs, targets, options.validate)
 
 
 def compiled_loss(
@@ -108,7 +69,7 @@ def compiled_loss(
     known = graph_fields(options)
     outputs = getattr(operators, f"{name}_loss")(*tensors, *known, *row)
     loss, logps, entropy, filtered, metrics = outputs[:5]
-    has_entropy = _has_entropy(LOSSES[name], tensors, config)
+    has_entropy = _has_entropy(name, tensors, config)
     entropy = entropy if has_entropy else None
     filtered = None if options.grad_filter is None else filtered
     names = metric_names(config, inputs.sampling_logps is not None, has_entropy)
@@ -117,7 +78,11 @@ def compiled_loss(
 
 
 def compiled_logps(tensors: RowTensors, options: RowOptions) -> tuple[Tensor, Tensor]:
-    """Call the operator of logps. Return the logps (N,), and the entropies (N,) or (0,)."""
+    """Call the operator of logps.
+
+    Returns:
+        The logps (N,), and the entropies (N,), or (0,) if they are not requested.
+    """
     name = "linear_logps" if len(tensors) == 3 else "logits_logps"
     logps, entropy, _ = getattr(operators, name)(*tensors, *graph_fields(options))
     return logps, entropy
@@ -144,8 +109,8 @@ def _unpack_arguments(row: Row) -> tuple[LossConfig, BatchInputs]:
     return config, BatchInputs(*inputs)
 
 
-def _has_entropy(loss: LossPass, tensors: RowTensors, config: LossConfig) -> bool:
-    return config.needs_entropy if loss.run is not logps_loss else tensors[1] is not None
+def _has_entropy(name: str, tensors: RowTensors, config: LossConfig) -> bool:
+    return config.needs_entropy if name != "given_logps" else tensors[1] is not None
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
@@ -185,8 +150,9 @@ def _register(
 
     def remember(ctx: Context, inputs: Row, output: Sequence[Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        # save_for_backward accepts only tensors, so store the other inputs in `others`. There, None
-        # stands for a tensor, so every other input, which may itself be None, is put into a tuple.
+        # save_for_backward accepts only tensors, so store the other inputs in `others`. In this
+        # list, None marks the position of a tensor. Other inputs are put into tuples, because such
+        # an input may itself be None.
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         ctx.output = [x.detach() for x in output]
@@ -204,17 +170,18 @@ def _register(
     )
 
 
-def _fake_loss(
-    loss: LossPass, tensors: RowTensors, options: Options, row: Row
-) -> tuple[Tensor, ...]:
-    """Return uninitialised outputs of a loss operator, whose shapes do not depend on values."""
+def _fake_loss(name: str, tensors: RowTensors, options: Options, row: Row) -> tuple[Tensor, ...]:
+    """Return uninitialised outputs of a loss operator.
+
+    Their shapes do not depend on the values of the arguments.
+    """
     x = tensors[0]
     config, given = _unpack_arguments(row)
     rows = given.like.numel()
     wanted = options.wanted
-    has_entropy = _has_entropy(loss, tensors, config)
+    has_entropy = _has_entropy(name, tensors, config)
     units = 0
-    if loss.run is logps_loss:
+    if name == "given_logps":
         # `logps_loss` computes both gradients in fp32, whatever the dtypes of the inputs are.
         wanted = [True, has_entropy and config.entropy_coef != 0]
         tensors = tuple(x.float() for _ in wanted)
@@ -229,17 +196,17 @@ def _fake_loss(
     return (_empty(x), *(_empty(x, n) for n in sizes), *gradients)
 
 
-def _register_loss(name: str, loss: LossPass) -> None:
-    count = loss.num_tensors
+def _register_loss(name: str, tensors: str) -> None:
+    count = tensors.count("Tensor")
     end = count + NUM_OPTIONS
 
     def split(inputs: Row) -> tuple[RowTensors, Options, Row]:
-        return inputs[:count], options_of(inputs[count:end]), inputs[end:]
+        return inputs[:count], from_graph(Options, inputs[count:end]), inputs[end:]
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
         tensors, options, row = split(inputs)
-        batch = build_batch(loss, tensors, options, *_unpack_arguments(row))
-        result = loss.run(*tensors, batch=batch, options=options)
+        batch = TokenBatch.build(tensors, options, *_unpack_arguments(row))
+        result = LOSSES[name](*tensors, batch=batch, options=options)
         metrics = torch.stack(list(batch.metrics(result.logps, result.entropy).values()))
         # Return an empty tensor in place of a missing output. An operator must return a tensor for
         # every output, and no two outputs may share memory.
@@ -249,11 +216,11 @@ def _register_loss(name: str, loss: LossPass) -> None:
         return (result.loss, result.logps, *extras, *result.gradients)
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
-        return _fake_loss(loss, *split(inputs))
+        return _fake_loss(name, *split(inputs))
 
     def backward(ctx: Context, inputs: Row, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         def gradients_of(output: Sequence[Tensor]) -> Gradients:
-            return with_units(tuple(inputs[:count]), tuple(output[6:]), output[5])
+            return with_units(tuple(inputs[:count]), tuple(output[NUM_OUTPUTS:]), output[5])
 
         def recompute() -> Gradients:
             return gradients_of(getattr(operators, f"{name}_loss")(*inputs))
@@ -265,19 +232,21 @@ def _register_loss(name: str, loss: LossPass) -> None:
         ctx.gradients = None if output is None else gradients_of(output)
         return scaled_gradients(ctx, grads[0], ctx.needs_input_grad[:count], recompute)
 
-    schema = f"({loss.tensors}, {OPTIONS}, {BATCH}) -> ({LOSS}, {loss.gradients})"
+    outputs = ", ".join(["Tensor"] * (NUM_OUTPUTS + count))
+    schema = f"({tensors}, {OPTIONS}, {BATCH}) -> ({outputs})"
     _register(f"{name}_loss", schema, run, fake, backward)
 
 
-def _register_logps(name: str, tensors: str, gradients: str) -> None:
+def _register_logps(name: str, tensors: str) -> None:
     count = tensors.count("Tensor")
 
     def run(*inputs: Argument) -> tuple[Tensor, ...]:
         # Pass keep=False, because an operator cannot pass cached logits from forward to backward.
-        return LogpsPass(inputs[:count], row_options_of(inputs[count:])).outputs(keep=False)[0]
+        options = from_graph(RowOptions, inputs[count:])
+        return LogpsPass(inputs[:count], options).outputs(keep=False)[0]
 
     def fake(*inputs: Argument) -> tuple[Tensor, ...]:
-        options = row_options_of(inputs[count:])
+        options = from_graph(RowOptions, inputs[count:])
         rows = options.target_ids.numel()
         sizes = rows, rows if options.return_entropy else 0, rows
         return tuple(_empty(inputs[0], n) for n in sizes)
@@ -288,7 +257,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
     def run_grad(*inputs: Argument) -> Tensor | tuple[Tensor, ...]:
         *rest, d_logps, d_entropy, wanted = inputs
         outputs = rest[-3:]
-        options = row_options_of(rest[count:-3])
+        options = from_graph(RowOptions, rest[count:-3])
         has_entropy = d_entropy is not None
         work = LogpsPass(rest[:count], options, entropy_gradient=has_entropy, wanted=wanted)
         wanted = Wanted(*wanted, *[False] * (3 - count))
@@ -302,7 +271,7 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
         needs = ctx.needs_input_grad[:count]
         if grads[0] is None and grads[1] is None:
             return [None] * count
-        # Call an operator in the backward as well, so that it is a single node in the backward
+        # Compute the gradients by an operator, too, so that they are one node of the backward
         # graph.
         operator = getattr(operators, f"{name}_logps_grad")
         gradients = operator(*inputs, *ctx.output, grads[0], grads[1], list(needs))
@@ -311,11 +280,13 @@ def _register_logps(name: str, tensors: str, gradients: str) -> None:
 
     _register(f"{name}_logps", f"({tensors}, {ROWS}) -> ({STATS})", run, fake, backward)
     upstream = "Tensor? d_logps, Tensor? d_entropy, bool[] wanted"
+    gradients = ", ".join(["Tensor"] * count)
     schema = f"({tensors}, {ROWS}, {STATS}, {upstream}) -> ({gradients})"
     _register(f"{name}_logps_grad", schema, run_grad, fake_grad)
 
 
-for _name, _loss in LOSSES.items():
-    _register_loss(_name, _loss)
-_register_logps("linear", HEAD, D_HEAD)
-_register_logps("logits", LOGITS, D_LOGITS)
+_register_loss("linear", HEAD)
+_register_loss("logits", LOGITS)
+_register_loss("given_logps", "Tensor logps, Tensor? entropy")
+_register_logps("linear", HEAD)
+_register_logps("logits", LOGITS)

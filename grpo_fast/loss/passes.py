@@ -1,8 +1,7 @@
 """Compute losses and their gradients from hidden states, logits or logps.
 
-Gradients are computed in the forward pass for an upstream gradient of 1. The same functions process
-an LM head (`LinearHead`) and given logits (`LogitsSweep`), because both classes have the same
-methods.
+Gradients are computed in the forward pass, for an upstream gradient of 1. `LinearHead` (an LM head)
+and `LogitsSweep` (given logits) have the same methods, so `_swept` accepts both.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ class LossResult(NamedTuple):
     logps: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
     gradients: tuple[Tensor, ...]  # (0,) if not needed
-    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of columns kept
+    # (2,) metrics of grad_filter: the dropped share of Σ|d-logits|, and the share of the vocabulary
+    # columns that were kept
     filtered: Tensor | None = None
     divergence: Tensor | None = None  # (N,) divergence from the teacher
     # (K,) fp32, the factor by which each of the K gradients must be multiplied. None: all factors
@@ -47,7 +47,7 @@ class LossResult(NamedTuple):
 
 
 def kernel_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that disables autocast. Kernels compute in their inputs' dtypes."""
+    """Return a context that disables autocast, so that kernels compute in the input dtypes."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return UNCHANGED
@@ -68,7 +68,7 @@ def linear_loss(
     refuse("grad_filter", hidden, options.grad_filter)
     refuse("validate", hidden, options.validate, "auto")
     wanted = Wanted(*options.wanted)
-    # fp16 gradients are summed in fp32 and rounded once, after scaling by a power of two (`unit`).
+    # Sum fp16 gradients in fp32. `rescaled` scales them by a power of two and rounds them once.
     is_half = needs_scaling(hidden.dtype)
     if any(wanted) and is_half:
         batch = batch.with_scaled_weights()
@@ -174,7 +174,7 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
     tokens = batch.tokens
     with kernel_precision(tokens.advantages.device):
         terms = row_terms(tokens, config)
-        # A token-level loss computes losses and gradients in one pass.
+        # Compute losses and gradients of a token-level loss in one pass.
         if any(wanted) and terms is not None and sweep.num_rows:
             rows, gradients = sweep.loss_gradients(terms, config, wanted)
             values.check_logps(rows.logps, options.validate)
@@ -182,8 +182,8 @@ def _swept(sweep: Sweep, batch: TokenBatch, options: Options, wanted: Wanted) ->
             if terms.grad_entropy is not None and rows.entropy is not None:
                 loss = loss + (terms.grad_entropy * rows.entropy).sum(dtype=torch.float64)
             return _result(loss.float(), rows.logps, rows.entropy, gradients, batch, sweep.filtered)
-        # Other losses need the logps of all rows before the gradients. Also use this path if no
-        # gradient is needed.
+        # Other losses need the logps of all rows before they can compute a gradient. A call without
+        # gradients also uses this path.
         stats = sweep.logps(return_entropy=config.needs_entropy, keep=any(wanted))
         values.check_logps(stats[1], options.validate)
         result = token_loss(stats[1], stats[2], tokens, config)
@@ -208,7 +208,7 @@ def logps_loss(
     d_entropy = rows.to_rows(result.grad_entropy) if has_bonus else logps.new_empty(0)
     gradients = rows.to_rows(result.grad_logps), d_entropy
     # Clone the logps and entropies, because an output must not share memory with an input.
-    # Otherwise, a later in-place change of one would change the other.
+    # Otherwise, an in-place change of the input would change the output.
     entropies = None if h is None else h.clone()
     return _result(result.loss, lp.clone(), entropies, gradients, batch)
 

@@ -1,8 +1,8 @@
 """Sharded parameters (DTensors), and the check that tensor-parallel ranks make the same call.
 
-With FSDP2, each rank has different rows of `hidden`. The parameter is gathered for the call, and
-its gradient is reduced. With tensor parallelism (`group=`), all ranks have the same rows of
-`hidden`, and each rank computes with its part of the vocabulary.
+With FSDP2, each rank has different rows of `hidden`. The weight of the LM head is gathered for the
+call, and its gradient is reduced. With tensor parallelism (`group=`), all ranks have the same rows
+of `hidden`, and each rank computes with its part of the vocabulary.
 
 A call with `group=` starts with two small all-gathers: one of the shard sizes, and one of a
 description of the call. A rank with invalid arguments sends its error message instead, so that
@@ -42,36 +42,6 @@ def is_sharded(x: object) -> TypeGuard[DTensor]:
     return hasattr(type(x), "full_tensor")
 
 
-def gather_parameter(name: str, x: Parameter) -> Parameter:
-    """Return the full tensor of a DTensor parameter over one data-parallel mesh dimension.
-
-    The parameter may be sharded or replicated. The call is collective. Its backward averages the
-    gradient over the ranks and scatters it into the shards. A tensor that is not a DTensor is
-    returned unchanged. Other placements raise a ValueError.
-    """
-    if not is_sharded(x):
-        return x
-    from torch.distributed.tensor import Replicate, Shard
-
-    names = x.device_mesh.mesh_dim_names or ()
-    known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
-    fits = known and not any(dimension in TENSOR_PARALLEL for dimension in names)
-    if not fits:
-        # Format the placements only when the error is raised, because formatting them breaks a
-        # torch.compile graph on torch 2.14.
-        expected = (
-            "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
-        )
-        came = f"{x.placements} over mesh dimensions {names or x.device_mesh.ndim}"
-        advice = (
-            "call inside the forward of the FSDP2 module that holds it, pass "
-            "group=weight.device_mesh where the ranks share the rows of hidden and each holds rows "
-            "of the vocabulary, or pass a full tensor and reduce its gradient yourself"
-        )
-        raise argument_error(name, expected, f"{came}; {advice}")
-    return _gather(x)
-
-
 def process_group(group: Any) -> distributed.ProcessGroup:
     """Return the process group of a `group=` argument, which is a group or a 1-D device mesh."""
     expected = "a process group or a mesh of one dimension"
@@ -86,16 +56,40 @@ def process_group(group: Any) -> distributed.ProcessGroup:
 
 
 def local_rows(name: str, x: Parameter, group: distributed.ProcessGroup | None) -> Parameter:
-    """Return this rank's rows of a parameter, or the full parameter if there is no group.
+    """Return the rows of a parameter with which this rank computes.
 
-    Raises a ValueError for a DTensor that is not sharded by rows over the ranks of the group.
+    A tensor that is not a DTensor is returned unchanged. A DTensor with other placements than these
+    raises a ValueError:
+
+    - With a group, it must be sharded by rows over the ranks of the group. Its local rows are
+      returned.
+    - Without a group, it must be sharded or replicated over one data-parallel mesh dimension. The
+      full tensor is returned, by a collective call. The backward pass averages the gradient over
+      the ranks, and scatters it into the shards.
     """
-    if group is None or not is_sharded(x):
-        return gather_parameter(name, x)
-    from torch.distributed.tensor import Shard
+    if not is_sharded(x):
+        return x
+    from torch.distributed.tensor import Replicate, Shard
 
-    ranks_of = distributed.get_process_group_ranks
     mesh = x.device_mesh
+    if group is None:
+        names = mesh.mesh_dim_names or ()
+        known = len(x.placements) == 1 and isinstance(x.placements[0], (Shard, Replicate))
+        if known and not any(dimension in TENSOR_PARALLEL for dimension in names):
+            return _gather(x)
+        # Format the placements only when the error is raised, because formatting them breaks a
+        # torch.compile graph on torch 2.14.
+        expected = (
+            "a plain tensor, or a DTensor sharded over one data-parallel mesh dimension (FSDP2)"
+        )
+        came = f"{x.placements} over mesh dimensions {names or mesh.ndim}"
+        advice = (
+            "call inside the forward of the FSDP2 module that holds it, pass "
+            "group=weight.device_mesh where the ranks share the rows of hidden and each holds rows "
+            "of the vocabulary, or pass a full tensor and reduce its gradient yourself"
+        )
+        raise argument_error(name, expected, f"{came}; {advice}")
+    ranks_of = distributed.get_process_group_ranks
     by_rows = tuple(x.placements) == (Shard(0),)
     fits = by_rows and mesh.ndim == 1 and ranks_of(mesh.get_group()) == ranks_of(group)
     expected = f"a DTensor with placements {(Shard(0),)} over the ranks {ranks_of(group)} of group"
@@ -151,9 +145,9 @@ class Agreement:
             self._exchange(ERROR, str(error) or type(error).__name__)
 
     def shard(self, weight: Tensor) -> VocabularyShard | None:
-        """Return which part of the vocabulary this rank has, or None if there is no group.
+        """Return which part of the vocabulary this rank has. Return None if there is no group.
 
-        The call is collective, because the ranks exchange the numbers of their rows.
+        The call is collective, because each rank sends the number of its rows to the other ranks.
 
         Raises:
             ValueError: all shards are empty, or another rank raised an error.
@@ -164,8 +158,7 @@ class Agreement:
         sizes = tuple(map(int, self._exchange(OK, str(weight.shape[0]))))
         expected = "at least one vocabulary row on the ranks of group"
         came = f"{len(sizes)} empty shards"
-        # Check the sizes only after the exchange. All ranks then have all sizes, so they raise the
-        # error together.
+        # Check the sizes after the exchange, so that all ranks raise the error.
         require(any(sizes), "lm_head_weight", expected, came)
         return VocabularyShard(self.group, sizes, distributed.get_rank(self.group))
 
@@ -175,16 +168,17 @@ class Agreement:
         target_ids: Tensor,  # (T,) of the active rows
         wanted: list[bool],
         backend: str,
-        numbers: str,
+        numbers: tuple[object, ...],
     ) -> None:
-        """Check that all ranks make the same call. The check is a collective call.
+        """Check that all ranks make the same call. This method is a collective call.
 
         Args:
             tensors: (hidden, weight, bias) of this rank.
             target_ids: (T,), the active targets.
             wanted: for each tensor, whether it needs a gradient.
             backend: the backend of the call.
-            numbers: the other options as text. The ranks compare a checksum of this text.
+            numbers: the other options of the call. The ranks compare a checksum of the text of all
+                options that are not tensors.
 
         Raises:
             ValueError: a rank makes a different call, or has raised an error.
@@ -195,12 +189,13 @@ class Agreement:
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
         head_route(backend, weight, is_shard=True)  # raises if the backend is not available here
+        text = repr([x for x in numbers if not isinstance(x, Tensor)])
         facts = {
             "hidden": f"{tuple(hidden.shape)} in {hidden.dtype}",
             "bias": "None" if bias is None else "a tensor",
             "target_ids": f"{len(target_ids)} active ones with checksum {checksum(target_ids)}",
             "requires_grad": f"{wanted} of hidden, weight and bias",
-            "config": f"numbers with checksum {zlib.crc32(numbers.encode())}",
+            "config": f"numbers with checksum {zlib.crc32(text.encode())}",
             "GRPO_FAST_WORKSPACE_MIB": f"{workspace_bytes(weight.device) >> 20}",
         }
         # 2. Exchange the strings, and compare each rank with rank 0.
@@ -228,7 +223,7 @@ class Agreement:
         everyone = [torch.empty_like(mine) for _ in range(ranks)]
         distributed.all_gather(everyone, mine, group=self.group)
         lines = [bytes(x.tolist()).rstrip(b"\0") for x in everyone]
-        # Ignore decoding errors, because truncation may have split a character.
+        # Ignore decoding errors, because the end of a long message may be cut inside a character.
         texts = [x[1:].decode(errors="ignore") for x in lines]
         errors = {rank: texts[rank] for rank, x in enumerate(lines) if x[:1] == ERROR}
         if not errors:

@@ -1,17 +1,21 @@
-"""Schemas of the custom operators, which list the options that a torch.compile graph can carry."""
+"""Schemas of the custom operators: the arguments that a graph of torch.compile can carry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from grpo_fast.errors import argument_error
+from grpo_fast.kernels.support import Support
 from grpo_fast.loss.arguments import BatchInputs, Options, RowOptions
 
 Argument = Any  # of an operator: a tensor, number, string, or list of bools
 Row = Sequence[Argument]
+SomeOptions = TypeVar("SomeOptions", Options, RowOptions)
 
-# Schema types of the fields that a graph carries. `shard` and `divergence` are missing because a
+# Schema types of the fields that a graph can carry. `shard` and `divergence` are missing because a
 # schema has no type for process groups or teachers. `inplace` is missing because autograd does not
 # support operators that overwrite their input.
 TYPES = {
@@ -20,50 +24,58 @@ TYPES = {
     "sampling_logps": "Tensor?", "num_items_in_batch": "Tensor?",
     "num_completions_in_batch": "Tensor?",
     "wanted": "bool[]", "backend": "str", "validate": "str", "hidden_rows": "Tensor?",
-    "grad_filter": "float?", "support_ids": "Tensor?", "support_offsets": "Tensor?",
-    "target_ids": "Tensor", "temperatures": "Tensor?", "temperature": "float",
-    "softcap": "float?", "logit_scale": "float", "return_entropy": "bool",
-    "entropy_over_vocabulary": "bool",
+    "grad_filter": "float?", "support": "Tensor? support_ids, Tensor?",
+    "target_ids": "Tensor", "temperature": "Tensor? temperatures, float",
+    "softcap": "float?", "logit_scale": "float", "return_entropy": "bool", "entropy_over": "str",
 }  # fmt: skip
-Arguments = type[BatchInputs] | type[Options] | type[RowOptions]
 
 
-def names_of(kind: Arguments) -> list[str]:
-    """Return the names of the fields that a graph carries, in the order of the operator."""
-    return [name for name in kind._fields if name in TYPES]
-
-
-def schema_of(kind: Arguments) -> str:
-    return ", ".join(f"{TYPES[name]} {name}" for name in names_of(kind))
+def schema_of(kind: type[BatchInputs] | type[Options] | type[RowOptions]) -> str:
+    return ", ".join(f"{TYPES[name]} {name}" for name in kind._fields if name in TYPES)
 
 
 BATCH = f"{schema_of(BatchInputs)}, Tensor? temperature, str config"
 OPTIONS = schema_of(Options)
 ROWS = schema_of(RowOptions)
-NUM_OPTIONS = len(names_of(Options))
+NUM_OPTIONS = OPTIONS.count(",") + 1
 
 
-def graph_fields(options: Options | RowOptions) -> tuple[Argument, ...]:
-    """Return the values of the fields that a graph carries, in the operator's argument order.
+def graph_fields(options: Options | RowOptions) -> list[Argument]:
+    """Return the fields that a graph can carry, as the arguments of an operator in their order.
+
+    A support is split into two tensors. A temperature is split into a tensor and a number. The
+    tensor is None if the temperature is a number.
 
     Raises a ValueError if a field that a graph cannot carry does not have its default value.
     `call.public` runs such calls outside of graphs.
     """
-    for name, value in zip(options._fields, options, strict=True):
-        # Test the name before the value. The value of a field in TYPES may be a traced tensor,
-        # which has no truth value.
-        if name not in TYPES and value:
+    fields: list[Argument] = []
+    for name in options._fields:
+        value: Any = getattr(options, name)
+        if name == "support":
+            fields += (None, None) if value is None else value
+        elif name == "temperature":
+            fields += (value, 1.0) if isinstance(value, Tensor) else (None, value)
+        elif name in TYPES:
+            fields.append(value)
+        elif value:
             raise argument_error(
                 name, "its default in a graph of torch.compile", type(value).__name__
             )
-    return tuple(getattr(options, name) for name in names_of(type(options)))
+    return fields
 
 
-def options_of(values: Row) -> Options:
-    """Build Options from the values that `graph_fields` returned."""
-    return Options(**dict(zip(names_of(Options), values, strict=True)))
-
-
-def row_options_of(values: Row) -> RowOptions:
-    """Build RowOptions from the values that `graph_fields` returned."""
-    return RowOptions(**dict(zip(names_of(RowOptions), values, strict=True)))
+def from_graph(kind: type[SomeOptions], values: Row) -> SomeOptions:
+    """Build Options or RowOptions from the values that `graph_fields` returned."""
+    rest = iter(values)
+    fields: dict[str, Any] = {}
+    for name in kind._fields:
+        if name == "support":
+            ids, offsets = next(rest), next(rest)
+            fields[name] = None if ids is None else Support(ids, offsets)
+        elif name == "temperature":
+            temperatures, number = next(rest), next(rest)
+            fields[name] = number if temperatures is None else temperatures
+        elif name in TYPES:
+            fields[name] = next(rest)
+    return kind(**fields)

@@ -49,7 +49,7 @@ _lock = threading.Lock()
 
 
 def is_checked_later(x: Tensor, validate: str) -> bool:
-    """Return whether errors in x are reported only by a later call. This call must then clamp x."""
+    """Return whether a later call reports the errors in x. The caller must then clamp x."""
     return x.is_cuda and validate == "auto"
 
 
@@ -122,9 +122,9 @@ def is_not_finite(x: Tensor) -> Tensor:
     return ~(x.abs() < torch.inf)
 
 
-# Rules for the values of arguments, by name. Each rule contains the expected values, a description
-# of bad values, and a test for bad values. old_logps may be -inf, because the ratio is clamped.
-# ref_logps must be finite, because an infinite value would give an infinite KL.
+# Rules for the values of arguments, by name. Each rule contains a description of the expected
+# values, a description of bad values, and a function that finds bad values. old_logps may be -inf,
+# because the ratio is clamped. ref_logps must be finite, because the KL would be infinite.
 ValueRules = dict[str, tuple[str, str, Callable[[Tensor], Tensor]]]
 RULES: ValueRules = {
     "advantages": ("finite numbers", "NaN or inf", is_not_finite),
@@ -152,7 +152,7 @@ LOGPS_RULES = RULES | {
 
 
 def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -> None:
-    """Check each tensor with the rule of its name.
+    """Check the values of each tensor by the rule that `rules` has for its name.
 
     Arguments without a rule and arguments that are not tensors are not checked.
     """
@@ -167,10 +167,16 @@ def check_numbers(validate: str, rules: ValueRules = RULES, **tensors: object) -
 # ---- Checks that return the value
 
 
-def checked_total(name: str, value: Total | None, validate: str) -> Total | None:
-    """Check that a total is a number > 0, and return it. A CPU tensor becomes a float."""
+def checked_total(
+    name: str, value: Total | None, device: torch.device, validate: str
+) -> Total | None:
+    """Check that a total is a number > 0, and return it.
+
+    A tensor is moved to `device`. If this is the CPU, the tensor is converted to a float.
+    """
     if not isinstance(value, Tensor):
         return value
+    value = value.detach().reshape(()).to(device)
     if value.is_cpu:
         number = float(value)
         if not 0 < number < math.inf:
@@ -191,9 +197,9 @@ def checked_offsets(
     Args:
         cu: (B+1,), int64. The offsets.
         num_rows: the expected last offset.
-        validate: "auto" or "full".
+        validate: "auto" or "full", as in `linear_grpo_loss`.
         name: name of the argument in the message.
-        end: symbol for num_rows in the message.
+        end: symbol for num_rows in the message, for example "T".
 
     Returns:
         The offsets, (B+1,), int64.
@@ -203,7 +209,7 @@ def checked_offsets(
         message += f", got {cu.tolist() if len(cu) <= 16 else [int(cu[0]), '...', int(cu[-1])]}"
     falls = (cu[1:] < cu[:-1]).any()
     check_values([((cu[0] != 0) | (cu[-1] != num_rows) | falls, message)], validate)
-    # Make the offsets ascending with cummax, so that no length is negative.
+    # cummax makes the offsets ascending, so that no length is negative.
     return cu.clamp(0, num_rows).cummax(0).values if is_checked_later(cu, validate) else cu
 
 
@@ -250,10 +256,10 @@ def support_rows(
     vocab_size: int,
     validate: str,
 ) -> SupportRows | None:
-    """Convert a `Support` to the form that the kernels expect, or None if no active row has a set.
+    """Convert a `Support` to the form that the kernels expect.
 
-    Rows with an empty set use the full vocabulary. The host must know the total size of all sets,
-    which costs a GPU sync.
+    Rows with an empty set use the full vocabulary. If all active rows do, the result is None. The
+    host must know the total size of all sets, which costs a GPU sync.
 
     Args:
         support: one set of ids for each target of the caller.
@@ -262,7 +268,7 @@ def support_rows(
         vocab_size: V.
         validate: "auto" or "full".
     """
-    # 1. Find the start and the size of each active row's set.
+    # 1. Find the start and the size of the set of each active row.
     count = len(support.ids)
     bounds = checked_offsets(support.offsets, count, validate, "support.offsets", "nnz")
     starts = bounds[:-1]
@@ -302,6 +308,10 @@ def support_rows(
 
 
 def _sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
+    """Return the number of rows with a set, and the total size of all sets.
+
+    benchmarks/gpu/recorder.py replaces this function, because fake tensors have no values.
+    """
     # Copy both numbers to the host at once, which costs one GPU sync instead of two.
     count, total = torch.stack([has_set.sum(), lengths.sum()]).tolist()
     return count, total

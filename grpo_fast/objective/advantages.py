@@ -1,4 +1,4 @@
-"""Group-relative advantages, with one function for each formula. A formula is called a mode."""
+"""Group-relative advantages. Each formula, called a mode, has one function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def highest(r: Tensor) -> Tensor:
 
 
 def whitened(a: Tensor, known: Tensor, eps: float = 1e-8) -> Tensor:
-    """Scale and shift `a` so that its entries in the mask `known` have mean 0 and variance 1."""
+    """Scale and shift `a` so that its elements in the mask `known` have mean 0 and variance 1."""
     counted = a[known]
     return (a - counted.mean()) / (counted.std(correction=0) + eps)
 
@@ -51,7 +51,7 @@ def centered(r: Tensor) -> Tensor:
 
 
 def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor:
-    """Compute A = (r - mean) / (std + eps) of the group.
+    """Compute A = (r - mean) / (std + eps) with mean and standard deviation of the group.
 
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300
 
@@ -67,17 +67,18 @@ def normalized(r: Tensor, *, eps: float = 1e-4, unbiased: bool = True) -> Tensor
 
 
 def maximum(r: Tensor) -> Tensor:
-    """Compute A = r - mean for the completions with the group's highest reward, and 0 for others.
+    """Compute A = r - mean of the group for the best completions, and A = 0 for all others.
 
-    This is the formula in the text of the CS336 assignment.
+    The best completions have the highest reward of their group. The formula is in the text of the
+    CS336 assignment.
     """
     return torch.where(r == highest(r), centered(r), 0.0)
 
 
 def maximum_reward(r: Tensor) -> Tensor:
-    """Compute A = r for the completions with the highest reward of the group, and 0 for others.
+    """Compute A = r for the completions with the highest reward of their group, and 0 for others.
 
-    This formula is used by the code of the CS336 assignment.
+    The code of the CS336 assignment uses this formula.
     """
     return torch.where(r == highest(r), r, 0.0)
 
@@ -99,8 +100,8 @@ def rloo(r: Tensor) -> Tensor:
 def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Compute A = (r - mean of the others) / (std of the others + eps), as NeMo-RL does.
 
-    The others are the other completions of the group. If their rewards are all equal, or there is
-    only one of them, A is not divided by the standard deviation.
+    Mean and standard deviation are over the rewards of the other completions of the group. If these
+    rewards are all equal, or there is only one, A is not divided by the standard deviation.
     """
     diagonal = torch.eye(r.shape[-1], dtype=torch.bool, device=r.device)
     # Build an (N, G, G) tensor in which row i has the rewards of the group, with NaN instead of the
@@ -115,7 +116,7 @@ def rloo_normalized(r: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def maxrl(r: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Compute A = (r - mean) / (mean + eps) of the group, from rewards >= 0 (MaxRL)."""
+    """Compute A = (r - mean of the group) / (mean + eps), from rewards >= 0 (MaxRL)."""
     least = r.nan_to_num(nan=torch.inf).min().item()
     require(least >= 0, "rewards", "numbers >= 0 of mode 'maxrl'", f"{least:g}")
     return centered(r) / (r.nanmean(-1, keepdim=True) + eps)
@@ -128,11 +129,11 @@ def gdpo(
     each: str = "normalized",
     eps: float = 1e-4,
 ) -> Tensor:  # (N, G)
-    """Compute A = Σ_k w_k·A_k over K rewards, whitened over the batch.
+    """Compute the sum A = Σ_k w_k·A_k over K rewards, and whiten it over the batch.
 
     Source: GDPO, https://arxiv.org/abs/2601.05242
 
-    If reward k of a completion is NaN, the term k is left out of the completion's sum, as in TRL.
+    If reward k of a completion is NaN, the sum of this completion omits term k, as in TRL.
 
     Args:
         r: (K, N, G), the rewards.
@@ -151,13 +152,13 @@ def gdpo(
 def _zero_equal_groups(a: Tensor, r: Tensor) -> Tensor:
     """Set the advantages of a group to 0 if all its rewards are equal."""
     lowest = r.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
-    # Compare the rewards instead of the advantages. Rounding of the mean could leave a tiny
-    # advantage, which the division by eps would amplify.
+    # Compare the rewards and not the advantages. A rounded mean can leave a tiny advantage, which
+    # the division by eps amplifies.
     return torch.where(lowest == highest(r), 0.0, a)
 
 
 def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Compute A = r - group mean, whitened over the batch.
+    """Compute A = r - mean of the group, and whiten A over the batch.
 
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262
     """
@@ -166,7 +167,7 @@ def reinforce_pp_baseline(r: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
-    """Compute A = r - Σ l·r / Σ l, where the sums are over the group and l are completion lengths.
+    """Compute A = r - Σ l·r / Σ l. The sums are over the group, and l is the completion length.
 
     Source: OPO, https://arxiv.org/abs/2505.23585
 
@@ -179,7 +180,7 @@ def opo(r: Tensor, *, lengths: Tensor) -> Tensor:
 
 
 def passk(r: Tensor) -> Tensor:
-    """Compute A = best - second best reward for the best completion, and 0 elsewhere.
+    """Compute A = best reward - second best reward for the best completion, and 0 for others.
 
     Source: https://arxiv.org/abs/2503.19595 with k = G
     """
@@ -238,8 +239,8 @@ def group_advantages(
 
     Args:
         rewards: (N*G,), float. The rewards, group by group, so that the G completions of a prompt
-            are adjacent. Mode "gdpo" expects (K, N*G) instead: the values of K reward functions. A
-            completion without a reward then has NaN for all K functions.
+            are adjacent. Mode "gdpo" expects (K, N*G) instead, the values of K reward functions.
+            With "gdpo", a completion without a reward has NaN for all K functions.
         mode: how to compute the advantages: "rewards", "baseline", "centered", "normalized", "max",
             "max_code", "batch", "rloo", "rloo_normalized", "maxrl", "gdpo",
             "reinforce_pp_baseline", "opo" or "passk". The losses page has the formula and the paper
@@ -248,8 +249,8 @@ def group_advantages(
             with the modes "rewards" and "baseline".
         clip_low: lower bound of the advantages, a number <= 0. None: no bound.
         clip_high: upper bound of the advantages, a number >= 0. None: no bound.
-        options: options of the mode: `eps` and `unbiased` (of "normalized", "batch" and others),
-            `value` (of "baseline"), `lengths` (of "opo"), `weights` and `each` (of "gdpo").
+        options: options of the mode. `eps` and `unbiased` belong to "normalized", "batch" and
+            others, `value` to "baseline", `lengths` to "opo", and `weights` and `each` to "gdpo".
 
     Returns:
         Advantages, (N*G,), fp32.
@@ -303,7 +304,7 @@ def group_advantages(
     advantages = function(grouped, **options)
     if mode not in (*WITHOUT_GROUPS, "gdpo"):
         advantages = _zero_equal_groups(advantages, grouped)
-    # 3. Set the advantage of completions without a reward to 0, apply the bounds, and reject
+    # 3. Set the advantages of completions without a reward to 0, apply the bounds, and reject
     # advantages that fp32 cannot represent.
     advantages = torch.where(missing, 0.0, advantages).reshape(-1).float()
     if clip_low is not None or clip_high is not None:
@@ -334,7 +335,7 @@ def check_options(mode: str, options: Options) -> None:
         elif name == "each":
             choice("each", value, ("rewards", "centered", "normalized", "rloo", "rloo_normalized"))
         elif name == "weights":
-            # Accept only lists and tuples. A test for sequences would also accept a string.
+            # Accept only lists and tuples, because a string is a sequence, too.
             is_list = isinstance(value, (list, tuple))
             require(is_list, "weights", "a list of numbers", repr(value))
             for x in value:

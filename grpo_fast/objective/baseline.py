@@ -1,4 +1,4 @@
-"""Running mean of rewards. The advantage mode "baseline" subtracts it if `running` is true."""
+"""Running mean of rewards, which the advantage mode "baseline" can subtract from the rewards."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class RunningBaseline:
         return self.start if self.mean is None else self.mean
 
     def update(self, rewards: Tensor) -> None:
-        """Update the running mean with the rewards of a step, (N,). Ignore NaN.
+        """Update the running mean with the rewards of a step, (N,).
 
-        NaN marks a completion without a reward.
+        NaN marks a completion without a reward, which is ignored.
         """
         mean = float(rewards.double().nanmean())
         if math.isnan(mean):
@@ -52,9 +52,9 @@ class RunningBaseline:
 
 
 def running_baseline(mode: str, options: Options) -> RunningBaseline | None:
-    """Return the running baseline that the options of a mode select, or None if they select none.
+    """Return the running baseline of a mode, or None if its options select no running baseline.
 
-    Mode "baseline" uses a running baseline by default, unless `value` sets a constant.
+    Mode "baseline" has a running baseline by default. The option `value` alone selects a constant.
     """
     known, running = split_options(mode, options)
     if mode != "baseline" or not running.pop("running", "value" not in known):
@@ -63,7 +63,7 @@ def running_baseline(mode: str, options: Options) -> RunningBaseline | None:
 
 
 def split_options(mode: str, options: Options) -> tuple[Options, dict[str, Any]]:
-    """Split the options of a mode into options of `group_advantages` and of a running baseline.
+    """Split options into the options of `group_advantages` and those of a running baseline.
 
     Raises:
         ValueError: `running` is not a bool, or `decay` is outside [0, 1), or `decay` is given

@@ -1,10 +1,10 @@
-"""Loss L of per-token logps, with its derivatives dL/dlogp and dL/dentropy, without autograd."""
+"""Loss L and its derivatives dL/dlogp and dL/dentropy, from per-token logps, without autograd."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from grpo_fast.objective.tokens import Tokens
 
 
 class RowTerms(NamedTuple):
-    """Inputs of a token-level loss for each row. All of them are known before the forward pass."""
+    """Inputs of a token-level loss for each row, which are known before the forward pass."""
 
     advantages: Tensor  # (T,)
     policy_weights: Tensor  # (T,)
@@ -27,15 +27,9 @@ class RowTerms(NamedTuple):
     grad_entropy: Tensor | None = None  # (T,)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowTerms:
-        """Apply `function` to every tensor of the terms, and return new terms."""
-
-        def changed(x: Tensor | None) -> Tensor | None:
-            return None if x is None else function(x)
-
-        return RowTerms(
-            function(self.advantages), function(self.policy_weights), changed(self.kl_weights),
-            changed(self.old_logps), changed(self.ref_logps), changed(self.grad_entropy),
-        )  # fmt: skip
+        """Return new terms with `function` applied to every tensor."""
+        values: list[Any] = [None if x is None else function(x) for x in self]
+        return RowTerms(*values)
 
     def rows(self, index: slice) -> RowTerms:
         """Return the terms of the rows in a slice."""
@@ -49,7 +43,7 @@ class TokenLoss(NamedTuple):
     grad_logps: Tensor  # (T,) dL/dlogp
     grad_entropy: Tensor | None  # (T,) dL/dentropy; None without an entropy bonus
     policy: Tensor  # (T,) weighted policy term of the loss
-    kl: Tensor | None  # (T,) unweighted KL; None without one
+    kl: Tensor | None  # (T,) unweighted KL; None if the loss has no KL
     ratio: Ratio
     correction: Corrected
 
@@ -76,8 +70,8 @@ def token_loss(
         loss = -tokens.advantages * completion_ratio
         clip_slope = slope
     elif objective.ratio_kind == "detached_mean":
-        # Set the slope to 0 where the mean log ratio was clamped. There, the ratio does not depend
-        # on the logps.
+        # Set the slope to 0 where the mean log ratio was clamped, because a clamped ratio does not
+        # depend on the logps.
         slope = torch.where(ratio.log < MEAN_LOG_RATIO_MAX, slope, 0.0)
 
     # 3. Multiply the loss by the token weights, and convert the slope to dL/dlogp.
@@ -89,8 +83,8 @@ def token_loss(
         grad = ratio.slope_to_logps(weights * slope, tokens)
     else:
         grad = weights * slope
-    # Restore NaN in the result. Comparisons and masks in the loss functions turn NaN into finite
-    # values, which would hide that the model is broken.
+    # Restore NaN in the result. Comparisons and masks turn a NaN into a finite value, which would
+    # hide that the model computed NaN.
     is_nan = logps.isnan() | ratio.log.isnan()
     grad, policy = (torch.where(is_nan, torch.nan, x) for x in (grad, weights * loss))
 
@@ -114,8 +108,9 @@ def token_loss(
 def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     """Return the inputs of a token-level loss for every row.
 
-    The result is None if the gradient of a row depends on other rows. It is also None if
-    corrections need the logps of the forward pass because old_logps is missing.
+    The result is None if one pass cannot compute the loss and its gradient. That is the case if the
+    gradient of a row depends on other rows, or if old_logps is missing, so that corrections need
+    the logps of the forward pass.
     """
     is_corrected = any(x.is_read(tokens) for x in config.corrections)
     if not config.is_token_local or (is_corrected and tokens.old_logps is None):
@@ -123,8 +118,8 @@ def row_terms(tokens: Tokens, config: LossConfig) -> RowTerms | None:
     has_kl = config.uses_reference
     weights = tokens.token_weights
     if is_corrected and tokens.old_logps is not None:
-        # The logps are not known yet, so pass old_logps in their place. All corrections have the
-        # ratio "old/sampling" here, which does not depend on the logps.
+        # Pass old_logps in place of the logps, which are not known yet. Here all corrections have
+        # the ratio "old/sampling", which does not depend on the logps.
         weights = corrected(tokens.old_logps, tokens.old_logps, tokens, config).apply(weights)
     grad_entropy = None
     if config.entropy_coef:
@@ -168,7 +163,7 @@ def row_coefficients(logps: Tensor, terms: RowTerms, config: LossConfig) -> tupl
         losses = losses + torch.where(kl_weights == 0, 0.0, kl_weights * kl)
         grad = grad + torch.where(kl_weights == 0, 0.0, kl_weights * kl_slope)
     # Restore NaN where the logp is NaN. Comparisons and zero weights turn it into a finite value,
-    # which would hide that the model is broken.
+    # which would hide that the model computed NaN.
     return torch.where(logps.isnan(), logps, losses), torch.where(logps.isnan(), logps, grad)
 
 
@@ -217,7 +212,7 @@ def weighted_kl(
     kl, slope = KL_ESTIMATORS[config.kl_estimator](tokens.ref_logps - logps, *config.kl_limits)
     if not config.kl_times_ratio:
         return kl, tokens.token_weights * slope
-    # If the loss has no differentiable ratio, use the importance ratio of the token.
+    # If no gradient flows through the ratio of the loss, use the importance ratio of the token.
     has_ratio = OBJECTIVES[config.loss_type].ratio_kind == "ratio"
     r = torch.exp(ratio.log if has_ratio else ratio.raw.clamp(max=LOG_RATIO_MAX))
     kl = kl * r

@@ -1,4 +1,4 @@
-"""`LossConfig`, a frozen dataclass that contains and validates all options of the loss."""
+"""`LossConfig`, a frozen dataclass with all options of the loss, which it checks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ NULLABLE = (
     "group_size",
 )  # fmt: skip
 
-# Options that only some losses use. Changing one of these options for a loss that ignores it is an
-# error. epsilon_low and epsilon_high are not in the list: users keep one clip range while they try
-# several losses, and `replace` passes on an epsilon_high that was only a default.
+# Options that only some losses use. Changing one of them for a loss that ignores it is an error.
+# epsilon_low and epsilon_high are not in the list, because users keep one clip range while they try
+# several losses, and because `replace` copies an epsilon_high that was only a default.
 LOSS_SPECIFIC_OPTIONS = (
     "delta", "dual_clip_c", "cispo_bound", "sapo_temperature_pos", "sapo_temperature_neg",
     *VESPO_PARAMS, "kl_estimator", "kl_times_ratio", "kl_clamp", "kl_input_clamp",
@@ -66,8 +66,8 @@ class LossConfig:
             "luspo", "dual_clip", "cispo", "sapo", "gspo", "gspo_token", "gmpo", "vespo", "dppo_tv",
             "dppo_kl", "kimi" or "dro".
         epsilon_low: float. The ratio is clipped from below at 1 - epsilon_low. "gmpo" clips the log
-            ratio at -epsilon_low instead. For "dppo_tv" and "dppo_kl", epsilon_low and epsilon_high
-            bound the change of a token's probability (tv) or a KL divergence (kl).
+            ratio at -epsilon_low instead. For "dppo_tv", epsilon_low and epsilon_high bound the
+            change of the probability of a token. For "dppo_kl", they bound a KL divergence.
         epsilon_high: float. The ratio is clipped from above at 1 + epsilon_high. None: the value of
             epsilon_low. For "cispo" it is the upper bound of the ratio itself, 5.0 by default.
         importance_sampling_level: str. "token" uses one ratio per token. "sequence" uses one ratio
@@ -89,8 +89,8 @@ class LossConfig:
         kl_estimator: str. "k1", "abs", "k2", "k3", "k3+" or "k1+". "exact" and
             "exact_reference_first" are for trainers that add `linear_divergence` to the loss. The
             loss functions reject them.
-        kl_times_ratio: bool. Multiply the KL by the importance ratio, with gradients through both
-            (TRL's `use_bias_correction_kl`).
+        kl_times_ratio: bool. Multiply the KL by the importance ratio. Gradients flow through both
+            factors. TRL calls this option `use_bias_correction_kl`.
         kl_clamp: float. Clamp the KL of a token to ±kl_clamp. None: no clamp. A clamped token has
             no KL gradient, except with "k3+" and "k1+".
         kl_input_clamp: float. Clamp ref_logp - logp to ±kl_input_clamp before the KL is estimated.
@@ -106,15 +106,15 @@ class LossConfig:
     Filters and corrections
         top_entropy_quantile: float. Fraction of the tokens to keep. The tokens with the highest
             entropy are kept. 1.0 keeps all tokens.
-        corrections: `Correction`, or a list of corrections, which weight or mask the policy loss by
-            the ratio between the policy and the sampler (`sampling_logps`). A dictionary with the
+        corrections: a `Correction`, or a list of them. They weight or mask the policy loss by the
+            ratio between the policy and the sampler (`sampling_logps`). A dictionary with the
             fields of a Correction is accepted, too. () disables corrections.
 
     Entropy
         entropy_coef: float. Weight of an entropy bonus, which is subtracted from the loss.
         compute_entropy: bool. Return entropies even if the loss does not need them.
         entropy_over: str. With a `support`, "support" computes entropies over the ids of the
-            support, and "vocabulary" over all ids, which costs the full matrix product.
+            support. "vocabulary" computes them over all ids, which requires all logits.
 
     Options of single losses
         delta: float. Upper bound of the unclipped ratio (INTELLECT-2), for "grpo" and its variants.
@@ -279,7 +279,7 @@ class LossConfig:
                     f"this loss does not read it; leave it at {default!r} (it is read by {readers})"
                 )
                 raise conflict(f"{name}={value!r}", loss, why)
-        # 5. Reject corrections that would apply the ratio twice.
+        # 5. Reject corrections by the current policy if the loss contains the same ratio.
         of_current = [x for x in self.corrections if x.weighs and x.ratio != "old/sampling"]
         if of_current and objective.ratio_kind == "sum":
             why = "the loss weighs current/old itself; use 'old/sampling'"
@@ -294,8 +294,7 @@ class LossConfig:
             "delta": float("inf") if self.delta is None else self.delta,
             "ratio_min": 1.0 - self.epsilon_low if offset else 0.0,
             "ratio_max": 1.0 + high if offset else high,
-            # Use the same lower bound as TRL. With λ = 0, the weight φ of a token would have no
-            # upper bound.
+            # Use the lower bound of TRL. With λ = 0, the weight φ of a token would be unbounded.
             "vespo_lambda_pos": max(self.vespo_lambda_pos, 1e-4),
             "vespo_lambda_neg": max(self.vespo_lambda_neg, 1e-4),
         }
@@ -312,7 +311,7 @@ class LossConfig:
     def kl_limits(self) -> tuple[float, float]:
         """Return (kl_clamp, kl_input_clamp), the last two arguments of a KL estimator.
 
-        None is converted to inf.
+        An option that is None becomes inf.
         """
         value_max = float("inf") if self.kl_clamp is None else float(self.kl_clamp)
         d_max = float("inf") if self.kl_input_clamp is None else float(self.kl_input_clamp)
@@ -320,22 +319,22 @@ class LossConfig:
 
     @property
     def uses_reference(self) -> bool:
-        """True if the loss contains a KL to a reference, which requires `ref_logps`."""
+        """Return whether the loss contains a KL to a reference, which requires `ref_logps`."""
         return self.beta != 0 and OBJECTIVES[self.loss_type].reference
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the loss or the caller needs the entropy of every row."""
+        """Return whether the loss or the caller needs the entropy of every row."""
         return self.compute_entropy or self.entropy_coef != 0 or self.top_entropy_quantile < 1
 
     @property
     def entropy_over_vocabulary(self) -> bool:
-        """True if entropies are computed over the full vocabulary, even with a support."""
+        """Return whether entropies are computed over the full vocabulary, even with a support."""
         return self.needs_entropy and self.entropy_over == "vocabulary"
 
     @property
     def is_token_local(self) -> bool:
-        """True if dL/dlogp of a row depends only on that row.
+        """Return whether dL/dlogp of a row depends only on that row.
 
         One pass over the logits then computes the loss and its gradient.
         """

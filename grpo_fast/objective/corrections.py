@@ -13,8 +13,8 @@ from grpo_fast.errors import argument_error, choice, conflict, names_nearest, nu
 from grpo_fast.objective.losses import LOG_RATIO_MAX
 from grpo_fast.objective.tokens import Tokens
 
-# For each level, the function that computes the log ratio of a token from the log ratios of its
-# completion. It maps (T,) to (T,).
+# For each level, a function that replaces the log ratio of every token, (T,), by the log ratio at
+# this level, (T,).
 LEVELS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "token": lambda tokens, x: x,
     "product": lambda tokens, x: tokens.to_tokens(tokens.completion_sum(x)),
@@ -34,9 +34,9 @@ WORDS: dict[str, tuple[str, ...]] = {
 class Correction:
     """One correction of the policy loss by a ratio of probabilities.
 
-    Corrections account for the difference between the sampler and the trained policy. They are
-    importance weights (truncated or masked), or they reject tokens or completions. At most one
-    correction of a config may be a weight, and the others must reject.
+    Corrections account for the difference between the sampler and the trained policy. A correction
+    of kind "truncate" or "mask" is an importance weight. A correction of kind "reject" drops tokens
+    or completions. A config may have at most one importance weight.
 
     Args:
         kind: "truncate" weights by the ratio, clamped to the bounds. "mask" weights by the ratio
@@ -49,9 +49,9 @@ class Correction:
             "worst_token", only for "reject", drops a completion if the ratio of one token is
             outside the bounds.
         ratio: the two policies whose probabilities are divided: "old/sampling", "current/sampling"
-            or "current/behaviour". "current" is the policy of the forward pass; no gradient flows
-            through the ratio. "sampling" is the sampler. "behaviour" is the sampler, too, or the
-            old policy if `sampling_logps` is missing.
+            or "current/behaviour". "current" is the policy of the forward pass, and "sampling" is
+            the sampler. "behaviour" is the sampler, or the old policy if `sampling_logps` is
+            missing. No gradient flows through the ratio.
         advantages: "all" lets the correction drop any token. "negative", only for "reject", never
             drops a token with advantage >= 0 (DeepSeek-V3.2).
 
@@ -92,7 +92,7 @@ class Correction:
 
     @property
     def weighs(self) -> bool:
-        """True if the correction multiplies the loss by the ratio."""
+        """Return whether the correction multiplies the loss by the ratio."""
         return self.kind != "reject"
 
     def is_read(self, tokens: Tokens) -> bool:
@@ -125,7 +125,7 @@ class Correction:
 
     def weights(self, log_ratio: Tensor, inside: Tensor) -> Tensor:
         """Return the factor by which the policy loss of each token is multiplied, (T,)."""
-        # Clamp the log ratio before exp. Otherwise, a large log ratio would give inf, and inf·0 is
+        # Clamp the log ratio before exp. Otherwise exp could be inf, and inf times a weight of 0 is
         # NaN.
         ratio = torch.exp(log_ratio.clamp(max=LOG_RATIO_MAX))
         if self.kind == "mask":
@@ -162,7 +162,7 @@ def corrections_of(value: object) -> tuple[Correction, ...]:
             corrections.append(Correction(**x))
         else:
             raise argument_error("corrections", f"a Correction or its {sorted(names)}", repr(x))
-    # 3. Reject two importance weights, because they would correct for the same difference twice.
+    # 3. Reject two importance weights, which would correct for the same difference twice.
     weighing = [(x.kind, x.level) for x in corrections if x.weighs]
     expected = "one 'truncate' or 'mask' at most (others 'reject'): two would weigh twice"
     require(len(weighing) < 2, "corrections", expected, f"kinds and levels {weighing}")

@@ -10,8 +10,8 @@ the same source, so the functions use only the operations listed in `losses.py`.
     beta    the teacher's share in the mixture of "jsd"
 
 The values of the KLs contain an additional term, q - p or p - q. Its sum over the vocabulary is 0,
-so it does not change D. With this term, no value is negative, and nearly equal logits lose no
-digits. For |d| < 0.5, the values are computed with the function `expm1_minus`.
+so it does not change D. With this term, no value is negative, and values of nearly equal logits
+keep their digits. For |d| < 0.5, the function `expm1_minus` computes the values.
 """
 
 from __future__ import annotations

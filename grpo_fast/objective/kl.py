@@ -33,8 +33,8 @@ def expm1_minus(x):
     return (tl.expm1(x64) - x64).to(x.dtype)
 
 
-# Every estimator receives `LossConfig.kl_limits` as its last two arguments. They are the bounds of
-# |value| and of |d|.
+# Every estimator receives `LossConfig.kl_limits` as its last two arguments: value_max is the bound
+# of |value|, and d_max is the bound of |d|.
 def clamped(value, slope, d, value_max, d_max):
     """Clamp a value to ±value_max. Set the slope to 0 where |value| or |d| exceeds its bound."""
     inside = (tl.abs(value) <= value_max) & (tl.abs(d) <= d_max)
@@ -78,8 +78,8 @@ def k3(d, value_max=INF, d_max=INF):
     return value, slope
 
 
-# Straight-through estimators have the value of k3 or k1, and the gradient of k2. As in verl, the
-# clamps apply only to the value.
+# The straight-through estimators "k3+" and "k1+" have the values of k3 and k1, and the gradient of
+# k2. As in verl, the clamps apply only to the value.
 def k3_straight_through(d, value_max=INF, d_max=INF):
     value, unused = k3(d, value_max, d_max)
     return value, -d
@@ -90,9 +90,8 @@ def k1_straight_through(d, value_max=INF, d_max=INF):
     return value, -d
 
 
-# Names of exact KLs over the full vocabulary, which `linear_divergence` computes instead of an
-# estimator. "exact" is KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖
-# policy).
+# Kinds of `linear_divergence` for the two exact KLs over the full vocabulary. "exact" is
+# KL(policy ‖ reference), and "exact_reference_first" is KL(reference ‖ policy).
 EXACT = {"exact": "reverse_kl", "exact_reference_first": "forward_kl"}
 
 KL_ESTIMATORS: dict[str, Callable[..., tuple[tl.Tensor, tl.Tensor]]] = {

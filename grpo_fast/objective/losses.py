@@ -1,11 +1,12 @@
 """Loss functions of one token, with one function for each loss type.
 
 A function takes fp32 scalars or tensors `(logp, log_ratio, advantage, *params)`. It returns the
-loss of one token, and the derivative of the loss with respect to log_ratio or logp, as
-`Objective.slope_of` says. The code uses only the operations `+ - * / < <= > >= == & exp log abs
-where clamp` of the module global `tl`. In this file, `tl` is torch, so the functions are a readable
-reference. `bind` gives the same code object a different `tl`, so that Triton compiles this source
-(kernels/gpu/rows.py) and C++ is generated from it (kernels/cpu/loss_codegen.py).
+loss of one token, and the slope: the derivative of the loss with respect to the variable that
+`Objective.slope_of` names, log_ratio or logp. The code uses only the operations `+ - * / < <= > >=
+== & exp log abs where clamp` of the module global `tl`. In this file, `tl` is torch, so the
+functions are a readable reference. `bind` gives the same code object a different `tl`, so that
+Triton compiles this source (kernels/gpu/rows.py) and C++ is generated from it
+(kernels/cpu/loss_codegen.py).
 
 To add a loss, write one function and add one line to `OBJECTIVES`.
 """
@@ -18,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch as tl
 
-# Upper bound to which log ratios are clamped before exp. The slope ignores the clamp, so that the
+# Log ratios are clamped to this upper bound before exp. The slope ignores the clamp, so that the
 # gradient still pulls the policy back.
 LOG_RATIO_MAX = 20.0
-# Upper bound to which gspo_token (https://arxiv.org/abs/2507.18071) clamps the mean log ratio.
-# Above the bound, the slope is 0.
+# gspo_token (https://arxiv.org/abs/2507.18071) clamps the mean log ratio to this upper bound. Above
+# the bound, the slope is 0.
 MEAN_LOG_RATIO_MAX = 10.0
 
 # Type of a loss function with the signature (logp, log_ratio, advantage, *params) -> (loss, slope).
@@ -161,15 +162,15 @@ class Objective(NamedTuple):
             values.
         aggregation: the default aggregation.
         ratio_kind: the meaning of the log_ratio that the function receives. "ratio": the log ratio
-            of the token, or of its completion at sequence level. "detached_mean": the mean over the
-            completion, without gradient (gspo_token). "sum": the log weight of the completion
-            (vespo). "geometric": the log ratio of the token; the results of the function are
-            averaged (gmpo).
+            of the token, or of its completion at sequence level. "detached_mean" (gspo_token): the
+            mean log ratio of the completion, without gradient. "sum" (vespo): the log weight of the
+            completion. "geometric" (gmpo): the log ratio of the token. Only for "geometric", the
+            results of the function are averaged over the completion.
         slope_of: the variable of the derivative that the function returns, "log_ratio" or "logp".
         levels: the values of importance_sampling_level that the loss supports.
         clips: the clip metrics to report: "ppo", "cispo", "vespo" or None.
         reference: True if beta is the weight of a KL to `ref_logps`.
-        raw_epsilon_high: default of epsilon_high for a loss that uses it as the bound of the ratio.
+        raw_epsilon_high: default of epsilon_high for a loss in which it bounds the ratio itself.
         follows_advantage: True if the slope is 0 where the advantage is 0.
     """
 

@@ -1,6 +1,6 @@
 """Metrics of a loss call under the names that TRL uses.
 
-The metrics are computed from the logps of the call when they are read.
+A call computes its metrics from its logps, but only when the caller reads them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def token_metrics(
         config: the objective.
         num_rows: N, the number of all rows of the call.
     """
-    # 1. Compute the loss again from the logps. The loss call does not store the terms that the
-    # metrics need, so a call whose metrics are never read has no additional cost.
+    # 1. Compute the terms of the loss again from the logps. The loss call does not store these
+    # terms, so metrics that are never read cost nothing.
     objective = OBJECTIVES[config.loss_type]
     old_logps = logps if tokens.old_logps is None else tokens.old_logps
     result = token_loss(logps, entropy, tokens, config)
@@ -81,8 +81,8 @@ def token_metrics(
 def metric_names(config: LossConfig, has_sampling: bool, has_entropy: bool) -> list[str]:
     """Return the names of the metrics of a call, in the order of `token_metrics`."""
     objective = OBJECTIVES[config.loss_type]
-    # Keep the names in the order of `token_metrics`. A torch.compile graph returns the values
-    # without names, so in a different order each value would get the wrong name.
+    # Keep the order of `token_metrics`, because a torch.compile graph returns the values without
+    # names.
     names = ["policy_loss", *(f"ratio/{how}" for how in EXTENTS)]
     names += ["approx_kl", "active_tokens", "skipped_rows"]
     names += ["entropy"] if has_entropy else []
@@ -134,9 +134,12 @@ def extents(name: str, x: Tensor) -> dict[str, Tensor]:
 def sampling_metrics(
     old_logps: Tensor, sampling: Tensor | None, tokens: Tokens
 ) -> dict[str, Tensor]:
-    """Return metrics of the difference |old_logp - sampling_logp| and of the importance weights.
+    """Return metrics of the differences |old_logp - sampling_logp| and of the importance weights.
 
-    `sampling` contains the importance weights of the corrections, (T,), or is None.
+    Args:
+        old_logps: (T,), logps of the old policy.
+        sampling: (T,), importance weights of the corrections, or None.
+        tokens: the other inputs of the tokens.
     """
     assert tokens.sampling_logps is not None
     gap = torch.nan_to_num(old_logps - tokens.sampling_logps, nan=0.0).abs()
@@ -163,8 +166,7 @@ def clip_metrics(r: Tensor, tokens: Tokens, config: LossConfig) -> dict[str, Ten
             metrics[f"clip_ratio/{name}_min"] = metrics[f"clip_ratio/{name}_max"] = r.new_zeros(())
             continue
         per_completion = tokens.completion_mean(fraction).float()
-        # Replace the mean of an empty completion, which is 0, by 1, because 0 would become the
-        # minimum.
+        # The mean of an empty completion is 0. Replace it by 1, so that it is not the minimum.
         filled = torch.where(tokens.lengths > 0, per_completion, 1.0)
         metrics[f"clip_ratio/{name}_min"] = filled.amin()
         metrics[f"clip_ratio/{name}_max"] = per_completion.amax()

@@ -1,4 +1,4 @@
-"""Importance ratios and corrections of an objective. Clamps prevent an overflow of exp."""
+"""Importance ratios and corrections of an objective, which are clamped before exp overflows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from grpo_fast.objective.tokens import Tokens
 
 LOG_TINY = math.log(1e-8)
 
-# For each level that has one ratio per completion, the function that pools the log ratios of the
-# completion's tokens. Gradients with respect to the log ratios are pooled in the same way.
+# For each level that has one ratio per completion, a function that pools the log ratios of the
+# tokens of a completion. Gradients with respect to the log ratios are pooled in the same way.
 POOLS: dict[str, Callable[[Tokens, Tensor], Tensor]] = {
     "sequence": Tokens.completion_mean,
     "sequence_sum": Tokens.completion_sum,
@@ -42,13 +42,13 @@ class Ratio(NamedTuple):
 def importance_ratio(
     logps: Tensor, old_logps: Tensor, sampling: Tensor | None, tokens: Tokens, config: LossConfig
 ) -> Ratio:
-    """Compute the ratio of current to old policy that the loss function of the objective uses.
+    """Compute the ratio of the current to the old policy, as the loss function needs it.
 
     Args:
         logps: (T,), current policy.
         old_logps: (T,), old policy.
-        sampling: (T,), weights of the corrections, or None. Only "vespo" multiplies its ratio by
-            them.
+        sampling: (T,), weights of the corrections, or None. Only "vespo" reads them: it multiplies
+            its ratio by these weights.
         tokens: the other inputs of the tokens.
         config: the objective.
     """
@@ -64,8 +64,8 @@ def importance_ratio(
             log_weight = log_weight + pooled(log_sampling)
         return Ratio(raw, tokens.to_tokens(log_weight.clamp(LOG_TINY, 20.0)))
     if kind == "detached_mean":
-        # Treat the mean as a constant, so it needs no pooling of slopes. The gradient flows through
-        # the token's own logp instead.
+        # The mean is a constant, so slopes are not pooled. The gradient flows through the logp of
+        # the token instead.
         mean = tokens.completion_mean(raw).clamp(max=MEAN_LOG_RATIO_MAX)
         return Ratio(raw, tokens.to_tokens(mean))
     pool = POOLS.get(config.importance_sampling_level)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """Inputs of the loss for the T active tokens of B completions, except the tokens' logps.
+    """Inputs of the loss for the T active tokens of B completions, without the current logps.
 
     Tensors are fp32 unless noted otherwise.
     """
 
     advantages: Tensor  # (T,)
     token_weights: Tensor  # (T,) w_t of the aggregation
-    # The weight of each token's entropy in the entropy bonus. None: 1/(number of tokens that the
+    # Weight of the entropy of each token in the entropy bonus. None: 1/(number of tokens that the
     # entropy mask keeps).
     entropy_weight: float | Tensor | None
     lengths: Tensor  # (B,) int64
@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
     unit: Tensor | None = None
 
     def scaled(self, unit: Tensor) -> Tokens:
-        """Return the tokens with weights multiplied by `unit`, which is stored in the result."""
+        """Return the tokens with token weights multiplied by `unit`, and with this `unit`."""
         return self._replace(token_weights=self.token_weights * unit, unit=unit)
 
     def completion_sum(self, x: Tensor) -> Tensor:

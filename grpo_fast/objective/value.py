@@ -25,8 +25,8 @@ def value_losses(
         clipped    max((V − R)², (V_old + clamp(V − V_old, −epsilon, epsilon) − R)²)/2
         huber      (V − R)²/2 for |V − R| <= delta, otherwise delta·(|V − R| − delta/2)
 
-    Where the second term of "clipped" is the maximum, the gradient is 0, because the value has
-    already moved by more than epsilon.
+    If the second term of "clipped" is the maximum, the gradient is 0, because the value has already
+    moved by more than epsilon.
 
     Args:
         values: (R,), the values, which may require grad.

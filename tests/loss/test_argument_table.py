@@ -45,8 +45,7 @@ TENSORS = {
     "hidden": rand(T, H, seed=0), "weight": rand(V, H, seed=1), "bias": rand(V, seed=2),
     "logits": rand(T, V, seed=3), "logps": LOGPS, "entropy": rand(T, seed=5).abs(),
 }  # fmt: skip
-# VALUES has one value for each keyword. Each value differs from the default, so that the result
-# changes if a function ignores the keyword.
+# One value for each keyword. It changes the result, so that a test fails if the keyword is ignored.
 VALUES = {
     "softcap": 3.0,
     "temperature": 0.5 + rand(T, seed=7).abs(),  # one temperature for each row
@@ -126,7 +125,7 @@ class Call:
 
 
 def answer(call, run=None, *, backward=True):
-    """Run a call, and return all its outputs and, if `backward`, the gradients of its tensors."""
+    """Run a call. Return its outputs, and with `backward` also the gradients of its tensors."""
     leaves = [TENSORS[x].clone().requires_grad_() for x in call.leaves]
     outputs = (run or call)(*leaves)
     found = [x.detach() for x in outputs if x is not None]
@@ -156,8 +155,8 @@ def recorded(call, patch):
 
     tests/gpu/test_cuda_graphs.py checks on a GPU that such calls do not sync.
     """
-    # Skip modules of other packages, because the lazy modules of transformers raise an error when
-    # an attribute is read.
+    # Skip modules of other packages. Some lazy modules of transformers raise an error when an
+    # attribute is read.
     ours = [module for name, module in sys.modules.items() if name.startswith("grpo_fast.")]
     asked = capture.is_capturing
     for module in ours:
@@ -224,8 +223,7 @@ CELLS = [
 @pytest.mark.parametrize(("function", "name", "mode"), CELLS)
 def test_a_cell(function, name, mode, group, monkeypatch):
     call = Call(function, name, group)
-    # Without gradients, grad_filter drops no columns, and its metrics must then report 0 dropped
-    # columns.
+    # Without gradients, grad_filter drops no columns, so its metrics differ from those of `answer`.
     call.drops = mode not in ("reentrant", "no_grad")
     plain, run = answer(call), MODES[mode]
     outside = OUTSIDE_OF_GRAPHS if mode == "graph" else set()
@@ -251,9 +249,9 @@ def test_inductor_keeps_the_support(fullgraph):
 
 @pytest.mark.parametrize("function", LEAVES)
 def test_each_value_tells(function, group):
-    """Check that each value in VALUES changes the result compared with a call without the keyword.
+    """Check that each value in VALUES changes the result of a call.
 
-    Otherwise the other tests would not notice a lost keyword.
+    Otherwise, the other tests would not notice that a function ignores a keyword.
     """
     for name in set(keywords_of(function)).difference(NEUTRAL):
         call, without = Call(function, name), Call(function)

@@ -14,7 +14,7 @@ GAPS = torch.rand(7, 30, generator=torch.Generator().manual_seed(5)) < 0.7  # ma
 
 
 def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **options):
-    """Return a case whose odd completions have advantage 0, so that the loss skips their rows."""
+    """Return a case in which the loss skips every second completion, because its advantage is 0."""
     case = make_case(22, mask=mask, **options_for(loss_type, level, **options))
     idle = torch.arange(7) % 2 == 1
     return case.but(advantages=torch.where(idle, 0.0, case.advantages + 0.05))
@@ -25,9 +25,9 @@ def many_rows(mask: torch.Tensor, loss_type: str, level: str = "token", **option
        mask={"gaps": GAPS, "whole": torch.ones(7, 20, dtype=torch.bool)}.items(),
        backend=BACKENDS)  # fmt: skip
 def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mask, monkeypatch):
-    """Check that dH, dW and db are correct if some rows of five chunks are skipped.
+    """Check that dH, dW and db are correct if each of five chunks skips some of its rows.
 
-    Also test chunks without skipped rows, because their code uses slices instead of index tensors.
+    Chunks without skipped rows are tested, too, because they use slices instead of index tensors.
     """
     case = many_rows(mask, loss_type, level)
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 32 * len(case.weight) * 4)
@@ -39,8 +39,8 @@ def test_chunks_with_masked_and_idle_rows(backend, loss_type, level, layout, mas
 def test_blocks_of_given_logits(backend, level, monkeypatch):
     """Check that loss and gradients are correct if logits are processed in blocks of sixteen rows.
 
-    Every block has different coefficients and entropy gradients, so the test would notice if two
-    blocks were confused.
+    Every block has different coefficients and entropy gradients. If the code used those of a
+    different block, the test would fail.
     """
     monkeypatch.setattr(logits_sweep, "CPU_BLOCK_BYTES", 1)
     check("logits", many_rows(GAPS, "grpo", level, entropy_coef=0.3), backend=backend)

@@ -1,8 +1,6 @@
-"""Test torch.compile(fullgraph=True) on a training step, the custom operators, and autocast."""
+"""Test torch.compile(fullgraph=True), and the custom operators."""
 
 from __future__ import annotations
-
-import shutil
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 import grpo_fast
 from grpo_fast.loss import operators, schema
 from grpo_fast.loss.arguments import Options
+from grpo_fast.loss.batch import TokenBatch
 from tests.loss_cases import (
     BACKENDS,
     FUNCTIONS,
@@ -23,55 +22,16 @@ from tests.loss_cases import (
 from tests.pairs import pairs
 
 
-def compiled(step, backend="aot_eager"):
+def compiled(step, **options):
     torch._dynamo.reset()
-    return torch.compile(step, fullgraph=True, backend=backend)
+    return torch.compile(step, fullgraph=True, backend="aot_eager", **options)
 
 
-def training_step(case, backend="torch"):
-    """Return a function that computes a training step with a linear layer before the LM head.
-
-    The function returns the loss times 0.5, the mean ratio and the logps.
-    """
-
-    def step(x, layer, weight, bias):
-        own = {"hidden": torch.tanh(x @ layer), "lm_head_weight": weight, "bias": bias}
-        out = grpo_fast.linear_grpo_loss(**{**given, **own})
-        return out.loss * 0.5, out.metrics["ratio/mean"], out.logps
-
-    given = arguments("linear", case) | {"backend": backend}
-    return step
-
-
-def gradients(step, case):
-    layer = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    leaves = [x.clone().requires_grad_() for x in (case.hidden, layer, case.weight, case.bias)]
-    loss, metric, logps = step(*leaves)
-    loss.backward()
-    return [loss.detach(), metric, logps, *[x.grad for x in leaves]]
-
-
-# This file compiles complete steps. test_argument_table.py compiles a call for each keyword.
-NEEDS_CPP = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-STEPS = [  # one loss type for each kind of ratio
-    *[(loss_type, "aot_eager", "torch", 1e-6) for loss_type in ("grpo", "gspo", "vespo")],
-    pytest.param("dapo", "inductor", "auto", 1e-4, marks=NEEDS_CPP),
-]
-
-
-@pytest.mark.parametrize(("loss_type", "compiler", "backend", "rtol"), STEPS)
-def test_a_step_compiles_in_one_graph(loss_type, compiler, backend, rtol):
-    case = make_case(111, **options_for(loss_type, beta=0.1))
-    step = training_step(case, backend)
-    fast = gradients(compiled(step, compiler), case)
-    for own, expected in zip(fast, gradients(step, case), strict=True):
-        torch.testing.assert_close(own, expected, rtol=rtol, atol=rtol)
-
-
-@pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS)
-def test_every_public_loss_compiles_in_one_graph(function, layout, backend, monkeypatch):
+@pairs(backend=BACKENDS, layout=["padded", "packed"], function=FUNCTIONS,
+       loss_type=["grpo", "gspo", "vespo"])  # fmt: skip
+def test_every_public_loss_compiles_in_one_graph(function, loss_type, layout, backend, monkeypatch):
     backend = str(backend)  # torch 2.11 cannot trace other subclasses of str
-    options = options_for("grpo", beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0)
+    options = options_for(loss_type, beta=0.1, entropy_coef=0.1 if function != "logps" else 0.0)
     case = make_case(112, sampling=True, **options)
     expected = run(function, case, layout=layout, backend=backend)
     name = LOSSES_OF[function]
@@ -85,16 +45,19 @@ def test_another_length_does_not_break_the_graph():
     config = grpo_fast.LossConfig(loss_type="dapo")
 
     def step(h, w, ids, A, cu):
-        return grpo_fast.linear_grpo_loss(h, w, ids, A, config, cu_seqlens=cu, backend="torch").loss
+        head = torch.tanh(h), w, ids  # a layer before the head is in the graph, too
+        out = grpo_fast.linear_grpo_loss(*head, A, config, cu_seqlens=cu, backend="torch")
+        return out.loss * 0.5, out.metrics["ratio/mean"]
 
-    torch._dynamo.reset()
-    fast = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    fast = compiled(step, dynamic=True)
     for T in (5, 9, 14):
         g = torch.Generator().manual_seed(T)
         h, w = torch.randn(T, 4, generator=g).requires_grad_(), torch.randn(7, 4, generator=g)
         ids, A = torch.randint(7, (T,), generator=g), torch.randn(2, generator=g)
         cu = torch.tensor([0, 2, T], dtype=torch.int32)
-        torch.testing.assert_close(fast(h, w, ids, A, cu), step(h, w, ids, A, cu))
+        own, expected = fast(h, w, ids, A, cu), step(h, w, ids, A, cu)
+        torch.testing.assert_close(own, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(x[0], h)[0] for x in (own, expected)))
 
 
 def test_bad_input_is_refused_by_the_compiled_step_too():
@@ -108,39 +71,36 @@ def test_bad_input_is_refused_by_the_compiled_step_too():
 
 
 def test_what_no_schema_carries_is_refused():
-    """Check that options that a compiled graph cannot represent raise an error."""
+    """Check that an option that a graph of torch.compile cannot carry raises an error."""
     plain = Options([True], grad_filter=0.1)
-    assert schema.options_of(schema.graph_fields(plain)) == plain
+    assert schema.from_graph(Options, schema.graph_fields(plain)) == plain
     for name in ("shard", "inplace", "divergence"):
         with pytest.raises(ValueError, match=f"{name}: expected its default in a graph"):
             schema.graph_fields(plain._replace(**{name: True}))
 
 
-# ----------------------------------------------------------
-# custom ops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", ["linear", "logits", "logps"])
 def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
     """Check that the custom operators pass torch.library.opcheck on arguments from public calls."""
     if function == "logps" and dtype != torch.float32:
         pytest.skip("logps are fp32")
-    real, checked = operators.build_batch, []
+    real, checked = TokenBatch.build, []
+    name = "given_logps" if function == "logps" else function
+    operator = getattr(torch.ops.grpo_fast, f"{name}_loss")
 
-    def build(loss, tensors, options, config, given):
-        # The operator that opcheck runs calls `build_batch` again, so restore the original first.
-        monkeypatch.setattr(operators, "build_batch", real)
-        name = next(name for name, known in operators.LOSSES.items() if known is loss)
+    def build(tensors, options, config, given):
+        # Restore the original method first, because the operator that opcheck runs calls it again.
+        monkeypatch.setattr(TokenBatch, "build", real)
         packed = operators._pack_arguments(config, given)
-        inputs = (*tensors, *options[: operators.NUM_OPTIONS], *packed)
+        inputs = (*tensors, *schema.graph_fields(options), *packed)
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(
-            getattr(torch.ops.grpo_fast, f"{name}_loss").default, inputs, test_utils=utils
-        )
-        checked.append(name)
-        monkeypatch.setattr(operators, "build_batch", build)
-        return real(loss, tensors, options, config, given)
+        torch.library.opcheck(operator.default, inputs, test_utils=utils)
+        checked.append(function)
+        monkeypatch.setattr(TokenBatch, "build", build)
+        return real(tensors, options, config, given)
 
-    monkeypatch.setattr(operators, "build_batch", build)
+    monkeypatch.setattr(TokenBatch, "build", build)
     for entropy_coef in (0.0, 0.1):
         options = options_for("grpo", beta=0.1, entropy_coef=entropy_coef)
         case = make_case(116, dtype=dtype, sampling=True, **options)
@@ -152,7 +112,8 @@ def test_operators_agree_with_their_fake_kernels(function, dtype, monkeypatch):
 def test_global_precision_settings_do_not_reach_fp32_results():
     """Check that torch.set_float32_matmul_precision does not change the loss.
 
-    Users set it for the model. The loss needs full fp32 products, because ratios are near 1.
+    Users set a lower precision for the model. The loss needs matrix products in full fp32, because
+    ratios are near 1.
     """
     case = make_case(119, H=64, **options_for("grpo"))
     plain = run("linear", case)

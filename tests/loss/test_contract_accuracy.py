@@ -20,9 +20,7 @@ GRADIENT_BAR = {torch.float32: 2e-6, torch.bfloat16: 3e-3}
 def problem(dtype, *, N=40, H=256, V=700, seed=0, std=1.0):
     """Return random inputs whose logits have the standard deviation `std`.
 
-    In any fp32 GEMM, a logit of size z has an error of about z·6e-8·√H/4, and its probability has
-    the same relative error. At std 1, these errors are within the absolute tolerances of the
-    contract. At std 2.5 they are larger, so tests compare them with the errors of torch.
+    Every fp32 matrix product computes a logit z with an error of about z·6e-8·√H/4.
 
     Returns:
         hidden (N, H), weight (V, H), target ids (N,) and advantages (N,).
@@ -64,7 +62,7 @@ def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
 
 
 def exact_of(hidden, weight, ids, advantages, options, old=None):
-    """Return the loss and the gradients of the fp64 oracle for a single completion."""
+    """Compute loss and gradients with the fp64 oracle, for one completion of all tokens."""
     mask = torch.ones(1, len(ids), dtype=torch.bool)
     own = hidden[None], weight, ids[None], advantages[None], options
     return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])
@@ -104,10 +102,10 @@ def test_gradients_against_fp64_overall_and_worst_row(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch):
-    """Check that dW is summed in fp32 over 32 chunks and rounded to bf16 only when it is stored.
+    """Check that dW is summed in fp32 over 32 chunks, and rounded to bf16 only when it is stored.
 
-    The tolerance is 1.05 times the error of one rounding. With sums in bf16, the error would be 2.8
-    times that of one rounding.
+    The tolerance is 1.05 times the error of one rounding. Sums in bf16 would have 2.8 times the
+    error of one rounding.
     """
     from grpo_fast.kernels.head import loop as linear
 
@@ -126,10 +124,9 @@ def test_weight_gradient_is_summed_in_fp32_over_many_chunks(backend, monkeypatch
 @pairs(backend=BACKENDS, dtype=[torch.float32, torch.bfloat16],
        one_minus_p=[1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])  # fmt: skip
 def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
-    """Check that the gradient of a target's logit is −(1 − p) within 0.4% for p up to 1 − 1e-6.
+    """Check that the gradient of the logit of a target is −(1 − p) within 0.4%, up to p = 1 − 1e-6.
 
-    This accuracy is difficult because, at p = 1 − 1e-6, the fp32 difference 1 − p has only two
-    correct digits.
+    At p = 1 − 1e-6, the difference 1 − p in fp32 would have only two correct digits.
     """
     V, T = 257, 8
     g = torch.Generator().manual_seed(0)
@@ -153,11 +150,11 @@ def test_confident_tokens_keep_their_gradient(one_minus_p, dtype, backend):
 @pytest.mark.parametrize("all_active", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rival_that_resembles_the_target_in_bf16(backend, all_active):
-    """Check that dH is accurate if the target and its strongest competitor have similar weights.
+    """Check that dH is accurate if the most likely other id has nearly the weight of the target.
 
-    dH = g·p·(w_competitor − w_target) is then ten times smaller than its two terms, so an error of
-    p in bf16 would cause an error of 1%. If only some rows are active, the code gathers these rows
-    and their dominant columns, so the test covers both cases.
+    dH = g·p·(w_other − w_target) is then ten times smaller than its two terms, so a p that is
+    rounded to bf16 would cause an error of 1%. With `all_active=False`, the code gathers the active
+    rows and their dominant columns.
     """
     g = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 64, generator=g)

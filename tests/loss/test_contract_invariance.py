@@ -27,16 +27,14 @@ from tests.pairs import pairs
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-# ----------------------------------------------------------
-# on policy
 @pairs(
     backend=BACKENDS, dtype=DTYPES, layout=LAYOUTS, function=["linear", "logits"],
     level=["token", "sequence"], kl_estimator=["k1", "abs", "k2", "k3", "k3+", "k1+"],
 )  # fmt: skip
 def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backend):
-    """Check that the ratio is exactly 1 if old_logps and ref_logps come from a logps function.
+    """Check that the ratio is exactly 1 if a logps function computed old_logps and ref_logps.
 
-    The logps come from a separate pass, in which the same rows have the reverse order.
+    The logps function receives the same rows in reverse order.
     """
     options = options_for("grpo", level, beta=0.3, kl_estimator=kl_estimator)
     case = make_case(85, H=33, V=517, dtype=dtype, **options)
@@ -62,8 +60,6 @@ def test_on_policy_is_exact(kl_estimator, level, function, layout, dtype, backen
             assert torch.equal(result.grads[name], alone.grads[name]), name
 
 
-# ----------------------------------------------------------
-# L0: one row
 def token_problem(dtype, N, H, V, seed=0):
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(N, H, generator=g).to(dtype)
@@ -73,7 +69,7 @@ def token_problem(dtype, N, H, V, seed=0):
 
 
 def rows_of(problem, index, backend, *, lengths=None, advantages=None, **options):
-    """Return logps, dH, dW and db of the rows in `index`, computed as one batch.
+    """Compute logps, dH, dW and db of a batch that has only the rows in `index`.
 
     num_items_in_batch is always 1000, so that the token weights do not depend on the batch.
     """
@@ -175,8 +171,6 @@ def test_padded_and_packed_are_the_same_numbers(function, level):
         assert torch.equal(a.grads[name], b.grads[name])
 
 
-# -----------------------------------------------------------------------------------------------
-# L1: run to run
 @pairs(backend=BACKENDS, dtype=DTYPES, chunks=[1, 4])
 def test_weight_gradient_is_the_same_from_run_to_run(chunks, dtype, backend, monkeypatch):
     problem = token_problem(dtype, 130, 96, 777)

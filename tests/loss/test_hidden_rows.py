@@ -13,8 +13,8 @@ from grpo_fast import LossConfig
 from tests.loss_cases import BACKENDS
 from tests.pairs import pairs
 
-# ROWS maps the 8 tokens of three completions, with 3, 2 and 3 tokens, to rows of `hidden`. Row 1 is
-# the last row of the shared prompt and predicts the first token of each completion.
+# The row of `hidden` that predicts each of 8 tokens, in three completions of 3, 2 and 3 tokens. Row
+# 1 is the last row of the shared prompt, which predicts the first token of each completion.
 ROWS = torch.tensor([1, 2, 3, 1, 4, 1, 5, 6])
 CU = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
 V, H = 37, 16
@@ -61,8 +61,8 @@ def test_the_loss_is_that_of_repeated_rows(options, dtype, backend):
     assert torch.equal(ours.loss, repeated.loss) and torch.equal(ours.logps, repeated.logps)
     assert torch.equal(dw, dw_repeated)
     (dh_repeated,) = torch.autograd.grad(hidden[ROWS], hidden, dh_of_rows)
-    # Rows that are used once must have the same bits. Row 1 is used three times, so it needs a
-    # tolerance: our code sums its gradients in fp32, and autograd sums them in bf16.
+    # The gradient of a row that is used once must have the same bits. Row 1 is used three times. It
+    # needs a tolerance, because our code sums its three gradients in fp32 and autograd in bf16.
     once = [0, 2, 3, 4, 5, 6]
     assert torch.equal(dh[once], dh_repeated[once]) and not dh[0].any()
     rtol = 1e-6 if dtype == torch.float32 else 2e-2
@@ -99,9 +99,9 @@ def test_masked_targets_may_name_any_row():
 
 
 def test_padded_targets_and_chunks(monkeypatch):
-    """Check that hidden_rows accepts padded targets (B, L) with rows (R, H).
+    """Check that hidden_rows accepts padded targets (B, L) together with `hidden` (R, H).
 
-    The results must have the same bits if different chunks use the same row.
+    The bits of the results must not change if several chunks use the same row of `hidden`.
     """
     hidden, weight, _, advantages, _ = problem()
     big = torch.randint(V, (3, 40), generator=torch.Generator().manual_seed(1))

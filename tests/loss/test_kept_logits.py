@@ -47,10 +47,10 @@ def problem():
 
 
 def run(backend):
-    """Run one forward and two backward passes, and return the gradients of both."""
+    """Run one forward and two backward passes, and return the gradients of each backward pass."""
     hidden, weight, ids, up = problem()
-    # The fused kernels cache exponentials instead of logits. The gradient of the entropy cannot be
-    # computed from exponentials, so leave out the entropy.
+    # Leave out the entropy for the fused kernels. They cache exponentials instead of logits, and
+    # cannot compute the gradient of an entropy from exponentials.
     if isinstance(backend, Fused):
         loss = (linear_logps(hidden, weight, ids, backend=backend) * up[0]).sum()
     else:
@@ -67,9 +67,9 @@ def run(backend):
 def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypatch):
     """Check that the first backward recomputes only the chunks that did not fit into the cache.
 
-    The first backward overwrites the cache, so the second one recomputes all chunks. The second dH
-    must have the same bits. The second dW may differ by rounding, because the chunks are added in a
-    different order.
+    The first backward overwrites the cache, so the second backward recomputes all chunks. Both must
+    give the same bits of dH. The two dW may differ by rounding, because the second backward adds
+    the chunks in a different order.
     """
     monkeypatch.setattr(linear, "workspace_bytes", lambda *_: rows * V * 4)
     first, second = run(backend)
@@ -84,7 +84,8 @@ def test_only_what_did_not_fit_is_formed_again(rows, backend, products, monkeypa
 def test_a_last_chunk_without_gradient(backend, monkeypatch):
     """Check that backward does not use the cached logits of one chunk for a different chunk.
 
-    The loss uses only 64 of the 96 rows, so the last of three chunks is cached but has no gradient.
+    The loss uses only the first 64 of 96 rows. The logits of the last chunk are therefore cached,
+    but its rows get no gradient.
     """
 
     def gradients(rows):

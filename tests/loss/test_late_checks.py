@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import grpo_fast
-from grpo_fast.loss import batch, values
-from grpo_fast.loss.arguments import BatchInputs
+from grpo_fast.loss import values
+from grpo_fast.loss.arguments import BatchInputs, Options
+from grpo_fast.loss.batch import TokenBatch
 from tests.loss_cases import FUNCTIONS, arguments, make_case, options_for, run
+from tests.pairs import pairs
 
 T, B = 9, 3
 HUGE = 2**62
@@ -31,7 +33,7 @@ BAD_OFFSETS = [
 
 
 class Event:
-    """Replacement for a CUDA event that simulates a GPU which is still busy.
+    """Replacement for a CUDA event of a GPU that is still busy at first.
 
     The first `after` calls of `query` return False, and all later calls return True.
     """
@@ -54,39 +56,36 @@ def late(monkeypatch):
     return waiting
 
 
-@pytest.mark.parametrize("offsets", BAD_OFFSETS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype):
+def tokens_of(cu, mask=None, validate="auto"):
+    """Build the batch of a call with T logps of 0, and return its tokens."""
+    like = torch.zeros(T)
+    inputs = BatchInputs(like, torch.ones(len(cu) - 1), mask, cu)
+    options = Options([True, True], validate=validate)
+    return TokenBatch.build((like, None), options, grpo_fast.LossConfig(), inputs).tokens
+
+
+@pairs(offsets=BAD_OFFSETS, dtype=[torch.int64, torch.int32], has_mask=[False, True])
+def test_bad_offsets_become_lengths_and_segments_in_range(late, offsets, dtype, has_mask):
+    """Check that segments and sums over completions stay in range if the offsets are invalid."""
     cu = torch.tensor(offsets).clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
-    lengths, segments = batch._segments(torch.zeros(T), cu, B, "auto")
-    assert lengths.shape == (B,) and (lengths >= 0).all() and lengths.sum() <= T
-    assert segments.shape == (T,) and (segments >= 0).all() and (segments < B).all()
+    mask = torch.arange(T) % 2 == 0 if has_mask else None
+    tokens, active = tokens_of(cu, mask), T if mask is None else int(mask.sum())
+    assert (tokens.lengths >= 0).all() and tokens.lengths.sum() <= active
+    assert (tokens.segments >= 0).all() and (tokens.segments < B).all()
+    assert tokens.completion_sum(torch.ones(active)).sum() == tokens.lengths.sum()
+    assert tokens.to_tokens(torch.ones(B)).shape == (active,)
     with pytest.raises(ValueError, match="cu_seqlens: expected non-decreasing offsets from 0 to T"):
         values.raise_pending()
     with pytest.raises(ValueError, match="cu_seqlens: expected .*, got "):
-        batch._segments(torch.zeros(T), cu, B, "full")
+        tokens_of(cu, mask, "full")
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 6], [0, 0, 9], [9, 0, 0], [9], [2, 7]])
 def test_good_offsets_are_told_apart_where_completions_are_empty(late, lengths):
-    cu = torch.tensor([0, *lengths]).cumsum(0)
-    found, segments = batch._segments(torch.zeros(T), cu, len(lengths), "auto")
-    assert found.tolist() == lengths
-    assert segments.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
+    tokens = tokens_of(torch.tensor([0, *lengths]).cumsum(0))
+    assert tokens.lengths.tolist() == lengths
+    assert tokens.segments.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
     values.raise_pending()
-
-
-@pytest.mark.parametrize("offsets", BAD_OFFSETS)
-@pytest.mark.parametrize("has_mask", [False, True])
-def test_sums_over_completions_stay_in_range(late, offsets, has_mask):
-    """Check that sums over completions stay within the T tokens if the offsets are invalid."""
-    mask = torch.arange(T) % 2 == 0 if has_mask else None
-    inputs = BatchInputs(torch.zeros(T), torch.ones(B), mask, torch.tensor(offsets))
-    tokens = batch.TokenBatch.build(grpo_fast.LossConfig(), inputs).tokens
-    active = T if mask is None else int(mask.sum())
-    total = tokens.completion_sum(torch.ones(active)).sum()
-    assert tokens.lengths.sum() <= active and total == tokens.lengths.sum()
-    assert tokens.to_tokens(torch.ones(B)).shape == (active,)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -110,18 +109,7 @@ def test_offsets_of_no_completion_are_refused_at_once():
         )  # fmt: skip
 
 
-def test_a_check_that_arrives_while_it_is_asked_for_is_told(monkeypatch):
-    """Check that a delayed error is raised once, by the first query after its CUDA event."""
-    check = values._Pending(torch.tensor([True]), Event(after=1), ("x: expected 1",))
-    monkeypatch.setattr(values, "_pending", [check])
-    values.raise_pending()
-    assert values._pending == [check]
-    with pytest.raises(ValueError, match="x: expected 1"):
-        values.raise_pending()
-    assert not values._pending
-
-
-def test_all_that_has_arrived_is_told_and_what_has_not_waits(monkeypatch):
+def test_each_error_is_raised_once_when_it_has_arrived(monkeypatch):
     def check(flag, message, after=0):
         return values._Pending(torch.tensor([flag]), Event(after), (message,))
 
@@ -130,5 +118,7 @@ def test_all_that_has_arrived_is_told_and_what_has_not_waits(monkeypatch):
     monkeypatch.setattr(values, "_pending", checks)
     with pytest.raises(ValueError, match="a: expected 1; b: expected 2 .in an earlier call"):
         values.raise_pending()
+    assert values._pending == [late]
     with pytest.raises(ValueError, match="c: expected 3"):
         values.raise_pending()
+    assert not values._pending

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from grpo_fast.attention import Share, TreeLayout, pack_groups, plan_packs, trunk_tokens
 from grpo_fast.attention.kernels.reference import visible
-from tests.attention.layouts import two_levels
 
 sizes = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(1, 6), min_size=1, max_size=5)),
@@ -146,39 +145,6 @@ def test_ids_may_be_lists_or_tensors_and_tensors_stay_where_they_are_asked_for()
     )
 
 
-def test_a_layout_by_hand():
-    layout = two_levels([3, 2, 1, 2, 4, 2], [2, 1])
-    # Tokens of the row: prompt 1 (P1) and its completions c11 and c12, prompt 2 (P2) and its
-    # completion c21, and a single sequence s:
-    #
-    #     P1 P1 P1 | P2 P2 | c11 | c12 c12 | c21 c21 c21 c21 | s s
-    assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 3, 3, 4, 2, 3, 4, 5, 0, 1]]
-    assert layout.parents == (-1, -1, 0, 0, 1, -1) and layout.prefixes == (0, 0, 3, 3, 2, 0)
-    assert (layout.total, layout.longest_context, layout.has_tree) == (14, 6, True)
-    itself, across = layout.calls
-    assert across.queries == slice(5, 12) and across.keys == slice(0, 5)
-    assert itself.spans.cu_q.tolist() == itself.spans.cu_k.tolist() == [0, 3, 5, 6, 8, 12, 14]
-    assert itself.spans.causal and not across.spans.causal
-    assert across.spans.queries == (3, 4) and across.spans.keys == (3, 2)
-    assert across.spans.cu_q.tolist() == [0, 3, 7] and across.spans.cu_k.tolist() == [0, 3, 5]
-    assert across.spans.cu_q.dtype == across.spans.cu_k.dtype == torch.int32
-    # With a window of 3, each query attends to two earlier keys, so the last two prompt rows are
-    # copied before the rows of each completion.
-    (gathered,) = layout.window_calls(3)
-    rows = [0, 1, 2, 3, 4, 1, 2, 5, 1, 2, 6, 7, 3, 4, 8, 9, 10, 11, 12, 13]
-    assert gathered.keys.rows.tolist() == rows and gathered is layout.window_calls(3)[0]
-    assert gathered.spans.keys == (3, 2, 3, 4, 6, 2)
-    # In this tree of three levels, all ancestors at one distance must be adjacent rows, including
-    # ancestors for which there are no queries.
-    tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 2, -1])
-    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
-    assert calls[1:] == [(slice(5, 17), slice(0, 6), (5, 2, 5)), (slice(12, 17), slice(0, 3), (5,))]
-    tree = TreeLayout.of([3, 2, 1, 4, 2, 5, 1], parents=[-1, -1, 0, 0, 1, 3, 4])
-    calls = [(c.queries, c.keys, c.spans.queries) for c in tree.calls]
-    assert calls[1] == (slice(5, 18), slice(0, 12), (5, 2, 0, 5, 1))
-    assert calls[2] == (slice(12, 18), slice(0, 5), (5, 1)) and tree.prefixes[-2:] == (7, 4)
-
-
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -219,9 +185,9 @@ def test_no_groups_no_packs():
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9))
 def test_gradients_of_copied_keys_find_their_rows(groups, window):
-    """Check that `Copies.sum_copies` adds the gradients of all copies of a key to its row.
+    """Check that `Copies.sum_copies` adds the gradients of all copies of a key to the key's row.
 
-    It must be the transpose of gathering rows, which `index_add_` computes as the reference.
+    The reference is `index_add_` with the rows from which the keys were copied.
     """
     layout = pack_groups(numbered(groups)).layout
     (call,) = layout.window_calls(window)

@@ -28,24 +28,17 @@ def with_gradients(function, case):
     return {name: x.requires_grad_() for name, x in leaves_of(function, case).items()}
 
 
-@pairs(backend=BACKENDS, function=FUNCTIONS, upstream=[0.0, -2.0, 0.25], level=LEVELS)
-def test_upstream_gradient(level, upstream, function, backend):
+@pairs(backend=BACKENDS, function=FUNCTIONS, level=LEVELS)
+def test_upstream_gradients_of_several_backward_passes(level, function, backend):
     case = make_case(51, **options_for("grpo", level, beta=0.2))
-    expected = truth(function, case)
-    for name, grad in run(function, case, backend=backend, upstream=upstream).grads.items():
-        assert relative_l2(grad, upstream * getattr(expected, f"{name}_grad")) < 1e-5
-
-
-@pairs(backend=BACKENDS, function=FUNCTIONS)
-def test_second_backward_with_retain_graph(function, backend):
-    case = make_case(52, **options_for("grpo", beta=0.2))
-    leaves = with_gradients(function, case)
+    expected, leaves = truth(function, case), with_gradients(function, case)
     loss, inputs = call(function, case, **leaves, backend=backend).loss, list(leaves.values())
     once = torch.autograd.grad(loss, inputs, retain_graph=True)
-    twice = torch.autograd.grad(2.0 * loss, inputs, retain_graph=True)
-    again = torch.autograd.grad(loss, inputs)
-    for a, b, c in zip(once, twice, again, strict=True):
-        assert torch.equal(2.0 * a, b) and torch.equal(a, c)
+    for upstream in (-2.0, 0.25, 0.0, 1.0):
+        again = torch.autograd.grad(upstream * loss, inputs, retain_graph=True)
+        for name, first, grad in zip(leaves, once, again, strict=True):
+            true = getattr(expected, f"{name.removeprefix('lm_head_')}_grad")
+            assert torch.equal(grad, upstream * first) and relative_l2(first, true) < 1e-5
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -122,8 +115,8 @@ def test_no_grad_gives_the_same_numbers(loss_type, level, function, backend):
     loud = call(function, case, **with_gradients(function, case), backend=backend)
     assert not quiet.loss.requires_grad and loud.loss.requires_grad
     assert torch.equal(quiet.logps, loud.logps)
-    # The loss without gradients may add its terms in a different order, so its last bits may
-    # differ.
+    # A call without gradients may add the terms of the loss in a different order, so the last bits
+    # may differ.
     torch.testing.assert_close(quiet.loss, loud.loss.detach(), rtol=1e-6, atol=1e-7)
     for name in quiet.metrics.keys() - {"skipped_rows"}:
         assert torch.equal(quiet.metrics[name], loud.metrics[name]), name
@@ -149,9 +142,9 @@ def test_frozen_inputs_get_no_gradient_and_change_nothing(level, wanted, backend
 
 @pytest.mark.parametrize("frozen", ["lm_head_weight", "hidden"])
 def test_a_frozen_input_costs_no_gradient_tensor(frozen):
-    """Check that no (V, H) or (N, H) gradient is computed for a tensor that does not require grad.
+    """Check that no gradient is computed for a weight or `hidden` that does not require grad.
 
-    The test records the shapes of all matrix products.
+    The test records the shapes of the results of all matrix products.
     """
     V, H, products = 211, 37, ("mm", "addmm", "matmul", "bmm")
     case = make_case(59, V=V, H=H, **options_for("grpo"))
@@ -176,8 +169,6 @@ def test_a_frozen_input_costs_no_gradient_tensor(frozen):
         assert not {(V, H), (H, V)} & shapes and any(s[-1] == H for s in shapes)
 
 
-# ----------------------------------------------------------
-# views
 def strided_last(x):
     """Return a strided copy of x whose elements are every second element of a larger buffer."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 7).to(x.dtype)
@@ -225,9 +216,9 @@ def test_views_are_read_as_they_are(view, dtype, function, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_expanded_inputs(backend):
-    """Check that expanded inputs give the same loss and gradient as repeated inputs.
+    """Check that expanded inputs (stride 0) give the same loss and gradient as repeated inputs.
 
-    Expanded inputs have stride 0, so many tokens share one hidden row and one old_logp.
+    With expanded inputs, all six tokens read the same memory.
     """
     case = make_case(64, mask=torch.ones(1, 6, dtype=torch.bool), bias=False,
                      **options_for("grpo", beta=0.1))  # fmt: skip

@@ -23,11 +23,9 @@ from tests.loss_cases import (
     check,
     make_case,
     options_for,
-    pack,
     reference_logps,
     relative_l2,
     run,
-    spans,
     truth,
 )
 from tests.pairs import pairs
@@ -48,6 +46,8 @@ CORRECTIONS = {
     "product rejection": [{"kind": "reject", "low": 0.5, "high": 2.0, "level": "product"}],
     "worst token": [{"kind": "reject", "low": 0.7, "high": 3.0, "level": "worst_token"}],
     "seq-mask-tis": [{}, {"kind": "reject", "low": 0.9, "high": 1.3, "level": "geometric"}],
+    "off policy": [oracles.off_policy(0.05)],
+    "off policy for all": [oracles.off_policy(10.0)],
     "current": [{"high": 1.5, "ratio": "current/sampling"}],
     "current rejected": [
         {"high": 1.5},
@@ -59,8 +59,6 @@ CORRECTIONS = {
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-# --------------------------------------------------------------------------------------------------
-# corrections
 @pairs(function=FUNCTIONS, correction=CORRECTIONS,
        loss_type=["grpo", "gspo", "cispo", "vespo", "gmpo", "reinforce"])  # fmt: skip
 def test_sampling_correction(loss_type, correction, function):
@@ -83,69 +81,55 @@ def test_a_correction_is_refused_without_the_logps_that_it_reads():
         for function in FUNCTIONS:
             with pytest.raises(ValueError, match="sampling_logps=None conflicts with corrections"):
                 run(function, case)
-    run("logps", make_case(31, **options_for("grpo", corrections=[oracles.off_policy(0.1)])))
+    # The off-policy mask uses old_logps if sampling_logps is missing.
+    case = make_case(34, **options_for("grpo", beta=0.2, corrections=[oracles.off_policy(0.05)]))
+    for function in FUNCTIONS:
+        check(function, case, **EXACT)
 
 
-def test_what_the_corrections_report():
-    """Check that sampling corrections report how many tokens they mask and clip.
-
-    The metrics are "masked", "clipped" and "effective_sample_size". The ratios of the four tokens
-    are 0.4, 0.8, 6 and 1.5. The effective sample size is a share of the tokens, (Σw)²/(n·Σw²).
-    """
-    sampling = -torch.tensor([[0.4, 0.8, 6.0, 1.5]]).log()
-    zeros, advantages = torch.zeros(1, 4), torch.ones(1)
-    for corrections, masked, clipped, weights in (
-        ({"kind": "mask", "low": 0.5, "high": 5.0}, 0.5, 0.0, [0, 0.8, 0, 1.5]),
-        ({"low": 0.5, "high": 5.0}, 0.0, 0.5, [0.5, 0.8, 5, 1.5]),
-        ([{}, {"kind": "reject", "high": 5.0}], 0.25, 0.0, [0.4, 0.8, 0, 1.5]),
-        ({"kind": "reject", "high": 5.0, "level": "worst_token"}, 1.0, 0.0, [0, 0, 0, 0]),
-        ({"high": 0.81}, 0.0, 0.5, [0.4, 0.8, 0.81, 0.81]),
-        ({"kind": "mask", "low": 1.1}, 0.5, 0.0, [0, 0, 6, 1.5]),
-    ):
-        config = grpo_fast.LossConfig("reinforce", corrections=corrections)
-        logps = zeros.clone().requires_grad_()
-        output = grpo_fast.grpo_loss(
-            logps, advantages, config, old_logps=zeros, sampling_logps=sampling
-        )
-        output.loss.backward()
-        w = torch.tensor(weights, dtype=torch.float32)
-        torch.testing.assert_close(logps.grad[0], -w / 4)
-        found = [float(output.metrics[f"sampling/{name}"]) for name in
-                 ("masked", "clipped", "effective_sample_size")]  # fmt: skip
-        size = float(w.sum() ** 2 / (4 * w.square().sum())) if w.any() else 0.0
-        assert found == pytest.approx([masked, clipped, size])
+NEGATIVE = {"kind": "reject", "low": 0.5, "high": 2.0, "advantages": "negative"}
+RATIOS = (0.4, 0.8, 6.0, 1.5)
+BOUNDS = (0.1, 0.5, 2.0, 9.0)  # 0.5 and 2 are exactly the bounds of NEGATIVE
+WEIGHTS = [  # corrections, ratios and advantages of four tokens; their weights and clipped share
+    ({"kind": "mask", "low": 0.5, "high": 5.0}, RATIOS, [1.0] * 4, [0, 0.8, 0, 1.5], 0.0),
+    ({"low": 0.5, "high": 5.0}, RATIOS, [1.0] * 4, [0.5, 0.8, 5, 1.5], 0.5),
+    ([{}, {"kind": "reject", "high": 5.0}], RATIOS, [1.0] * 4, [0.4, 0.8, 0, 1.5], 0.0),
+    ({"kind": "reject", "high": 5.0, "level": "worst_token"}, RATIOS, [1.0] * 4, [0] * 4, 0.0),
+    ({"high": 0.81}, RATIOS, [1.0] * 4, [0.4, 0.8, 0.81, 0.81], 0.5),
+    ({"kind": "mask", "low": 1.1}, RATIOS, [1.0] * 4, [0, 0, 6, 1.5], 0.0),
+    # Only a token with a negative advantage is rejected.
+    (NEGATIVE, BOUNDS, [0.0] * 4, [1, 1, 1, 1], 0.0),
+    (NEGATIVE, BOUNDS, [-0.0] * 4, [1, 1, 1, 1], 0.0),
+    (NEGATIVE, BOUNDS, [-1e-30] * 4, [0, 1, 1, 0], 0.0),
+    (NEGATIVE, BOUNDS, [1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0], 0.0),
+    (NEGATIVE, BOUNDS, [-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1], 0.0),
+]
 
 
 @pytest.mark.parametrize("loss_type", ["reinforce", "kimi"])
-@pytest.mark.parametrize(
-    ("advantages", "kept"),
-    [([0.0] * 4, [1, 1, 1, 1]), ([-0.0] * 4, [1, 1, 1, 1]), ([-1e-30] * 4, [0, 1, 1, 0]),
-     ([1e-30, 0.0, -1.0, -1.0], [1, 1, 1, 0]), ([-1.0, -1.0, 0.0, 1.0], [0, 1, 1, 1])],
-)  # fmt: skip
-def test_which_tokens_a_rejection_of_negative_advantages_keeps(advantages, kept, loss_type):
-    """Check that `advantages="negative"` rejects only tokens with a negative advantage.
+@pytest.mark.parametrize(("corrections", "ratios", "advantages", "weights", "clipped"), WEIGHTS)
+def test_weights_and_metrics_of_corrections(
+    loss_type, corrections, ratios, advantages, weights, clipped
+):
+    """Check the weight of each token, and how many tokens the metrics count as masked and clipped.
 
-    The ratios 0.1 and 9 are out of bounds, and 0.5 and 2 are exactly the bounds. A token with
-    advantage 0 must be kept. The test includes the loss "kimi", because its gradient is not 0 for
-    such a token.
+    "effective_sample_size" is a share of the tokens, (Σw)²/(n·Σw²). The slope of the loss "kimi" is
+    not 0 for a token with advantage 0.
     """
-    zeros, bounds = torch.zeros(1, 4), {"low": 0.5, "high": 2.0}
-    sampling = torch.tensor([[-math.log(x) for x in (0.1, 0.5, 2.0, 9.0)]])
-    sampling[0, 1:3] = torch.tensor([math.log(0.5), math.log(2.0)]).neg()
-    correction = {"kind": "reject", "advantages": "negative", **bounds}
     config = grpo_fast.LossConfig(
-        loss_type, corrections=correction, **({"beta": 1.0} if loss_type == "kimi" else {})
+        loss_type, corrections=corrections, beta=1.0 if loss_type == "kimi" else 0.0
     )
-    given = torch.tensor([advantages])
-    logps = zeros.clone().requires_grad_()
-    out = grpo_fast.grpo_loss(
-        logps, given, config, old_logps=zeros - 0.3, sampling_logps=sampling - 0.3
-    )
+    logps, old = torch.zeros(1, 4, requires_grad=True), torch.full((1, 4), -0.3)
+    given, w = torch.tensor([advantages]), torch.tensor(weights, dtype=torch.float32)
+    sampling = torch.tensor([ratios]).log().neg() - 0.3
+    out = grpo_fast.grpo_loss(logps, given, config, old_logps=old, sampling_logps=sampling)
     out.loss.backward()
-    assert float(out.metrics["sampling/masked"]) == pytest.approx(1 - sum(kept) / 4)
-    weights = torch.tensor(kept) / 4
     slope = -given[0] + (0.3 if loss_type == "kimi" else 0.0)
-    torch.testing.assert_close(logps.grad[0], weights * slope)
+    torch.testing.assert_close(logps.grad[0], w * slope / 4)
+    names = ("masked", "clipped", "effective_sample_size")
+    size = float(w.sum() ** 2 / (4 * w.square().sum())) if w.any() else 0.0
+    found = [float(out.metrics[f"sampling/{name}"]) for name in names]
+    assert found == pytest.approx([weights.count(0) / 4, clipped, size])
 
 
 @pytest.mark.parametrize("correction", ["token_mask", "IcePop", "seq-mask-tis", "current"])
@@ -163,14 +147,6 @@ def test_sampling_correction_without_old_logps_is_a_constant(correction):
     )
     for function in ("logps", "linear"):
         check(function, case, **EXACT)
-
-
-@pairs(function=FUNCTIONS, with_sampling=[True, False], threshold=[0.0, 0.05, 0.3, 10.0],
-       loss_type=["grpo", "gspo", "cispo"])  # fmt: skip
-def test_off_policy_mask(loss_type, threshold, with_sampling, function):
-    options = options_for(loss_type, beta=0.2, corrections=[oracles.off_policy(threshold)])
-    case = make_case(34, sampling=with_sampling, **options)
-    check(function, case, **EXACT)
 
 
 def test_a_token_the_sampler_could_not_score_counts_as_agreeing():
@@ -203,8 +179,8 @@ def test_top_entropy_mask(quantile, entropy_coef, layout, function):
 def test_the_mean_over_prompts(loss_type, layout, function):
     """Check that "prompt_mean" agrees with the oracle, and with a sum over micro-batches.
 
-    Three prompts have two completions each, and one completion is empty. Some micro-batches split a
-    prompt.
+    Three prompts have two completions each, and one completion is empty. The completions of one
+    prompt can be in different micro-batches.
     """
     mask = torch.arange(7)[None] < torch.tensor([7, 3, 0, 5, 6, 1])[:, None]
     options = options_for(loss_type, aggregation="prompt_mean", group_size=2, beta=0.2)
@@ -232,22 +208,6 @@ def test_the_mean_over_prompts_refuses():
             grpo_fast.LossConfig(aggregation="prompt_mean", group_size=size)
 
 
-def test_all_extras_at_once():
-    options = options_for(
-        "grpo", beta=0.3, kl_times_ratio=True, top_entropy_quantile=0.6,
-        corrections=[*oracles.WORDS["token_truncate"], oracles.off_policy(0.3)],
-        entropy_coef=0.2, delta=2.5, temperature=0.8,
-        softcap=5.0, logit_scale=1.3,
-    )  # fmt: skip
-    for level in ("token", "sequence"):
-        case = make_case(38, sampling=True, **options, importance_sampling_level=level)
-        for function in FUNCTIONS:
-            for layout in LAYOUTS:
-                check(function, case, layout=layout, **EXACT)
-
-
-# ----------------------------------------------------------
-# entropy
 @pairs(backend=BACKENDS, function=["logits", "linear"], num_items=[None, 57],
        loss_type=["grpo", "gspo", "cispo", "gmpo"])  # fmt: skip
 def test_entropy_bonus_is_differentiable_in_the_fused_path(loss_type, num_items, function, backend):
@@ -269,36 +229,28 @@ def test_entropy_is_returned_when_asked_for(function, backend):
         assert x.dtype == torch.float32
 
 
-# logit transforms
 RULES = (
     {"temperature": 0.7}, {"temperature": 1.9}, {"softcap": 3.0}, {"logit_scale": 0.4},
     {"logit_scale": -1.3}, {"temperature": 0.6, "softcap": 4.0, "logit_scale": 1.7},
+    {"temperature": 0.5 + torch.rand(5, 7, generator=torch.Generator()), "softcap": 6.0},
 )  # fmt: skip
 
 
-@pairs(backend=BACKENDS, bias=[True, False], function=["logits", "linear"], rule=RULES)
-def test_scale_softcap_temperature_and_bias(rule, function, bias, backend):
-    options = options_for("grpo", beta=0.2, entropy_coef=0.1, **rule)
-    case = make_case(41, bias=bias, scale=1.5, **options)
-    result = check(function, case, backend=backend, **EXACT)
+@pairs(backend=BACKENDS, bias=[True, False], function=["logits", "linear"], layout=LAYOUTS,
+       rule=RULES)  # fmt: skip
+def test_scale_softcap_temperature_and_bias(rule, function, layout, bias, backend):
+    case = make_case(41, bias=bias, scale=1.5, **options_for("grpo", beta=0.2, entropy_coef=0.1))
+    case = case.with_options(**rule)
+    result = check(function, case, layout=layout, backend=backend, **EXACT)
     assert (result.logps - truth(function, case).logps)[case.mask].abs().max() < 5e-6
-
-
-@pairs(backend=BACKENDS, layout=LAYOUTS, function=["logits", "linear"])
-def test_one_temperature_per_token(function, layout, backend):
-    case = make_case(42, **options_for("grpo", beta=0.2, entropy_coef=0.1, softcap=6.0))
-    temperature = 0.5 + torch.rand(case.mask.shape, generator=torch.Generator().manual_seed(1))
-    given = temperature if layout == "padded" else pack(temperature, spans(case.mask))
-    config = grpo_fast.LossConfig(**case.options, temperature=given)
-    case = case.with_options(temperature=temperature)
-    check(function, case, layout=layout, backend=backend, config=config, **EXACT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logps_functions_against_the_oracle(backend):
     """Check that values and gradients of the logps functions agree with the oracle.
 
-    The test loss uses the entropies alone, or entropies and logps. Some rows have no target.
+    Some rows have no target. The gradients are those of a weighted sum of the entropies, or of the
+    entropies and the logps.
     """
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((9, 8), (31, 8), (31,))]
@@ -332,8 +284,6 @@ def test_logps_functions_against_the_oracle(backend):
                 assert (grads[0][~kept] == 0).all()
 
 
-# ----------------------------------------------------------
-# metrics
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("loss_type", "level"), LOSS_LEVELS)
 def test_metrics_are_masked_means(loss_type, level, layout):
@@ -345,8 +295,8 @@ def test_metrics_are_masked_means(loss_type, level, layout):
     assert m["active_tokens"] == case.mask.sum().item()
     raw = (expected.logps - case.old.double())[case.mask]
     assert m["approx_kl"] == pytest.approx((raw**2 / 2).mean().item(), rel=1e-5)
-    # The ratio of "sequence_sum" is a product over the tokens, and its loss can be several times as
-    # large, so scale the tolerance.
+    # Scale the tolerance for "sequence_sum". Its ratio is a product over the tokens of a
+    # completion, so its loss can be several times as large.
     size = abs(expected.policy_loss.item()) if level == "sequence_sum" else 1.0
     assert m["policy_loss"] == pytest.approx(expected.policy_loss.item(), abs=3e-6 * max(1.0, size))
     if loss_type not in ("kimi", "dro"):

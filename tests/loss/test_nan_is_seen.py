@@ -32,8 +32,8 @@ WHERE = ("hidden", "weight")
 BAD = (math.nan, math.inf, -math.inf)
 HEADS = ("linear", "logits")
 ON_POLICY = {"old": False, "on-policy": True}.items()
-# Options that give some tokens a weight of 0: masked ratios, the off-policy mask and the entropy
-# mask. The last entry has no mask.
+# Options that give some tokens a weight of 0, by corrections or by the entropy mask. Only the last
+# entry, "rules", gives no token a weight of 0.
 FILTERS = {
     **{name: {"corrections": x} for name, x in oracles.WORDS.items()},
     "masks": {"corrections": [oracles.off_policy(0.0)], "top_entropy_quantile": 0.3},
@@ -42,10 +42,10 @@ FILTERS = {
 
 
 def spoiled(case: Case, where: str, value: float) -> Case:
-    """Return a copy of the case with one NaN or infinity in the tensor named `where`.
+    """Return a copy of the case in which one element of the tensor named `where` is `value`.
 
-    In "hidden" the value is in an active row of the second completion. In "weight" it is in a row
-    that is not a target.
+    In "hidden", the element is in an active row of the second completion. In "weight", it is in the
+    row of an id that is not a target.
     """
     changed = getattr(case, where).clone()
     if where == "hidden":
@@ -96,9 +96,9 @@ def test_where_a_filter_drops_the_row(loss_type, backend, function, options, adv
 @pairs(dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS, where=WHERE,
        value=BAD)  # fmt: skip
 def test_with_a_vocabulary_for_the_fused_kernels(where, value, backend, dtype):
-    """Check that the fused kernels propagate NaN with several blocks of columns and chunks of rows.
+    """Check that the fused kernels propagate NaN and infinities, with and without grad_filter.
 
-    The test runs with and without grad_filter.
+    The head has several blocks of vocabulary columns and several chunks of rows.
     """
     options = options_for("grpo", beta=0.1)
     mask = torch.ones(5, 8 if IS_INTERPRETER else 30, dtype=torch.bool)

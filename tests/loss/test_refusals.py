@@ -46,8 +46,7 @@ def assert_refused(name: str, function, *arguments, **keywords) -> str:
     return message
 
 
-# ----------------------------------------------------------
-# config
+VESPO = ("k_pos", "k_neg", "lambda_pos", "lambda_neg")
 CONFIG = [
     *[("temperature", dict(temperature=x)) for x in (0.0, -1.0, NAN, INF, "1", None)],
     ("temperature", dict(temperature=torch.ones(5, 7).long())),
@@ -66,7 +65,7 @@ CONFIG = [
     *[("dual_clip_c", dict(dual_clip_c=x)) for x in (1.0, 0.5, NAN)],
     *[("max_completion_length", dict(max_completion_length=x)) for x in (0, -5, 1.5, 10**400)],
     *[(name, {name: x}) for name in ("kl_times_ratio", "compute_entropy") for x in ("no", None, 2)],
-    *[(f"vespo_{k}", {f"vespo_{k}": -1.0}) for k in ("k_pos", "k_neg", "lambda_pos", "lambda_neg")],
+    *[(f"vespo_{name}", {f"vespo_{name}": -1.0}) for name in VESPO],
     ("loss_type", dict(loss_type="ppo")),
     ("loss_type", dict(loss_type=None)),
     ("kl_estimator", dict(kl_estimator="k4")),
@@ -104,23 +103,19 @@ CONFIG = [
 ]
 
 
-# Each entry has the loss types that read the option, and a value that is not the default. A loss
-# type that does not read the option must reject this value.
+# For each option, the loss types that read it, and a value that is not the default. All other loss
+# types must reject this value.
 READ_BY = {
     "delta": ({"grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo", "gspo_token"}, 4.0),
     "dual_clip_c": ({"dual_clip"}, 2.0),
     "cispo_bound": ({"cispo"}, "offset"),
     "sapo_temperature_pos": ({"sapo"}, 2.0),
     "sapo_temperature_neg": ({"sapo"}, 2.0),
-    "vespo_k_pos": ({"vespo"}, 1.0),
-    "vespo_lambda_pos": ({"vespo"}, 1.0),
-    "vespo_k_neg": ({"vespo"}, 1.0),
-    "vespo_lambda_neg": ({"vespo"}, 1.0),
-    "kl_estimator": (set(LOSSES) - {"kimi", "dro"}, "k2"),
-    "kl_times_ratio": (set(LOSSES) - {"kimi", "dro"}, True),
-    "kl_clamp": (set(LOSSES) - {"kimi", "dro"}, 10.0),
-    "kl_input_clamp": (set(LOSSES) - {"kimi", "dro"}, 20.0),
-}
+    **{f"vespo_{name}": ({"vespo"}, 1.0) for name in VESPO},
+    **{name: (set(LOSSES) - {"kimi", "dro"}, value) for name, value in
+       (("kl_estimator", "k2"), ("kl_times_ratio", True), ("kl_clamp", 10.0),
+        ("kl_input_clamp", 20.0))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READ_BY)
@@ -151,7 +146,7 @@ def test_unknown_names_list_the_choices():
 
 
 def test_configs_are_frozen_and_compared():
-    """Check that configs are immutable and can be compared and hashed, even with tensor options."""
+    """Check that configs are immutable, comparable and hashable, even with a temperature tensor."""
     one, other = (LossConfig(temperature=torch.ones(2, 3)) for _ in range(2))
     assert one == one.replace() and hash(one) == hash(one.replace())
     assert one != other and one != LossConfig() and one != "a config"
@@ -160,8 +155,6 @@ def test_configs_are_frozen_and_compared():
         one.beta = 0.1
 
 
-# ----------------------------------------------------------
-# the calls
 CASE = make_case(101, **options_for("grpo", beta=0.1))
 
 
@@ -173,78 +166,56 @@ def bad_values(x, value, where=(0, 0)):
 
 def refusals():
     """Yield (argument name, functions that must reject it, invalid keyword arguments)."""
-    c, every, heads = CASE, FUNCTIONS, ("logits", "linear")
+    c, every, heads, linear = CASE, FUNCTIONS, ("logits", "linear"), ("linear",)
     B, L = c.mask.shape
     active = tuple(c.mask.nonzero()[2].tolist())
-    yield "advantages", every, dict(advantages=torch.ones(B + 1))
-    yield "advantages", every, dict(advantages=torch.ones(B, L + 1))
-    yield "advantages", every, dict(advantages=torch.ones(()))
-    yield "advantages", every, dict(advantages=torch.ones(B, dtype=torch.int64))
-    yield "advantages", every, dict(advantages=[1.0] * B)
-    for value in (NAN, INF, -INF):
-        yield "advantages", every, dict(advantages=bad_values(c.advantages, value, 0))
-    for value in (-1, -100, 23, 10**9):
-        yield "target_ids", heads, dict(target_ids=bad_values(c.ids, value, active))
-    yield "target_ids", heads, dict(target_ids=c.ids.float())
-    yield "target_ids", heads, dict(target_ids=c.ids[:, :-1])
-    yield "target_ids", heads, dict(target_ids=c.ids.bool())
-    yield "completion_mask", every, dict(completion_mask=c.mask[:, :-1])
-    yield "completion_mask", every, dict(completion_mask=c.mask[:-1])
-    yield "completion_mask", every, dict(completion_mask=c.mask.reshape(-1))
-    yield "completion_mask", every, dict(completion_mask=c.mask.long() * 2)
-    yield "completion_mask", every, dict(completion_mask=c.mask.float() * 0.5)
-    yield "completion_mask", every, dict(completion_mask=torch.where(c.mask, NAN, 0.0))
-    yield "ref_logps", every, dict(ref_logps=None)
-    for name in ("old_logps", "ref_logps", "sampling_logps"):
-        given = getattr(c, name.split("_")[0]) if name != "sampling_logps" else c.old
-        yield name, every, {name: given[:, :-1]}
-        yield name, every, {name: given[:-1]}
-        yield name, every, {name: given.long()}
-        yield name, every, {name: given.to("meta")}
-    for name in ("old_logps", "ref_logps"):
-        yield name, every, {name: bad_values(getattr(c, name[:3]), NAN, active)}
-    for value in (INF, -INF):
-        yield "ref_logps", every, dict(ref_logps=bad_values(c.ref, value, active))
-    for name in ("num_items_in_batch", "num_completions_in_batch"):
-        for value in (0, -1, NAN, INF, torch.tensor(0.0), torch.tensor([1.0, 2.0])):
-            yield name, every, {name: value}
-    yield "cu_seqlens", every, dict(cu_seqlens=cu_seqlens_of([L] * B))
-    yield "cu_seqlens", every, dict(cu_seqlens=[0, L])
-    yield "config", every, dict(config={"loss_type": "grpo"})
-    for value in ("gpu", "CPU", None, "triton"):
-        yield "backend", heads, dict(backend=value)
-    for value in ("always", None):
-        yield "validate", heads, dict(validate=value)
-    yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight[:, :-1])
-    yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight[0])
-    yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight.bfloat16())
-    yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight.to("meta"))
-    yield "lm_head_weight", ("linear",), dict(lm_head_weight=c.weight[:0])
+    totals = [0, -1, NAN, INF, torch.tensor(0.0), torch.tensor([1.0, 2.0])]
+    given = {"old_logps": c.old, "ref_logps": c.ref, "sampling_logps": c.old}
+    table = [
+        (every, "advantages", [
+            torch.ones(B + 1), torch.ones(B, L + 1), torch.ones(()), torch.ones(B).long(),
+            [1.0] * B, c.advantages.to_sparse(),
+            *(bad_values(c.advantages, x, 0) for x in (NAN, INF, -INF)),
+        ]),
+        (heads, "target_ids", [
+            c.ids.float(), c.ids[:, :-1], c.ids.bool(), c.ids.to_sparse(),
+            *(bad_values(c.ids, x, active) for x in (-1, -100, 23, 10**9)),
+        ]),
+        (every, "completion_mask", [
+            c.mask[:, :-1], c.mask[:-1], c.mask.reshape(-1), c.mask.long() * 2,
+            c.mask.float() * 0.5, torch.where(c.mask, NAN, 0.0), c.mask.to_sparse(),
+        ]),
+        *[(every, name, [x[:, :-1], x[:-1], x.long(), x.to("meta")]) for name, x in given.items()],
+        (every, "old_logps", [bad_values(c.old, NAN, active)]),
+        (every, "ref_logps", [None, *(bad_values(c.ref, x, active) for x in (NAN, INF, -INF))]),
+        (every, "num_items_in_batch", totals),
+        (every, "num_completions_in_batch", totals),
+        (every, "cu_seqlens", [cu_seqlens_of([L] * B), [0, L]]),
+        (every, "config", [{"loss_type": "grpo"}]),
+        (heads, "backend", ["gpu", "CPU", None, "triton"]),
+        (heads, "validate", ["always", None]),
+        (linear, "lm_head_weight", [
+            c.weight[:, :-1], c.weight[0], c.weight.bfloat16(), c.weight.to("meta"), c.weight[:0],
+        ]),
+        (linear, "hidden", [
+            c.hidden.to_sparse(), torch.nested.nested_tensor(list(c.hidden)), c.hidden.long(),
+            c.hidden[0, 0], torch.ones(()), c.hidden.to(torch.float8_e4m3fn),
+        ]),
+        (linear, "bias", [c.bias[:-1], c.bias.long()]),
+        (("logits",), "logits", [c.logits.long(), c.logits[0, 0], c.logits[..., :0]]),
+        (("logps",), "logps", [c.old.long(), c.old[0, 0]]),
+    ]  # fmt: skip
+    for functions, name, values in table:
+        for value in values:
+            yield name, functions, {name: value}
     no_columns = dict(hidden=c.hidden[..., :0], lm_head_weight=c.weight[:, :0])
-    yield "lm_head_weight", ("linear",), no_columns
-    yield "hidden", ("linear",), dict(hidden=c.hidden.to_sparse())
-    yield "hidden", ("linear",), dict(hidden=torch.nested.nested_tensor(list(c.hidden)))
-    yield "target_ids", heads, dict(target_ids=c.ids.to_sparse())
-    yield "completion_mask", every, dict(completion_mask=c.mask.to_sparse())
-    yield "advantages", every, dict(advantages=c.advantages.to_sparse())
-    yield "hidden", ("linear",), dict(hidden=c.hidden.long())
-    yield "hidden", ("linear",), dict(hidden=c.hidden[0, 0])
-    yield "hidden", ("linear",), dict(hidden=torch.ones(()))
-    yield "hidden", ("linear",), dict(hidden=c.hidden.to(torch.float8_e4m3fn))
-    yield "bias", ("linear",), dict(bias=c.bias[:-1])
-    yield "bias", ("linear",), dict(bias=c.bias.long())
-    yield "logits", ("logits",), dict(logits=c.logits.long())
-    yield "logits", ("logits",), dict(logits=c.logits[0, 0])
-    yield "logits", ("logits",), dict(logits=c.logits[..., :0])
-    yield "logps", ("logps",), dict(logps=c.old.long())
-    yield "logps", ("logps",), dict(logps=c.old[0, 0])
+    yield "lm_head_weight", linear, no_columns
 
 
 PADDED = [
     pytest.param(name, f, changes, id=f"{f}-{name}-{i}")
     for i, (name, functions, changes) in enumerate(refusals())
     for f in functions
-    if not (name == "backend" and changes["backend"] == "triton" and f == "logps")
 ]
 
 
@@ -324,10 +295,10 @@ CONSTANTS = (
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_an_argument_that_requires_grad_but_would_get_none(name, function):
-    """Check that constant arguments that require grad raise an error that suggests .detach().
+    """Check that an argument without a gradient raises an error if it requires grad.
 
-    Plain torch would compute a gradient for `old_logps=logps`. Our code would not, so a silent call
-    would return different gradients.
+    For example, plain torch would compute a gradient for `old_logps=logps`. Our code would not, so
+    without the error the gradients would silently differ. The error suggests .detach().
     """
     given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
     value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))
@@ -352,10 +323,10 @@ def test_a_temperature_that_requires_grad_but_would_get_none():
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", ["old_logps", "ref_logps", "sampling_logps"])
 def test_a_positive_log_probability_of_a_head(name, function):
-    """Check that positive old, ref or sampling logps raise an error, except in `grpo_loss`.
+    """Check that a positive old, reference or sampling logp raises an error, except in `grpo_loss`.
 
-    A positive value shows that a loss or a probability was passed by mistake. `grpo_loss` accepts
-    positive values, because they may be log-densities.
+    A positive value shows that the caller passed losses or probabilities by mistake. `grpo_loss`
+    accepts positive values, because they may be log-densities.
     """
     given = CASE.ref if name == "ref_logps" else CASE.old
     active, masked = (tuple(m.nonzero()[1].tolist()) for m in (CASE.mask, ~CASE.mask))
@@ -397,8 +368,6 @@ def test_ignored_index_is_allowed_where_masked_only():
             call("linear", CASE, target_ids=ids, completion_mask=mask)
 
 
-# ----------------------------------------------------------
-# logps functions
 def logps_refusals():
     """Yield (name of the invalid argument, whether the function takes logits, all arguments)."""
     h, w, ids = torch.randn(4, 8), torch.randn(11, 8), torch.randint(11, (4,))
@@ -464,14 +433,9 @@ def test_an_unknown_keyword_names_the_nearest_one(word):
     ("kind", "word", "near"),
     [
         (LossConfig, "zzz", ""),
-        (LossConfig, "", ""),
         (LossConfig, "x" * 5000, ""),
         (grpo_fast.Correction, "hihg", "; nearest: high"),
-        (grpo_fast.Correction, "levels", "; nearest: level"),
-        (grpo_fast.Correction, "cap", ""),
         (grpo_fast.DivergenceTerm, "coeff", "; nearest: coef"),
-        (grpo_fast.DivergenceTerm, "teachers", "; nearest: teacher"),
-        (grpo_fast.DivergenceTerm, "weight", ""),
         (grpo_fast.TeacherHead, "biass", "; nearest: bias"),
         (grpo_fast.TeacherTopK, "logprobs", "; nearest: logps"),
         (grpo_fast.linear_logps, "softcaps", "; nearest: softcap"),

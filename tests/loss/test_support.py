@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast import LossConfig, Support, linear_grpo_loss, linear_logps, logits_logps
+from grpo_fast import Support, linear_logps, logits_logps
 from grpo_fast.kernels import support_reference
 from grpo_fast.kernels.head import support as head_support
 from tests import loss_cases, oracle_inputs, oracles
@@ -51,17 +51,12 @@ def check(function, case, **how):
     return result
 
 
-@pairs(form=FORMS, loss_type__level=LEAVES_AND_LEVELS, backend=ENGINES)
-def test_every_loss(loss_type, level, form, backend, monkeypatch):
+@pairs(form=FORMS, loss_type__level=LEAVES_AND_LEVELS, backend=ENGINES,
+       aggregation=(None, *AGGREGATIONS), layout=LAYOUTS)  # fmt: skip
+def test_every_loss(loss_type, level, form, backend, aggregation, layout, monkeypatch):
     beta = {} if loss_type in ("kimi", "dro") else {"beta": 0.4}
-    case = make_case(31, support=True, **options_for(loss_type, level, **beta))
-    check(take(form, monkeypatch), case, backend=backend, layout=LAYOUTS[level == "token"])
-
-
-@pairs(form=FORMS, aggregation=AGGREGATIONS, layout=LAYOUTS)
-def test_aggregations_and_layouts(form, aggregation, layout, monkeypatch):
-    case = make_case(32, support=True, **options_for("grpo", aggregation=aggregation))
-    check(take(form, monkeypatch), case, layout=layout, backend="auto")
+    case = make_case(31, support=True, **options_for(loss_type, level, aggregation, **beta))
+    check(take(form, monkeypatch), case, backend=backend, layout=layout)
 
 
 @pairs(
@@ -99,29 +94,23 @@ EXTRAS = {
     "entropy bonus": dict(entropy_coef=0.2),
     "entropy quantile": dict(top_entropy_quantile=0.55, compute_entropy=True),
     "correction": dict(corrections=oracles.WORDS["token_truncate"]),
+    "temperatures": dict(
+        temperature=0.5 + torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    ),
     "off policy": dict(corrections=[oracles.off_policy(0.07)], softcap=2.0, entropy_coef=-0.1),
 }
 
 
 @pairs(form=FORMS, extra=EXTRAS.items(), backend=BACKENDS)
 def test_extras(form, extra, backend, monkeypatch):
-    case = make_case(33, support=True, sampling=True, **options_for("grpo", **extra))
-    check(take(form, monkeypatch), case, backend=backend)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backend", ENGINES)
-def test_a_temperature_for_each_row(form, backend, monkeypatch):
-    ids = make_case(34).ids
-    temperature = 0.5 + torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
-    case = make_case(34, support=True, **options_for("dapo")).with_options(temperature=temperature)
+    case = make_case(33, support=True, sampling=True, **options_for("grpo"), **extra)
     check(take(form, monkeypatch), case, backend=backend)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ENGINES)
 def test_no_row_has_the_whole_vocabulary(form, backend, monkeypatch):
-    """Check that masked rows have gradient 0 if every active row has a support smaller than V.
+    """Check that masked rows get gradient 0 if no active row uses the full vocabulary.
 
     No dense gradient is then computed, so the code must write the zeros explicitly.
     """
@@ -144,16 +133,14 @@ def test_sixteen_bits(form, dtype, backend, monkeypatch):
     loss_cases.check(function, case, backend=backend, loss_tol=2e-6, grad_tol=tol)
 
 
-# ----------------------------------------------------------
-# log-probabilities
 # Use smaller sizes in Triton's interpreter, because it runs one program for each id of dW.
 V, H, T = (130, 41, 24) if IS_INTERPRETER else (300, 41, 70)
 
 
 def rows(seed: int = 0, dtype=torch.float32, some: bool = True):
-    """Return random inputs of a head, target ids and a mask of the ids in each support.
+    """Return random inputs of a head, target ids, and a mask of the ids in the support of each row.
 
-    The supports have different sizes. If `some`, the supports of some rows contain all ids.
+    The supports have different sizes. If `some` is true, the supports of some rows contain all ids.
 
     Returns:
         hidden (T, H), weight (V, H), bias (V,), target ids (T,) and the mask (T, V).
@@ -192,8 +179,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
     keywords = dict(support=support, return_entropy=True, backend=backend, **RULE)
     true_leaves, true_lp, true_entropy = masked_truth(*leaves, ids, kept, **RULE)
     up, up_entropy = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
-    # Test the first backward, which uses the cache of the forward pass, with and without a gradient
-    # of the entropies.
+    # The first backward uses the cache of the forward pass, with and without a gradient of the
+    # entropies.
     for weight_of_entropy in (up_entropy, None):
         lp, entropy = linear_logps(leaves[0], leaves[1], ids, bias=leaves[2], **keywords)
         torch.testing.assert_close(lp.double(), true_lp, rtol=2e-6, atol=2e-6)
@@ -217,7 +204,8 @@ def test_logps_entropies_and_their_gradients(backend, form, some, monkeypatch):
 def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, some, monkeypatch):
     """Check that one call gives logps over the support and entropies over the full vocabulary.
 
-    Outputs and gradients must equal the results of two separate calls, in two backward passes.
+    Outputs and gradients must equal those of two separate calls, one for logps and one for
+    entropies. A second backward must give the same gradients.
     """
     function = take(form, monkeypatch)
     *leaves, ids, kept = rows(some=some)
@@ -253,7 +241,7 @@ def test_logps_in_the_support_with_entropies_over_the_vocabulary(backend, form, 
 @pytest.mark.parametrize("form", COST)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_everything_that_is_kept_is_the_dense_answer(backend, form, monkeypatch):
-    """Check that a support with all ids and an empty support give the result without a support.
+    """Check that a support with all ids, and an empty support, give the result without a support.
 
     An empty support means that the sampler did not restrict the row.
     """
@@ -300,7 +288,6 @@ def test_one_hidden_row_may_serve_several_targets(backend, form, some, monkeypat
         assert relative_l2(x, y) < 1e-6
 
 
-# The next tests check properties such as independence of other rows, rather than values.
 @pytest.mark.parametrize("backend", ENGINES)
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     hidden, weight, bias, ids, kept = (x.detach() for x in rows(6))
@@ -375,9 +362,9 @@ def test_the_form_follows_from_the_sizes(monkeypatch):
 
 
 def test_large_sets_come_in_chunks(monkeypatch):
-    """Check that large supports are processed in chunks within the memory limit.
+    """Check that the results do not change if large supports are processed in chunks.
 
-    The results must not change. The test covers the dense product and torch's gathered rows.
+    The test covers the dense product, and the gathered rows of the torch backend.
     """
     *leaves, ids, kept = rows(8)
     support = support_of(kept, EVERYTHING)
@@ -398,73 +385,48 @@ def test_large_sets_come_in_chunks(monkeypatch):
                 torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-# Errors
-def call(support, **more):
-    hidden, weight, _, ids, _ = (x.detach() for x in rows())
-    return linear_logps(hidden, weight, ids, support=support, **more)
-
-
-def sets(**changes) -> Support:
-    """Return a support of three ids per row, one of which is the target.
-
-    `changes` can make the support invalid. It replaces fields of the `Support`, except for the key
-    "at", which maps (row, index) to a new id.
-    """
-    ids = rows()[3]
-    three = torch.stack([(ids + 1) % V, ids, (ids + 7) % V], 1)
-    for place, value in changes.pop("at", {}).items():
-        three[place] = value
-    parts = dict(ids=three.flatten(), offsets=torch.arange(T + 1) * 3)
-    return Support(**{**parts, **changes})
-
-
+IDS = rows()[3]
+THREE = torch.stack([(IDS + 1) % V, IDS, (IDS + 7) % V], 1)  # three ids for each row
 OFFSETS = torch.arange(T + 1) * 3
-REFUSED = {
-    "no Support": (lambda: (sets().ids, OFFSETS), "support: expected None or a Support"),
-    "id beyond the vocabulary": (lambda: sets(at={(4, 0): V}), r"support\.ids: .*\[0, 300\)"),
-    "negative id": (lambda: sets(at={(4, 0): -1}), r"support\.ids: .*\[0, 300\)"),
-    "id twice": (lambda: sets(at={(4, 0): int(rows()[3][4])}), r"support\.ids: .*no id twice"),
-    "target missing": (
-        lambda: sets(at={(T - 1, 1): 299}),
-        "support: .*target among the ids of its set",
-    ),
-    "falling offsets": (
-        lambda: sets(offsets=OFFSETS.clone().index_put_((torch.tensor(3),), torch.tensor(2))),
-        r"support\.offsets: expected non-decreasing",
-    ),
-    "late start": (lambda: sets(offsets=OFFSETS.clamp(min=1)), r"support\.offsets: .*from 0"),
-    "early end": (lambda: sets(offsets=OFFSETS.clamp(max=3 * T - 1)), r"support\.offsets: .*nnz"),
-    "too few offsets": (lambda: sets(offsets=OFFSETS[:-1]), r"support\.offsets: expected shape"),
-    "offsets of 32 bits": (lambda: sets(offsets=OFFSETS.int()), r"support\.offsets: .*int64"),
-    "offsets that are a list": (
-        lambda: sets(offsets=OFFSETS.tolist()),
-        r"support\.offsets: .*int64",
-    ),
-    "ids that are floats": (
-        lambda: sets(ids=sets().ids.float()),
-        r"support\.ids: .*int64 or int32",
-    ),
-    "ids by row": (lambda: sets(ids=sets().ids.view(T, 3)), r"support\.ids: .*\(nnz,\)"),
-    "another device": (
-        lambda: sets(ids=torch.empty(3 * T, dtype=torch.int64, device="meta")),
-        r"support\.ids: expected the device",
-    ),
-}
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusals(make, message):
+def with_id(row: int, place: int, value: int) -> torch.Tensor:
+    """Return the ids of THREE as one vector, with one id replaced by `value`."""
+    return THREE.index_put((torch.tensor(row), torch.tensor(place)), torch.tensor(value)).flatten()
+
+
+REFUSED = [
+    (with_id(4, 0, V), OFFSETS, rf"support\.ids: .*\[0, {V}\)"),
+    (with_id(4, 0, -1), OFFSETS, rf"support\.ids: .*\[0, {V}\)"),
+    (with_id(4, 0, int(IDS[4])), OFFSETS, r"support\.ids: .*no id twice"),
+    (with_id(T - 1, 1, V - 1), OFFSETS, "support: .*target among the ids of its set"),
+    (THREE.flatten().float(), OFFSETS, r"support\.ids: .*int64 or int32"),
+    (THREE, OFFSETS, r"support\.ids: .*\(nnz,\)"),
+    (THREE.flatten().to("meta"), OFFSETS, r"support\.ids: expected the device"),
+    (THREE.flatten(), OFFSETS.where(OFFSETS != 9, 2), r"support\.offsets: expected non-decreasing"),
+    (THREE.flatten(), OFFSETS.clamp(min=1), r"support\.offsets: .*from 0"),
+    (THREE.flatten(), OFFSETS.clamp(max=3 * T - 1), r"support\.offsets: .*nnz"),
+    (THREE.flatten(), OFFSETS[:-1], r"support\.offsets: expected shape"),
+    (THREE.flatten(), OFFSETS.int(), r"support\.offsets: .*int64"),
+    (THREE.flatten(), OFFSETS.tolist(), r"support\.offsets: .*int64"),
+]
+
+
+@pytest.mark.parametrize(("ids", "offsets", "message"), REFUSED)
+def test_refusals(ids, offsets, message):
+    hidden, weight, *_ = (x.detach() for x in rows())
     with pytest.raises(ValueError, match=f"(?s)^{message}.*got"):
-        call(make())
-    assert call(sets()).isfinite().all()
+        linear_logps(hidden, weight, IDS, support=Support(ids, offsets))
+    with pytest.raises(ValueError, match="^support: expected None or a Support.*got"):
+        linear_logps(hidden, weight, IDS, support=(ids, offsets))
+    good = Support(THREE.flatten(), OFFSETS)
+    assert linear_logps(hidden, weight, IDS, support=good).isfinite().all()
 
 
-def test_what_a_support_excludes():
-    hidden, weight, _, ids, _ = (x.detach() for x in rows())
-    config = LossConfig(**options_for("grpo"))
-    arguments = hidden[None], weight, ids[None], torch.ones(1), config
+def test_a_support_excludes_grad_filter():
+    case = make_case(31, support=True, **options_for("grpo"))
     with pytest.raises(ValueError, match="grad_filter=0.1 conflicts with support"):
-        linear_grpo_loss(*arguments, support=sets(), grad_filter=0.1)
+        run("linear", case, grad_filter=0.1)
 
 
 def test_rows_that_do_not_count_may_hold_anything():
@@ -480,10 +442,9 @@ def test_rows_that_do_not_count_may_hold_anything():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_narrow_weights_gradient_is_summed_in_fp32_and_rounded_once(dtype, monkeypatch):
-    """Check that a 16-bit dW is summed in fp32 and rounded only once.
+    """Check that a 16-bit dW is summed in fp32 and rounded only once, with the torch backend.
 
-    The C++ kernels are disabled, because torch's fallback starts dW as zeros in the dtype of the
-    weight.
+    The torch backend computes this sum without the C++ kernels.
     """
     take("gathered", monkeypatch)
     hidden = torch.randn(300, 2).to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""Calls with invalid arguments on ranks that share a head. All ranks must raise the same error."""
+"""Calls with invalid arguments on ranks that share a head, which must raise the same error."""
 
 from __future__ import annotations
 

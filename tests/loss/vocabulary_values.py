@@ -1,7 +1,4 @@
-"""Comparisons of an LM head that is sharded over ranks with a full head in one process.
-
-The functions compare values, gradients and bits.
-"""
+"""Functions that compare an LM head that is sharded over ranks with a full head in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ RULES: dict[str, dict[str, Any]] = {
 def columns_at_minus_infinity(world: World) -> Found:
     """Compare sharded and full head if some vocabulary columns have the logit -inf.
 
-    These columns include all columns of the last rank, so that this rank has no finite logit.
+    All columns of the last rank are -inf, so that this rank has no finite logit.
     """
     case = make_case(8, dtype=torch.float64, **options_for("grpo", entropy_coef=0.1))
     case.bias[:7] = case.bias[-3:] = -INF
@@ -54,9 +51,10 @@ def columns_at_minus_infinity(world: World) -> Found:
 
 
 def confident(world: World, backend: str) -> Found:
-    """Compare logps and dH with fp64 if targets have probabilities up to 1 - 1e-6.
+    """Compare logps and dH with fp64 for targets with probabilities up to 1 - 1e-6.
 
-    The targets are on all shards. The errors are relative to each logp and to each row of dH.
+    Every shard contains targets. The error of a logp is relative to this logp, and the error of a
+    row of dH is relative to this row.
     """
     case = make_case(9, bias=False, **options_for("reinforce"))
     towards = case.weight[case.ids] / case.weight[case.ids].square().sum(-1, keepdim=True)
@@ -71,7 +69,7 @@ def confident(world: World, backend: str) -> Found:
 
 
 def gradients(out: Any, leaves: dict[str, Tensor], **values: Tensor) -> dict[str, Tensor]:
-    """Run backward, and return the given values and the leaves' gradients in one dictionary."""
+    """Run backward, and return the values and the gradients of the leaves in one dictionary."""
     out.backward()
     named = {n.removeprefix("lm_head_"): x for n, x in leaves.items() if x.requires_grad}
     return {n: x.detach() for n, x in values.items()} | {f"d{n}": x.grad for n, x in named.items()}
@@ -93,7 +91,7 @@ def hidden_rows(world: World, dtype: torch.dtype, **more: Any) -> Found:
 
 
 def logps_of(case: Case, group: Any, *, wants: str = "hwb", **more: Any) -> dict[str, Tensor]:
-    """Call `linear_logps`, and return its outputs and the gradients of a weighted sum of them.
+    """Call `linear_logps`, and return its outputs and the gradients of their weighted sum.
 
     `wants` names the tensors that require grad: "h" for hidden, "w" for weight, "b" for bias.
     """
@@ -117,7 +115,6 @@ def logps(world: World, wants: str, dtype: torch.dtype = torch.float64, **more: 
     return beside_one(world, case, lambda x, group: logps_of(x, group, wants=wants, **more))
 
 
-# ------------------------------------------------------------------------------------- DTensors
 def of_dtensors(world: World, vocabulary: int, by_mesh: bool) -> Found:
     """Compare a head whose weight is a sharded DTensor with the full head.
 
@@ -201,7 +198,7 @@ def masked_slots_are_inert(world: World, backend: str) -> Found:
 def bits(world: World, backend: str) -> Found:
     """Check that other rows do not change the bits of logps and entropies.
 
-    Return the bits, which must also be the same on all ranks.
+    The result contains the bits, which must be the same on all ranks.
     """
     case = make_case(16, mask=LONG, **options_for("grpo"))
     group = distributed.group.WORLD
@@ -214,11 +211,7 @@ def bits(world: World, backend: str) -> Found:
 
 
 def collectives(world: World) -> Found:
-    """Record the collective calls of the forward and the backward pass.
-
-    The forward pass has two collectives and one per chunk. The backward pass has one for dH, and
-    none for dW and db.
-    """
+    """Record the collective calls of the forward and the backward pass, for several functions."""
     called: list[str] = []
     real = {n: getattr(distributed, n) for n in dir(distributed) if n in COLLECTIVES}
 

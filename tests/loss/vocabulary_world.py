@@ -1,7 +1,7 @@
-"""One rank of a process group that shares one head, and functions that compare its results.
+"""Class `World` for one rank of a process group that shares a head, and comparisons of results.
 
-A comparison returns a dict. Its key "off" has the error of each value, "told" has error messages,
-and "same" has values that must be equal on all ranks.
+A comparison returns a dictionary. Its key "off" has the error of each value, "told" has error
+messages, and "same" has values that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests import loss_cases
 from tests.loss_cases import Case, Result, relative_l2
 
 Found = dict[str, Any]
-# SIZES has the number of vocabulary rows of each rank, keyed by the number of ranks. The 23 rows
-# are split unevenly, and one of four ranks has no row.
+# Number of vocabulary rows of each rank, keyed by the number of ranks. The 23 rows are split
+# unevenly, and one of four ranks has no row.
 SIZES = {1: (23,), 2: (16, 7), 4: (9, 0, 10, 4)}
 
 
@@ -71,7 +71,7 @@ def as_one(world: World, case: Case, **more: Any) -> Found:
 def as_truth(world: World, case: Case, **more: Any) -> Found:
     """Compare loss, logps and gradients of a sharded head with the fp64 oracle.
 
-    The result also has the key "own", the errors of a single process with the full head.
+    The key "own" of the result has the errors of one process with the full head.
     """
     result, truth = world.run(case, **more), loss_cases.truth("linear", case)
     one = loss_cases.run("linear", case, **more)

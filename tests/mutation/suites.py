@@ -15,7 +15,7 @@ SUITES = {
     "entropy_gradient": "loss/test_loss_extras.py -k logps_functions",
     "range": "loss/test_gradient_range.py",
     "shards": "loss/test_vocabulary_shards.py -k '2- or chunks'",
-    "support": "loss/test_support.py -k 'not every_loss and not aggregations and not threads'",
+    "support": "loss/test_support.py -k 'not every_loss and not threads'",
     "csrc_support": "kernels/test_support_kernels.py",
     "csrc_shards": "loss/test_vocabulary_shards.py -k '2- and cpu'",
     "csrc_attention": "attention/test_attention_csrc.py",
@@ -41,7 +41,7 @@ SUITES = {
     "triton_gradients": "kernels/triton_tools/cases_gradients.py",
     "triton_weights": "kernels/triton_tools/cases_launches.py kernels/test_head.py -k 'triton_tools or triton and (far_below or bad_row or values)'",
     "triton_support": "kernels/test_support_kernels.py -k 'triton and not 1030'",
-    "triton_support_public": "loss/test_support.py -k 'triton and (aggregations or one_hidden or logps_entropies or extras or no_row_has)'",
+    "triton_support_public": "loss/test_support.py -k 'triton and (every_loss and grpo or one_hidden or logps_entropies or extras or no_row_has)'",
     "triton_scale": "kernels/triton_tools/cases_scale.py",
     # Suites for bugs that `--library` generates.
     "python_objective": "objective loss/test_loss_parity.py",

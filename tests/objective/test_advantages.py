@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_fast import group_advantages
-from grpo_fast.objective.gae import gae, lam_by_length, process_advantages
+from grpo_fast.objective.gae import gae, lam_by_length
 from tests.pairs import pairs
 
 WITHOUT_GROUPS = ("rewards", "baseline")
@@ -106,9 +106,9 @@ def test_a_group_of_equal_rewards_is_exactly_zero(G, value, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
-    """Check that a group size of 1 raises an error in modes in which all advantages would be 0.
+    """Check that a group size of 1 raises an error in a mode in which all advantages would be 0.
 
-    Loading such a configuration must raise the same error, before a model is loaded.
+    Loading a recipe with these settings must raise the same error.
     """
     from grpo_fast.train.config.recipes import load_recipe
 
@@ -129,7 +129,7 @@ def test_groups_of_one_are_refused_where_nothing_could_be_learnt(mode):
     "mode", ["centered", "normalized", "max", "max_code", "rloo", "opo", "passk"]
 )
 def test_a_missing_verdict_is_as_if_the_completion_were_not_there(mode):
-    """Check that a missing reward (NaN) is excluded from all means and deviations.
+    """Check that a completion without a reward (NaN) does not change other advantages.
 
     The other completions must get the advantages of a group without this completion.
     """
@@ -223,23 +223,6 @@ def test_gdpo():
     assert torch.equal(lost, torch.zeros(6))
 
 
-# ----------------------------------------------------------
-# gae
-def test_gae_skips_gaps():
-    """Check that masked tokens between two turns, such as a tool's output, change no advantage."""
-    g = torch.Generator().manual_seed(1)
-    mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0, 1], [0] * 8]).bool()
-    rewards, values = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
-    lam, following = torch.tensor([0.3, 0.95, 1.0]), torch.tensor([0.7, -0.2, 5.0])
-    noise = torch.where(mask, 0.0, math.nan)
-    found = gae(rewards + noise, values + noise, 0.9, lam, mask=mask, following=following)
-    assert (found[~mask] == 0).all()
-    for b in range(2):
-        r, v = rewards[b][mask[b]][None], values[b][mask[b]][None]
-        alone = gae(r, v, 0.9, float(lam[b]), following=following[b : b + 1])
-        torch.testing.assert_close(found[b][mask[b]], alone[0])
-
-
 def test_lambda_by_length():
     torch.testing.assert_close(
         lam_by_length(torch.tensor([0, 1, 10, 1000]), 0.05).float(),
@@ -247,45 +230,21 @@ def test_lambda_by_length():
     )
 
 
-def test_process_advantages_are_the_papers():
-    """Check that step rewards are normalized in the group and summed from each token to the end.
-
-    The definition is in DeepSeekMath, section 4.1.3.
-    """
-    nan = float("nan")
-    rewards = torch.tensor([[nan, 1.0, nan, 0.0], [0.5, nan, nan, nan], [nan, nan, 3.0, 2.0],
-                            [nan, nan, nan, nan]])  # fmt: skip
-    found = process_advantages(rewards, group_size=2, eps=0.0)
-    first = [1.0, 0.0, 0.5]
-    mean, std = sum(first) / 3, torch.tensor(first).std().item()
-    a, b, c = ((x - mean) / std for x in first)
-    d = 0.5 / torch.tensor([3.0, 2.0]).std().item()
-    expected = [[a + b, a + b, b, b], [c, 0, 0, 0], [0.0, 0.0, 0.0, -d], [0.0] * 4]
-    torch.testing.assert_close(found, torch.tensor(expected))
-
-
 ROWS = {"rewards": torch.ones(2, 6), "values": torch.ones(2, 6)}
-STEPS = {"rewards": torch.ones(4, 2), "group_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("function", "given", "said"),
+    ("given", "said"),
     [
-        *[(gae, ROWS | {"gamma": x}, "gamma") for x in (1.5, "a")],
-        (gae, ROWS | {"values": torch.ones(2, 3)}, "values"),
-        (gae, ROWS | {"mask": torch.ones(3)}, "mask"),
-        (gae, ROWS | {"rewards": [[1.0]]}, "rewards"),
-        (gae, ROWS | {"following": ONES}, r"following: expected shape \(B,\) = \(2,\)"),
-        *[(gae, ROWS | {"lam": torch.tensor(x)}, "lam: expected")
+        *[(ROWS | {"gamma": x}, "gamma") for x in (1.5, "a")],
+        (ROWS | {"values": torch.ones(2, 3)}, "values"),
+        (ROWS | {"mask": torch.ones(3)}, "mask"),
+        (ROWS | {"rewards": [[1.0]]}, "rewards"),
+        (ROWS | {"following": ONES}, r"following: expected shape \(B,\) = \(2,\)"),
+        *[(ROWS | {"lam": torch.tensor(x)}, "lam: expected")
           for x in ([0.5], [0.5, 1.1], [math.nan] * 2)],
-        (process_advantages, STEPS | {"rewards": ONES},
-         r"rewards: expected finite ones of shape \(N\*G, L\), got shape"),
-        (process_advantages, STEPS | {"rewards": torch.full((2, 2), math.inf)},
-         "rewards: expected finite"),
-        *[(process_advantages, STEPS | {"group_size": x}, "group_size: expected a divisor of 4")
-          for x in (3, 0)],
     ],
 )  # fmt: skip
-def test_advantages_of_tokens_refuse(function, given, said):
+def test_refusals_of_gae(given, said):
     with pytest.raises(ValueError, match=said):
-        function(**given)
+        gae(**given)

@@ -254,19 +254,6 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   }
 }
 
-// Checks span offsets and returns their data. They must be int32 numbers that begin with 0, never
-// decrease and end with `end`.
-const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
-                      x.is_contiguous() && x.size(0) == count && count > 0,
-                  name, ": expected ", count, " int32 numbers on the CPU");
-  const auto* starts = data<int32_t>(x);
-  bool rises = starts[0] == 0 && starts[count - 1] == end;
-  for (int64_t i = 1; i < count; ++i) rises &= starts[i - 1] <= starts[i];
-  STD_TORCH_CHECK(rises, name, ": expected numbers that never fall, from 0 to ", end);
-  return starts;
-}
-
 // Checks all arguments and collects them in a Problem.
 Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
                 const Tensor& cu_k, bool causal, double scale) {
@@ -276,8 +263,10 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
                   " heads, got ", q.size(1));
   check(q, "q", {q.size(0), q.size(1), depth}), check(k, "k", {k.size(0), heads, depth});
   check(v, "v", {k.size(0), heads, depth});
-  const int32_t* starts_q = checked_starts(cu_q, spans, q.size(0), "cu_q");
-  const int32_t* starts_k = checked_starts(cu_k, spans, k.size(0), "cu_k");
+  const int32_t* starts_q = checked_offsets<int32_t>(cu_q, q.size(0), "cu_q");
+  const int32_t* starts_k = checked_offsets<int32_t>(cu_k, k.size(0), "cu_k");
+  STD_TORCH_CHECK(cu_k.size(0) == spans, "cu_k: expected ", spans, " numbers as in cu_q, got ",
+                  cu_k.size(0));
   for (int64_t n = 0; n + 1 < spans; ++n) {
     const int64_t queries = starts_q[n + 1] - starts_q[n], keys = starts_k[n + 1] - starts_k[n];
     STD_TORCH_CHECK(causal ? keys == queries : keys > 0 || queries == 0,

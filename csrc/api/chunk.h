@@ -25,22 +25,11 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
   return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
 }
 
-// Checks row offsets (C + 1,) and returns their data. They must begin with 0, never decrease and
-// end with `end`.
-inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
-  const int64_t count = x.dim() == 1 ? x.size(0) : 0;
-  const int64_t* found = checked_vector<int64_t>(x, count, "offsets");
-  bool rises = count > 0 && found[0] == 0 && found[count - 1] == end;
-  for (int64_t i = 1; i < count; ++i) rises &= found[i - 1] <= found[i];
-  STD_TORCH_CHECK(rises, "offsets: expected numbers that never fall, from 0 to ", end);
-  return found;
-}
-
 // Checks rows of unequal length, which are stored one after another in a vector of `numbers`
 // elements. `places` contains the position of each row's target within the row.
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
                             const LogitTransform& transform) {
-  const int64_t* found = checked_offsets(offsets, numbers);
+  const int64_t* found = checked_offsets<int64_t>(offsets, numbers, "offsets");
   Chunk chunk = checked_chunk(offsets.size(0) - 1, numbers, places, transform);
   chunk.offsets = found;
   return chunk;

@@ -26,7 +26,7 @@ Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
   const int64_t rows = offsets ? offsets->size(0) - 1 : logits.size(0);
   Chunk chunk{rows, logits.size(1), nullptr, transform.logit_scale, transform.softcap.value_or(0),
               transform.temperature, checked_vector(transform.temperatures, rows, "temperature")};
-  if (offsets) chunk.offsets = checked_offsets(*offsets, logits.size(1));
+  if (offsets) chunk.offsets = checked_offsets<int64_t>(*offsets, logits.size(1), "offsets");
   return chunk;
 }
 
@@ -34,17 +34,7 @@ Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
 void check_like(const Tensor& logits, const Tensor& x, const char* name) {
   check_rows(x, name);
   STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
-  STD_TORCH_CHECK(x.size(0) == logits.size(0) && x.size(1) == logits.size(1), name,
-                  ": expected (", logits.size(0), ", ", logits.size(1), "), got (", x.size(0), ", ",
-                  x.size(1), ")");
-}
-
-// Returns the data of `count` fp64 numbers, or null for None.
-const double* doubles(const std::optional<Tensor>& x, int64_t count, const char* name) {
-  if (!x) return nullptr;
-  STD_TORCH_CHECK(x->scalar_type() == ScalarType::Double && x->is_contiguous() &&
-                      x->numel() == count, name, ": expected ", count, " float64 numbers");
-  return data<double>(*x);
+  check_shape(x, name, logits.size(0), logits.size(1));
 }
 
 // Returns a view of one row of the student's or the teacher's logits.
@@ -82,7 +72,7 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
                   "out: expected memory that is not that of the logits");
   const int64_t rows = chunk.rows;
   const float* w = checked_vector<float>(weights, rows, "weights");
-  const double* given = doubles(known, 4 * rows, "known");
+  const double* given = known ? checked_vector<double>(*known, 4 * rows, "known") : nullptr;
   const Tensor found = empty(logits, 4 * rows, ScalarType::Double);
   double* to = data<double>(found);
   const auto x = matrix<float>(logits), y = matrix<float>(teacher);

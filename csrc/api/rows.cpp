@@ -30,22 +30,18 @@ struct Variant {
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// Calls run(Variant{}) with the variant for a dtype and the options. Each variant costs compile
-// time, so only fp32 rows without a soft cap have a variant without entropy. The other variants
-// always compute the entropy, which costs little compared with their other operations.
+// Calls run(Variant{}) with the variant for the dtype of the logits and the options. Each variant
+// costs compile time, so only fp32 rows without a soft cap have a variant without entropy. The other
+// variants always compute the entropy, which costs little compared with their other operations.
 template <class F>
-void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
+void with_variant(const Chunk& chunk, const Tensor& logits, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
-  const auto pick = [&](auto element) {
+  with_type<float, Bfloat16, Float16>(logits, "logits", [&](auto element) {
     using E = decltype(element);
+    if constexpr (std::is_same_v<E, float>)
+      if (!capped && !has_entropy) return run(Variant<float, false, false>{});
     capped ? run(Variant<E, true, true>{}) : run(Variant<E, false, true>{});
-  };
-  if (dtype == ScalarType::Float && !capped && !has_entropy)
-    return run(Variant<float, false, false>{});
-  if (dtype == ScalarType::Float) return pick(float{});
-  if (dtype == ScalarType::BFloat16) return pick(Bfloat16{});
-  STD_TORCH_CHECK(dtype == ScalarType::Half, "logits: expected float32, bfloat16 or float16");
-  pick(Float16{});
+  });
 }
 
 // Checks the logits and the targets. With offsets, the logits are (1, V) and contain rows of
@@ -61,19 +57,9 @@ Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransf
 // Checks the shape and the dtype of the gradient's destination.
 void check_out(const Tensor& logits, const Tensor& out) {
   check_rows(out, "out");
-  const int64_t rows = logits.size(0), columns = logits.size(1);
-  STD_TORCH_CHECK(out.size(0) == rows && out.size(1) == columns, "out: expected (", rows, ", ",
-                  columns, "), got (", out.size(0), ", ", out.size(1), ")");
+  check_shape(out, "out", logits.size(0), logits.size(1));
   STD_TORCH_CHECK(out.scalar_type() == logits.scalar_type(),
                   "out: expected the dtype of the logits");
-}
-
-// Computes and stores the statistics of one row.
-template <class V>
-void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& logits, int64_t row,
-                      const RowOutputs& to) {
-  const auto columns = chunk.row_of(logits, row);
-  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.transform(row)));
 }
 
 // Output tensors for the statistics of all rows, (C,) each. entropy is (0,) unless requested.
@@ -96,10 +82,12 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
   const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
   const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   const Statistics found(logits, chunk.rows, return_entropy);
-  with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
+  with_variant(chunk, logits, return_entropy, [&](auto variant) {
     using V = decltype(variant);
     const auto x = matrix<typename V::Element>(logits);
-    for_each_row(chunk, [&](int64_t row) { write_statistics<V>(chunk, x, row, found.to); });
+    for_each_row(chunk, [&](int64_t row) {
+      write_statistics<V::kSoftcap, V::kEntropy>(chunk, x, row, found.to);
+    });
   });
   return {found.lse, found.logps, found.entropy};
 }
@@ -119,7 +107,7 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
                         checked_vector(entropy, chunk.rows, "entropy"),
                         checked_vector<float>(grad_logps, chunk.rows, "grad_logps"),
                         checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  with_variant(chunk, logits.scalar_type(), true, [&](auto variant) {
+  with_variant(chunk, logits, true, [&](auto variant) {
     using V = decltype(variant);
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) { write_gradient<V::kSoftcap>(chunk, x, d, at, row); });
@@ -148,11 +136,11 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   const RowOutputs& to = found.to;
   float *losses_to = data<float>(losses), *grad_to = data<float>(grad_logps);
   const Coefficients at{to.lse, to.logps, to.entropy, grad_to, terms.grad_entropy};
-  with_variant(chunk, logits.scalar_type(), to.entropy != nullptr, [&](auto variant) {
+  with_variant(chunk, logits, to.entropy != nullptr, [&](auto variant) {
     using V = decltype(variant);
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
-      write_statistics<V>(chunk, x, row, to);
+      write_statistics<V::kSoftcap, V::kEntropy>(chunk, x, row, to);
       // Set the loss and the gradient of a row without a target to 0, even if its terms contain
       // NaN.
       const bool counts = chunk.has_target(row);

@@ -22,16 +22,6 @@ namespace {
 
 constexpr int64_t kVocabularyBlock = 32;  // rows of dW per task
 
-// Calls run(T{}), where T is the storage type of the matrix x.
-template <class F>
-void with_element(const Tensor& x, const char* name, const F& run) {
-  const ScalarType dtype = x.scalar_type();
-  if (dtype == ScalarType::Float) return run(float{});
-  if (dtype == ScalarType::BFloat16) return run(Bfloat16{});
-  STD_TORCH_CHECK(dtype == ScalarType::Half, name, ": expected float32, bfloat16 or float16");
-  run(Float16{});
-}
-
 // Returns an uninitialised (rows, columns) fp32 tensor.
 Tensor matrix_like(const Tensor& like, int64_t rows, int64_t columns) {
   return torch::stable::new_empty(like, {rows, columns}, ScalarType::Float);
@@ -51,7 +41,7 @@ struct SupportSets {
   SupportSets(const Tensor& ids_, const Tensor& offsets_, int64_t vocabulary)
       : rows(offsets_.size(0) - 1), numbers(ids_.size(0)),
         ids(checked_indices(ids_, numbers, vocabulary, "ids")),
-        offsets(checked_offsets(offsets_, numbers)) {}
+        offsets(checked_offsets<int64_t>(offsets_, numbers, "offsets")) {}
 
   int64_t width() const { return numbers / std::max<int64_t>(1, rows); }
   // Returns the id after position i, so that the caller can prefetch its weight row.
@@ -133,16 +123,6 @@ struct Head {
   }
 };
 
-// Computes lse, logp and entropy of one row.
-void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t row,
-                      const RowOutputs& to) {
-  const Columns<float> columns = chunk.row_of(logits, row);
-  const RowTransform transform = chunk.transform(row);
-  to.put(row, chunk.softcap > 0 ? row_statistics<true, true>(columns, transform)
-              : to.entropy      ? row_statistics<false, true>(columns, transform)
-                                : row_statistics<false, false>(columns, transform));
-}
-
 // Type of the results: raw logits (nnz,), lse, logps, entropy and slopes, all in fp32. entropy is
 // (0,) unless requested. Row r of slopes (R, H) is the derivative of logps[r] with respect to its
 // row of hidden. slopes is (0, H) unless requested.
@@ -169,14 +149,16 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   std::vector<float> d(return_slopes ? sets.numbers : 0);
   const Matrix<float> z{data<float>(raw), sets.numbers}, dz{d.data(), sets.numbers};
   const Coefficients at{to.lse, to.logps, nullptr, ones.data(), nullptr};
-  with_element(weight, "weight", [&](auto element) {
+  with_type<float, Bfloat16, Float16>(weight, "weight", [&](auto element) {
     using T = decltype(element);
     const auto h = gathered<T>(hidden);
     const Head<T> head{gathered<T>(weight), added, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
       // Compute the slopes right after the logits, while the weight rows are still in cache.
       head.logits(h.row(sources[row]), row, z.data);
-      write_statistics(chunk, z, row, to);
+      softcap      ? write_statistics<true, true>(chunk, z, row, to)
+      : to.entropy ? write_statistics<false, true>(chunk, z, row, to)
+                   : write_statistics<false, false>(chunk, z, row, to);
       if (!return_slopes) return;
       softcap ? write_gradient<true>(chunk, z, dz, at, row)
               : write_gradient<false>(chunk, z, dz, at, row);
@@ -194,7 +176,7 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   const float* factors = checked_vector<float>(d, sets.numbers, "d");
   const int64_t depth = weight.size(1);
   const Tensor out = matrix_like(d, sets.rows, depth);
-  with_element(weight, "weight", [&](auto element) {
+  with_type<float, Bfloat16, Float16>(weight, "weight", [&](auto element) {
     const Head<decltype(element)> head{gathered<decltype(element)>(weight), nullptr, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
       head.hidden(factors, row, data<float>(out) + row * depth);
@@ -235,8 +217,8 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
   const Sources sources(index, sets.rows, hidden);
   const ById by(sets, sources, checked_vector<float>(d, sets.numbers, "d"), vocabulary);
   const int64_t blocks = (vocabulary + kVocabularyBlock - 1) / kVocabularyBlock;
-  with_element(hidden, "hidden", [&](auto element) {
-    with_element(out, "out", [&](auto stored) {
+  with_type<float, Bfloat16, Float16>(hidden, "hidden", [&](auto element) {
+    with_type<float, Bfloat16, Float16>(out, "out", [&](auto stored) {
       const auto h = gathered<decltype(element)>(hidden);
       auto* to = data<decltype(stored)>(out);
       for_each_row(blocks, kVocabularyBlock * depth, [&](int64_t block) {

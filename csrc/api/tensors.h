@@ -10,10 +10,32 @@
 #include <optional>
 #include <string>
 
+#include "vec/storage.h"
+
 namespace grpo_fast {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// The dtype of a tensor with elements of the C++ type T, and the name of the dtype in messages.
+struct Dtype {
+  ScalarType type;
+  const char* name;
+};
+template <class T>
+constexpr Dtype kDtype = {};
+template <>
+constexpr Dtype kDtype<float> = {ScalarType::Float, "float32"};
+template <>
+constexpr Dtype kDtype<Bfloat16> = {ScalarType::BFloat16, "bfloat16"};
+template <>
+constexpr Dtype kDtype<Float16> = {ScalarType::Half, "float16"};
+template <>
+constexpr Dtype kDtype<double> = {ScalarType::Double, "float64"};
+template <>
+constexpr Dtype kDtype<int32_t> = {ScalarType::Int, "int32"};
+template <>
+constexpr Dtype kDtype<int64_t> = {ScalarType::Long, "int64"};
 
 // Returns the data of a tensor as T*, without a check.
 template <class T>
@@ -69,17 +91,38 @@ inline void check(const Tensor& x, const char* name, std::initializer_list<int64
   STD_TORCH_CHECK(x.stride(-1) == 1 || x.size(-1) == 1, name, ": expected a contiguous last axis");
 }
 
+// Checks that x has the shape (rows, columns).
+inline void check_shape(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
+  STD_TORCH_CHECK(x.size(0) == rows && x.size(1) == columns, name, ": expected (", rows, ", ",
+                  columns, "), got (", x.size(0), ", ", x.size(1), ")");
+}
+
+// Calls run(T{}), where T is the type of the elements of x. It must be one of `Types`.
+template <class... Types, class F>
+void with_type(const Tensor& x, const char* name, const F& run) {
+  // The operator || stops at the first type that matches.
+  if (((x.scalar_type() == kDtype<Types>.type && (run(Types{}), true)) || ...)) return;
+  std::string expected;
+  for (const char* type : {kDtype<Types>.name...})
+    expected += (expected.empty() ? "" : ", ") + std::string(type);
+  expected.replace(expected.rfind(","), 1, " or");
+  STD_TORCH_CHECK(false, name, ": expected ", expected);
+}
+
 // Checks a vector with one value per row and returns its data.
 template <class T>
 const T* checked_vector(const Tensor& x, int64_t rows, const char* name) {
-  constexpr bool is_float = std::is_same_v<T, float>;
   STD_TORCH_CHECK(x.is_cpu(), name, ": expected a CPU tensor");
   STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == rows, name, ": expected one value for each of ",
                   rows, " rows");
-  STD_TORCH_CHECK(x.scalar_type() == (is_float ? ScalarType::Float : ScalarType::Long), name,
-                  ": expected ", is_float ? "float32" : "int64");
+  STD_TORCH_CHECK(x.scalar_type() == kDtype<T>.type, name, ": expected ", kDtype<T>.name);
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
   return data<T>(x);
+}
+
+// Checks an optional fp32 vector and returns its data. Returns null for None.
+inline const float* checked_vector(const std::optional<Tensor>& x, int64_t rows, const char* name) {
+  return x ? checked_vector<float>(*x, rows, name) : nullptr;
 }
 
 // Checks that all indices are in [0, end), and returns their data.
@@ -92,9 +135,16 @@ inline const int64_t* checked_indices(const Tensor& x, int64_t count, int64_t en
   return found;
 }
 
-// Checks an optional fp32 vector and returns its data. Returns null for None.
-inline const float* checked_vector(const std::optional<Tensor>& x, int64_t rows, const char* name) {
-  return x ? checked_vector<float>(*x, rows, name) : nullptr;
+// Checks the bounds of consecutive ranges and returns their data. The bounds must begin with 0,
+// never decrease and end with `end`.
+template <class T>
+const T* checked_offsets(const Tensor& x, int64_t end, const char* name) {
+  const int64_t count = x.dim() == 1 ? x.size(0) : 0;
+  const T* found = checked_vector<T>(x, count, name);
+  bool rises = count > 0 && found[0] == 0 && found[count - 1] == end;
+  for (int64_t i = 1; i < count; ++i) rises &= found[i - 1] <= found[i];
+  STD_TORCH_CHECK(rises, name, ": expected numbers that never decrease, from 0 to ", end);
+  return found;
 }
 
 }  // namespace grpo_fast

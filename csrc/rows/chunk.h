@@ -60,6 +60,13 @@ struct RowOutputs {
   }
 };
 
+// Computes and stores the statistics of one row.
+template <bool kSoftcap, bool kEntropy, class T>
+void write_statistics(const Chunk& chunk, const Matrix<T>& logits, int64_t row,
+                      const RowOutputs& to) {
+  to.put(row, row_statistics<kSoftcap, kEntropy>(chunk.row_of(logits, row), chunk.transform(row)));
+}
+
 constexpr int64_t kGrain = 16384;  // elements per task of a thread
 constexpr int64_t kInline = 65536;  // below this, waking threads costs more than it saves
 

@@ -38,9 +38,9 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
-    def rows(self, index: slice | Tensor) -> LogitTransform:
-        """Return the transform with the temperatures of the given rows only."""
-        if isinstance(self.temperature, Tensor):
+    def rows(self, index: slice | Tensor | None) -> LogitTransform:
+        """Return the transform with the temperatures of the given rows only. None: all rows."""
+        if index is not None and isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
 
@@ -284,18 +284,13 @@ def detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def vector(x: Tensor | None) -> Tensor | None:
-    """Convert per-row values with `dense_vector`. Return None if x is None."""
-    return None if x is None else dense_vector(x)
-
-
-def dense_vector(x: Tensor) -> Tensor:
-    """Convert a vector of per-row values to the form that the kernels read.
+def vector(x: Values) -> Values:
+    """Convert a vector of per-row values to the form that the kernels read. None stays None.
 
     The result is fp32 and contiguous, and has no autograd history.
     """
     # Return early if nothing must be converted, which is common and saves three torch calls.
-    if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
         return x
     return detached(x).float().contiguous()
 

@@ -13,7 +13,6 @@ import pwd
 import shutil
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -172,17 +171,6 @@ def one_bit_changed(folder: Path) -> None:
     text = bytearray(path.read_bytes())
     text[len(text) // 2] ^= 1
     path.write_bytes(text)
-
-
-@case(one_loss)
-def leftovers(folder: Path) -> None:
-    copying(folder)
-    for name in ("build-old_0old", "build-new_0new", "build-notes.txt", "notes"):
-        path = folder / "cache" / f"grpo-fast-{name}"
-        path.mkdir(parents=True)
-        (path / "loss_functions.h").write_text("")
-        if "new" not in name:
-            os.utime(path, (time.time() - 7200,) * 2)
 
 
 @case(one_loss)

@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from grpo_fast.kernels import route as backends
 from grpo_fast.kernels.cpu import loader as csrc_loader
-from tests.kernels import loader_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 REASON = csrc_loader.unavailable("rows")
@@ -112,31 +109,6 @@ def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], buil
     assert found.statuses == ["0"] * len(out) and len(found.names("*")) == min(builds, 1)
 
 
-def test_old_leftovers_of_killed_builds_are_swept_and_nothing_else(case) -> None:
-    found = case("leftovers")
-    kept = {f"grpo-fast-{name}" for name in ("build-new_0new", "build-notes.txt", "notes")}
-    assert found.out == ["cpu"] and found.names("grpo-fast-*") == kept
-
-
-def test_a_killed_build_leaves_what_the_next_start_sweeps(tmp_path: Path) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
-    compiler.chmod(0o755)
-    cache = tmp_path / "cache"
-    environment = ENVIRONMENT | {"GRPO_FAST_CACHE": str(cache), "CXX": str(compiler)}
-    line = [sys.executable, "-c", "from grpo_fast.kernels.cpu import loader; loader.unavailable()"]
-    process = subprocess.Popen(line, cwd=ROOT, env=environment, start_new_session=True)
-    limit = time.monotonic() + 60
-    while not list(cache.glob("*/loss_functions.h")) and time.monotonic() < limit:
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    (left,) = cache.iterdir()
-    os.utime(left, (time.time() - 7200,) * 2)
-    path, reason = csrc_loader.compile_library("rows", folder=cache)
-    assert reason is None and list(cache.iterdir()) == [path]
-
-
 def test_a_run_says_which_kernels_it_has(case) -> None:
     slow, fast = case("a_slow_run"), case("a_fast_run")
     lines = [[x for x in found.out if x.startswith("kernels: ")] for found in (slow, fast)]
@@ -182,9 +154,3 @@ def test_a_gpu_without_triton_is_told_as_loudly(monkeypatch, caplog, device, lev
         assert backends._auto.__wrapped__(device) == "torch"
     (record,) = caplog.records
     assert record.levelno == level and "(it is not installed)" in record.message
-
-
-def test_the_cases_are_all_looked_at() -> None:
-    looked_at = {*FALLBACKS, *DAMAGED, "switched_off", "leftovers", "three_builds", "threads"}
-    looked_at |= {"shipped", "a_slow_run", "a_fast_run"}
-    assert looked_at == set(loader_cases.CASES)

@@ -477,27 +477,18 @@ def test_refusals() -> None:
         pytest.skip(route.unavailable("cpu", "cpu"))
     logits, targets = make_rows(4, 10)
     transform, vector = LogitTransform(), torch.zeros(4)
-    for bad_logits, bad_targets, bad_transform, message in [
-        (logits.double(), targets, transform, "logits: expected float32, bfloat16 or float16"),
-        (
-            logits.t(),
-            torch.zeros(10).long(),
-            transform,
-            "logits: expected a contiguous last dimension",
-        ),
-        (logits[0], targets, transform, r"logits: expected \(C, V\)"),
-        (logits, targets.int(), transform, "target_ids: expected int64"),
-        (logits, targets[:3], transform, "target_ids: expected one value for each of 4 rows"),
-        (logits, targets, LogitTransform(1.0, -1.0), "softcap: expected a positive number"),
-        (
-            logits,
-            targets,
-            LogitTransform(1.0, None, vector[:3]),
-            "temperature: expected one value for",
-        ),
+    given = {"logits": logits, "target_ids": targets, "transform": transform}
+    for name, bad, message in [
+        ("logits", logits.double(), "logits: expected float32, bfloat16 or float16"),
+        ("logits", logits.t(), "logits: expected a contiguous last dimension"),
+        ("logits", logits[0], r"logits: expected \(C, V\)"),
+        ("target_ids", targets.int(), "target_ids: expected int64"),
+        ("target_ids", targets[:3], "target_ids: expected one value for each of 4 rows"),
+        ("transform", LogitTransform(1.0, -1.0), "softcap: expected a positive number"),
+        ("transform", LogitTransform(1.0, None, vector[:3]), "temperature: expected one value for"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            rows.row_logps(bad_logits, bad_targets, bad_transform, return_entropy=False)
+            rows.row_logps(**given | {name: bad}, return_entropy=False)
     stats = vector, vector, None
     for out, message in [
         (torch.empty(4, 9), r"out: expected \(4, 10\), got \(4, 9\)"),

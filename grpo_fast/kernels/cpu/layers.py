@@ -9,9 +9,6 @@ fp32. Norms and SwiGLU compute in fp32 and round their result to bf16 once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -133,19 +130,24 @@ def is_plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return not (torch.compiler.is_compiling() or _in_transform())
 
 
-def _in_transform(grad: Tensor | None = None) -> bool:
+def _in_transform() -> bool:
     """Return whether tensors may be batched by vmap or carry forward-mode tangents.
 
     The C++ operators would ignore the batch dimension and the tangents.
-
-    Args:
-        grad: gradient in a backward pass, which `is_grads_batched` may batch without `torch.func`.
     """
     # `torch.func` wraps tensors, and custom operators do not see the wrappers.
     in_func: bool = torch._C._are_functorch_transforms_active()
-    if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
-        return True
     return in_func or forward_ad._current_level >= 0
+
+
+def _refuse_transforms(*grads: Tensor) -> None:
+    """Raise RuntimeError if upstream gradients are batched or carry forward-mode tangents."""
+    if _in_transform() or any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
+        raise RuntimeError(
+            "grad: the fast CPU layers expect one plain gradient, got batched gradients or "
+            "tangents (is_grads_batched, torch.func, forward-mode AD); "
+            "call torch.autograd.grad once for each gradient"
+        )
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -156,9 +158,7 @@ def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
-def _mm(a: Tensor, b: Tensor, by_torch: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    if by_torch:
-        return (a.float() @ b.float()).to(dtype or a.dtype)
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 
 
@@ -166,15 +166,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = _mm(x.reshape(-1, x.shape[-1]), weight.t(), dtype=torch.float32)
     out = out if bias is None else out.add_(bias)
     return out.view(*x.shape[:-1], len(weight))
-
-
-def _torch_gradients(
-    formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
-) -> tuple[Tensor, ...]:
-    """Compute the gradients of `formula` with torch, for batched gradients (`is_grads_batched`)."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        return torch.autograd.grad(formula(*leaves), leaves, grads)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -200,16 +191,6 @@ def _rotated(
     return out_q, out_k
 
 
-def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
-
-
-def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # The gradient of a rotation is its transpose, applied to the upstream gradient.
-    low, high = (grad * sin).chunk(2, -1)
-    return grad * cos + torch.cat([high, -low], -1)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -222,13 +203,13 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        by_torch = _in_transform(grad)
+        _refuse_transforms(grad)
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = None
         if weight is not None:
-            dx = _mm(rows, weight, by_torch, ctx.dtype).view(ctx.shape)
+            dx = _mm(rows, weight, ctx.dtype).view(ctx.shape)
         if x is not None:
-            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), by_torch, torch.float32)
+            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), torch.float32)
         return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -255,16 +236,13 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scales = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
-        ctx.eps = eps
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scales = ctx.saved_tensors
-        if _in_transform(grad):
-            dx, dw = _torch_gradients(lambda x, w: _torch_norm(x, w, ctx.eps), (x, weight), grad)
-            return dx, dw, None
+        _refuse_transforms(grad)
         operator = loader.operator("layers", "rms_norm_backward")
         dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
         return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
@@ -280,9 +258,7 @@ class _SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if _in_transform(grad):
-            dgate, dup = _torch_gradients(lambda g, u: F.silu(g) * u, (gate, up), grad)
-            return dgate, dup
+        _refuse_transforms(grad)
         operator = loader.operator("layers", "swiglu_backward")
         dgate, dup = operator(*map(_rows, (grad, gate, up)))
         return dgate.view(gate.shape), dup.view(up.shape)
@@ -300,8 +276,5 @@ class _Rotary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        if _in_transform(dq) or _in_transform(dk):
-            # The gradient of a rotation is linear in dq and dk, so it needs neither q nor k.
-            dq, dk = (_torch_rotated_back(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (dq, dk))
-            return dq, dk, None, None
+        _refuse_transforms(dq, dk)
         return *_rotated(dq, dk, cos, sin, True), None, None

@@ -14,7 +14,6 @@ Environment:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -136,17 +135,7 @@ def _load(library: str) -> str | None:
         text = "grpo_fast: C++ kernels '%s' come from the wheel, for %s: %s"
         logger.info(text, library, shipped.parent.name, one_line(reason or ""))
         return _open(shipped)
-    reason = _open(path)
-    # If the library does not load, build it again. It may come from a machine with the same home
-    # folder but different system libraries.
-    if reason is not None:
-        logger.warning("grpo_fast: compiling again: %s", one_line(reason))
-        with contextlib.suppress(OSError):
-            path.unlink()
-        path, reason = compile_library(library, wanted)
-        if path is not None:
-            reason = _open(path)
-    return reason
+    return _open(path)
 
 
 def _open(path: Path) -> str | None:
@@ -225,8 +214,9 @@ def compile_library(
 ) -> tuple[Path | None, str | None]:
     """Compile csrc/api/<library>.cpp, unless the cache already contains the result.
 
-    The file name contains a hash of everything that determines the code: the sources, flags,
-    compiler, CPU and torch version.
+    The file name contains a hash of everything that the compiled library depends on: the sources,
+    flags, compiler, CPU, C library and torch version. Machines that differ in one of them can
+    therefore share a home folder.
 
     Returns:
         (path, None), or (None, reason) if the library cannot be compiled.
@@ -244,7 +234,8 @@ def compile_library(
         flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
         # Hash the repr of the tuple instead of the joined strings, because joining different inputs
         # could give the same string.
-        parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
+        machine = cpu_flags(), platform.libc_ver(), torch.__version__
+        parts = repr((texts, flags, command, machine))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
         # 2. Define the build as a function, because it must run only if the cache does not have the

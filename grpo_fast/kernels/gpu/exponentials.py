@@ -40,8 +40,8 @@ from grpo_fast.kernels.types import (
     Exponentials,
     LogitTransform,
     RowStats,
-    dense_vector,
     transform_arguments,
+    vector,
 )
 
 
@@ -146,7 +146,7 @@ def head_exponentials(
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
-        stats = dense_vector(lse), dense_vector(logps), entropy
+        stats = vector(lse), vector(logps), entropy
     # 3. Compute the exponentials of the rows that need s = lse. If the statistics were known,
     # compute the exponentials of all rows.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)

@@ -12,8 +12,6 @@ A chunk has C rows. Its buffers have the padded number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -64,8 +62,6 @@ class LogitChunks:
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
-        # If set, this function is called with the raw logits before a kernel overwrites them.
-        self.on_logits: Callable[[Tensor], None] | None = None
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
 
@@ -105,36 +101,40 @@ class LogitChunks:
             matmul_logits(h, self.weight, out=z)
         if self.bias is not None:
             z.add_(self.bias)
-        if self.on_logits is not None:
-            self.on_logits(z)
         return z
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
         """Compute the lse, logp and entropy of the C rows.
 
-        The logits stay in the workspace, where `gradients` uses them.
+        With `cached`, the workspace already contains the logits of the last `raw_logits` call. The
+        logits stay in the workspace, where `gradients` uses them.
         """
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
             # Compute statistics without the padding rows, which only the GEMM needs.
-            z = self.raw_logits(h)[:count]
-            return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
+            z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+            return self.kernels.row_logps(
+                z[:count], target_ids, transform, return_entropy=return_entropy
+            )
         return self.kernels.head_logps(
             h[:count], self.weight, self.bias, target_ids, transform, return_entropy=return_entropy,
             logits_out=self.workspace(h.shape[0])[:count],
         )  # fmt: skip
 
     def row_loss(
-        self, at: ChunkRows, terms: RowTerms, config: LossConfig
+        self, at: ChunkRows, terms: RowTerms, config: LossConfig, *, cached: bool = False
     ) -> tuple[ChunkGradients, RowLoss]:
-        """Compute the loss of the C rows and their d-logits."""
+        """Compute the loss of the C rows and their d-logits.
+
+        With `cached`, the workspace already contains the logits of the last `raw_logits` call.
+        """
         h, target_ids, transform = at
         count = target_ids.shape[0]
         has_entropy = config.needs_entropy
         if self.in_one_pass:
             d = self._gradient(h.shape[0])
-            z = self.raw_logits(h)
+            z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
             part = self.kernels.row_loss_(
                 z[:count], d[:count], target_ids, terms, config, transform,
                 return_entropy=has_entropy,
@@ -142,7 +142,7 @@ class LogitChunks:
             return ChunkGradients(d), part
         # Compute the loss between two kernels: one computes the statistics, and the other the
         # gradient.
-        stats = self.logps(at, return_entropy=has_entropy)
+        stats = self.logps(at, return_entropy=has_entropy, cached=cached)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
         return gradients, RowLoss(*stats, losses, g)
@@ -152,8 +152,8 @@ class LogitChunks:
     ) -> ChunkGradients:
         """Compute the gradient of Σ g·logp + g_entropy·entropy with respect to the logits.
 
-        With `cached`, the workspace still contains the logits of the last `logps` call, and they
-        are not recomputed.
+        With `cached`, the workspace still contains the logits of the last `raw_logits` or `logps`
+        call, and they are not recomputed.
         """
         h, target_ids, transform = at
         if not cached:
@@ -205,8 +205,8 @@ class ExponentialChunks(LogitChunks):
         )  # fmt: skip
         return self._filled.stats
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute the lse, logp and entropy of the C rows.
+    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
+        """Compute the lse, logp and entropy of the C rows. `cached` has no effect.
 
         The exponentials stay in the workspace, where `gradients` uses them.
         """

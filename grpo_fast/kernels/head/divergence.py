@@ -84,17 +84,15 @@ class DivergenceHead(LinearHead):
         # also needs a second buffer, for the gradient of the divergence.
         self.buffers = 2 if self.has_head or has_policy else 1
         self.row_kernels = kernel_module("divergence", route.backend)
-        self.at: slice | None = None  # the chunk whose divergences are computed with its logits
         self.has_gradient = False
         self.values = weights.new_zeros(weights.shape)  # (T,) divergences
         super().__init__(tensors, rows, route, **options)
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the chunk buffers, with a callback that computes the divergences."""
+        """Create the chunk buffers, with a second logit buffer if it is needed."""
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
-        chunk.on_logits = self._compute_divergences
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
@@ -114,7 +112,7 @@ class DivergenceHead(LinearHead):
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = terms.rows(chunk)
-            d, part = self.chunk.row_loss(at, here, config)
+            d, part = self.chunk.row_loss(at, here, config, cached=True)
             parts.append(part)
             return d.matrix, part.grad_logps, here.grad_entropy
 
@@ -130,7 +128,7 @@ class DivergenceHead(LinearHead):
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = pick(chunk, g, g_entropy)
-            d = self.chunk.gradients(at, pick(chunk, *known), *here, cached=False)
+            d = self.chunk.gradients(at, pick(chunk, *known), *here, cached=True)
             return d.matrix, *here
 
         return self.sweep(wanted, policy)
@@ -147,11 +145,10 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute the chunk's logits. raw_logits then calls _compute_divergences, which uses
-            # the chunk in `self.at`.
-            self.at = chunk
+            # 1. Compute the chunk's logits and divergences. The policy loss then uses the same
+            # logits, which its kernel overwrites with d-logits.
+            self._compute_divergences(chunk, self.chunk.raw_logits(at.hidden))
             if policy is None:
-                self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
@@ -159,9 +156,7 @@ class DivergenceHead(LinearHead):
                 # the coefficients. Rows with coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Clear `self.at`, so that a later call of raw_logits computes no divergences.
-            self.at = None
-            # 3. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
+            # 2. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
             # and db.
             if not self.has_gradient:
                 continue
@@ -180,11 +175,8 @@ class DivergenceHead(LinearHead):
         # d-logits overwrite the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
-    def _compute_divergences(self, z: Tensor) -> None:
-        """Compute the divergences of the current chunk from its raw logits (padded C, V)."""
-        chunk = self.at
-        if chunk is None:
-            return
+    def _compute_divergences(self, chunk: slice, z: Tensor) -> None:
+        """Compute the divergences of a chunk from its raw logits z, (padded C, V)."""
         index = self.rows.active_index
         count = chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
@@ -288,9 +280,7 @@ def supported_divergence(
     source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
-    transform = (
-        rows.transform if support.row_index is None else rows.transform.rows(support.row_index)
-    )
+    transform = rows.transform.rows(support.row_index)
     z, y = (
         x.rows(transform, return_entropy=False, return_slopes=False).raw for x in (source, other)
     )
@@ -299,15 +289,9 @@ def supported_divergence(
     w = own(weights)
     out = y[None] if any(wanted) else None
     each = kernel_module("divergence", route.backend).row_divergence_(
-        z[None],
-        y[None],
-        w,
-        divergence,
-        transform,
-        teacher.transform,
-        out=out,
+        z[None], y[None], w, divergence, transform, teacher.transform, out=out,
         offsets=support.offsets,
-    )
+    )  # fmt: skip
     # 4. Merge the divergences of the rows with and without a set, and compute the gradients.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):

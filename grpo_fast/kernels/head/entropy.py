@@ -27,21 +27,14 @@ class FullEntropySweep:
         self.supported = supported
         self.full = full
         self.num_rows = supported.num_rows
-        self.known: RowStats | None = None  # statistics over the full vocabulary
-
-    @property
-    def cached(self) -> RowStats | None:
-        """Return the cached statistics over the full vocabulary, for the backward pass.
-
-        Logits are not cached.
-        """
-        return self.known
+        # Statistics over the full vocabulary, for the backward pass. No logits are cached.
+        self.cached: RowStats | None = None
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of the active rows, (T,) fp32. `keep` has no effect."""
         lse, logps, _ = self.supported.logps(return_entropy=False)
-        self.known = self.full.logps(return_entropy=True)
-        return lse, logps, self.known[2]
+        self.cached = self.full.logps(return_entropy=True)
+        return lse, logps, self.cached[2]
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
@@ -60,10 +53,10 @@ class FullEntropySweep:
         )
         if g_entropy is None or not any(wanted):
             return gradients
-        if self.known is None:  # the forward pass ran in a different object
-            self.known = self.full.logps(return_entropy=True)
+        if self.cached is None:  # the forward pass ran in a different object
+            self.cached = self.full.logps(return_entropy=True)
         more: tuple[Tensor, ...] = self.full.gradients(
-            torch.zeros_like(g), g_entropy, self.known, wanted
+            torch.zeros_like(g), g_entropy, self.cached, wanted
         )
         # Add the gradients of both passes. Skip a gradient that was not requested, which is an
         # empty tensor in both passes.

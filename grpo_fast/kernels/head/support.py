@@ -28,6 +28,7 @@ from grpo_fast.kernels.types import (
     RowStats,
     Wanted,
     pad_rows,
+    padded,
     pick,
 )
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
@@ -112,11 +113,7 @@ class SupportSweep:
         self.source = source
         self.dense = dense
         self.support = rows.support
-        self.transform = (
-            rows.transform
-            if rows.support.row_index is None
-            else rows.transform.rows(rows.support.row_index)
-        )
+        self.transform = rows.transform.rows(rows.support.row_index)
         self.kernels = route.kernels
         self.row_coefficients = route.kernels.row_coefficients
         self.entropy_gradient = entropy_gradient
@@ -194,20 +191,16 @@ class DenseHead(GatheredHead):
 
     def _chunks(self) -> Iterator[DenseChunk]:
         """Yield the chunks of the rows, each with its hidden states and a logit buffer."""
-        hidden = self.hidden
-        weight = self.weight
-        dtype = self.sum_dtype
         support = self.support
-        index = self.index
-        count = len(self.support.places)
-        row_bytes = weight.shape[0] * dtype.itemsize
-        step = max(workspace_bytes(weight.device, dtype.itemsize) // row_bytes, 1)
-        workspace = None
+        size = self.sum_dtype.itemsize
+        vocab = self.weight.shape[0]
+        count = len(support.places)
+        step = max(workspace_bytes(self.weight.device, size) // (vocab * size), 1)
+        workspace = take_workspace(padded(min(step, count)), vocab, self.weight, self.sum_dtype)
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
-            if workspace is None:
-                workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
+            index = rows if self.index is None else self.index[rows]
+            h = pad_rows(self.hidden[index]).contiguous()
             # Read the number of ids in the chunk, which determines tensor shapes. On a GPU, this
             # waits for the device.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()

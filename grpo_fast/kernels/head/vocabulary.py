@@ -126,10 +126,11 @@ class VocabularyChunks(LogitChunks):
         if route.backend == "torch":
             self.row_logps = unrounded_statistics
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
         h, target_ids, transform = at
-        z = self.raw_logits(h)[: target_ids.shape[0]]
+        z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+        z = z[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, transform, return_entropy=return_entropy)

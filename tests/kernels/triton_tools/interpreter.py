@@ -139,24 +139,6 @@ def _once_per_launch(original: Any) -> Any:
 interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
 
 
-def _by_name(original: Any) -> Any:
-    """Wrap the conversion of Triton dtypes to numpy dtypes, so that its results are cached.
-
-    The original function builds a table in every call, a tenth of the interpreter's time.
-    """
-    known: dict[str, np.dtype] = {}
-
-    def np_dtype(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = original(dtype)
-        return known[dtype.name]
-
-    return np_dtype
-
-
-interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
-
-
 # ---- memory check and program order
 _allowed: list[tuple[int, int]] | None = None
 _reverse = False
@@ -230,14 +212,9 @@ def only_memory_of(*tensors: Any) -> Iterator[None]:
     originals = torch.empty, torch.empty_like
 
     def span(tensor: torch.Tensor) -> tuple[int, int]:
-        extent = (
-            sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            + 1
-        )
-        return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in axes)
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
     def watched(original: Any) -> Any:
         def make(*args: Any, **keywords: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 class TinyRMSNorm(nn.Module):
-    """RMSNorm as in Llama, or as in Gemma if `offset` is 1."""
+    """RMSNorm as in Llama. With `offset` 1, it is the RMSNorm of Gemma."""
 
     def __init__(self, size, offset=0):
         super().__init__()

@@ -182,9 +182,9 @@ ATTENTION, DECODER = "tests/attention/test_attention_csrc.py", "tests/rollout/te
 def test_other_instruction_sets(tmp_path: Path) -> None:
     """Check that the tests of rows and products also pass in a generic build and with AVX2.
 
-    The generic build has 4 lanes. If the native build has AVX-512, AVX2 runs with 8 lanes.
-    Otherwise AVX2 runs with 16 lanes, so that the compiler splits each vector of the AVX-512 source
-    into two vectors.
+    The generic build has vectors of 4 lanes. If the CPU has AVX-512, the AVX2 build has 8 lanes.
+    Otherwise the native build already has 8 lanes. The AVX2 build then has 16 lanes, and the
+    compiler splits each vector into two.
     """
     command = csrc_loader.compiler()
     assert command is not None

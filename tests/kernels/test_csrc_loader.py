@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason="there is no library 
 OURS = ("GRPO_FAST_", "CXX", "PYTEST_")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
 
-# Each entry has the name of a case, and the reason that the case's only log line must contain.
+# Maps each case to the reason that its only log line must contain.
 FALLBACKS = {
     "no_compiler": "no C++ compiler",
     "failing_compiler": "the compiler failed with status 3: rows.cpp:1: error: ?[2Jplanted",
@@ -77,9 +77,9 @@ def test_torch_runs_where_the_kernels_cannot_and_one_line_says_so(case, name: st
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: str) -> None:
-    """Check that a damaged library, or one of a different user, is removed and compiled again.
+    """Check that a library is compiled again if it is damaged or belongs to a different user.
 
-    Loading a truncated file would cause a SIGBUS.
+    If a truncated file were loaded, the process would die with SIGBUS.
     """
     if name == "another_users_library" and os.geteuid() != 0:
         pytest.skip("giving a file away needs root")
@@ -99,10 +99,10 @@ def test_a_library_that_is_not_what_was_built_never_reaches_dlopen(case, name: s
     ],
 )
 def test_no_warning_where_nothing_is_wrong(case, name: str, out: list[str], builds: int) -> None:
-    """Check that no warning is logged in valid setups.
+    """Check that no warning is logged if nothing is wrong.
 
-    These are disabled kernels, a library of the wheel without a compiler, three processes that
-    compile at the same time, and threads that share one build.
+    The cases are disabled kernels, a library from the wheel without a compiler, three processes
+    that compile at the same time, and threads that share one build.
     """
     found = case(name)
     assert (found.out, found.told, found.builds) == (out, [], builds)

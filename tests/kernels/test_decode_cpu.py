@@ -22,7 +22,7 @@ pytestmark = [
 class Rollout:
     """Random queries, keys and values of completions that grow by one token per step.
 
-    `step` computes the attention of one token with the C++ kernel, and `expected` in fp64.
+    `step` computes the attention of one token with the C++ kernel. `expected` computes it in fp64.
     """
 
     def __init__(self, lengths, counts, heads, repeats, depth, most, seed=0):
@@ -61,8 +61,8 @@ class Rollout:
         return torch.stack(out)
 
 
-# Each case has the prompt lengths, the number of completions of each prompt, the number of
-# key-value heads, the number of queries per head, and the head dimension D.
+# Each case contains the prompt lengths, the number of completions of each prompt, the number of
+# key-value heads, the number of query heads per key-value head, and the head size D.
 CASES = [
     ([5], [1], 1, 1, 8), ([16, 3, 17], [4, 1, 6], 2, 2, 32), ([40, 33], [3, 5], 1, 3, 20),
     ([1, 70], [2, 9], 3, 1, 64), ([31, 32], [5, 4], 1, 7, 131),
@@ -84,9 +84,9 @@ def test_values_against_fp64(case, window):
 
 
 def test_large_scores_leave_one_token():
-    """Check that scores in the thousands do not overflow.
+    """Check that attention scores in the thousands do not overflow.
 
-    The softmax then gives all the weight to one token.
+    The softmax of such scores gives all the weight to one token.
     """
     rollout = Rollout([20], [2], 1, 2, 32, most=2)
     for time in range(2):

@@ -258,7 +258,7 @@ DERIVATIVES = {
 
 
 def pairs_of_layers():
-    """Return a pair for each fast layer: the layer, and a torch layer with the same results."""
+    """Return a pair for each fast layer: the fast layer, and the same layer computed by torch."""
     k = draw(1, 1, 24, 8, seed=3)
     cos, sin = draw(1, 24, 8, seed=4), draw(1, 24, 8, seed=5)
     linear_layer, norm = nn.Linear(8, 8), TinyRMSNorm(8)

@@ -20,9 +20,9 @@ pytestmark = [NEEDS_KERNELS, pytest.mark.usefixtures("calls")]
 
 
 def test_a_model_keeps_its_names_and_its_gradients(calls):
-    """Check that state dict, copies, hooks and checkpointing work after the replacement.
+    """Check that the state dict, copies, hooks and checkpointing still work with fast layers.
 
-    A subclass of Linear must not be replaced.
+    A subclass of Linear must keep its forward.
     """
 
     class Other(nn.Linear):
@@ -78,7 +78,7 @@ def test_norms_of_another_formula_keep_their_own():
 def test_families(family, fast):
     """Check that a model with fast layers has the logits and gradients of an unchanged copy.
 
-    Exactly the classes in `fast` must be replaced.
+    Only the classes in `fast` may get a fast layer.
     """
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=0)
@@ -132,7 +132,7 @@ def test_a_verdict_belongs_to_settings_and_not_to_a_class():
 
 
 class DetachedRMSNorm(TinyRMSNorm):
-    """RMSNorm with equal values but different gradients. It must not be replaced."""
+    """RMSNorm with the usual outputs but different gradients. It must not be replaced."""
 
     def forward(self, x):
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)

@@ -40,8 +40,8 @@ from tests.mutation.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
-# These modules take seconds to import. A process imports them once and then forks for every run of
-# pytest, so that each run starts quickly.
+# These modules take seconds to import. One process imports them, and forks for every run of pytest,
+# so that each run starts quickly.
 PRELOADED = "pytest hypothesis torch torch._dynamo numpy pydantic transformers".split()
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
@@ -91,7 +91,7 @@ def environment(engine: str, cache: Path) -> dict[str, str]:
 
 
 class Copy:
-    """Copy of the repository in which one bug at a time is planted and tested."""
+    """A copy of the repository, in which one bug at a time is planted and tested."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,8 +108,8 @@ class Copy:
     def write(self, file: str, text: str) -> None:
         """Write a file, and give it a modification time that no earlier write has.
 
-        Python compares only size and time in seconds to detect an outdated .pyc file. Without
-        distinct times, it could use the .pyc file of an earlier bug.
+        Python compares only the size and the time in seconds to detect an outdated .pyc file. If
+        two writes had the same time, Python could run the .pyc file of an earlier bug.
         """
         path = self.folder / file
         path.write_text(text)
@@ -126,8 +126,8 @@ class Copy:
         handle = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        # Import the tests and the package from the copy instead of the original repository, in this
-        # process and in its children.
+        # In this process and its children, import the tests and the package from the copy instead
+        # of the original repository.
         os.chdir(self.folder)
         folders = [str(self.folder), str(self.folder / "tests")]
         sys.path[:] = folders + [path for path in sys.path if path not in ("", str(ROOT))]
@@ -300,8 +300,9 @@ def main() -> int:
           f"{outcomes.count('SURVIVED')} survived, {errors} errors")  # fmt: skip
     if errors:
         return 2
-    # Surviving generated bugs do not change the exit status, because some of them do not change any
-    # result. An example is x <= y instead of x < y if x never equals y. A person must judge them.
+    # Generated bugs that survive do not change the exit status, because some of them cannot change
+    # any result. For example, x <= y and x < y are equivalent if x never equals y. A person must
+    # judge them.
     return 0 if chosen.library or share >= REQUIRED_SHARE else 1
 
 

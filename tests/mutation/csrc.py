@@ -1,4 +1,7 @@
-"""Bugs that are planted in the C++ kernels. The kernels are rebuilt for each bug."""
+"""Bugs that are planted in the C++ kernels. The kernels are compiled again for each bug.
+
+Faults that any test of values detects, such as a wrong sign or a lost bias, are not planted.
+"""
 
 # Each bug has a name, a suite of suites.SUITES, the fault, the original text and its replacement.
 PLANTS = {

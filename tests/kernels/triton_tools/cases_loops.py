@@ -1,6 +1,6 @@
-"""Interpreter cases for variants of the loop of `slice_kernel` that may replace it.
+"""Interpreter cases of variants of the loop in `slice_kernel`, which may replace it one day.
 
-A variant must give the same bits as the shipped kernel.
+A variant must give the same bits as the loop of the package.
 """
 
 from __future__ import annotations

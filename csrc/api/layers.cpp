@@ -1,8 +1,10 @@
 // Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
-//
 // Each operator reads and writes its tensors once. rows/layers.h has the formulas.
-// Layout: inputs are rows with any row stride. Outputs are contiguous. Rows are fp32, except that
-// SwiGLU, the output of RMSNorm and its gradient may be bf16.
+//
+// Layout: inputs are rows with any row stride, and outputs are contiguous. All tensors are fp32,
+// except that the tensors of SwiGLU, the output of RMSNorm and the gradient of this output may be
+// bf16.
+//
 // Parallel: threads compute different rows. dw of RMSNorm is summed in at most kBlocks blocks of
 // rows.
 #include <torch/csrc/stable/library.h>
@@ -17,12 +19,11 @@
 namespace grpo_fast {
 namespace {
 
-// Maximum number of partial sums of dw. It does not depend on the number of threads, so that the
-// bits of dw do not depend on it either.
+// Maximum number of partial sums of dw. It does not depend on the number of threads, so the bits of
+// dw do not depend on it either.
 constexpr int64_t kBlocks = 64;
 
-// Checks that x is a matrix with elements of type T. Returns a view of x, which consists of a
-// pointer to the first row and the distance between two rows.
+// Checks that x is a matrix with elements of type T, and returns a view of x.
 template <class T = float>
 Matrix<const T> rows_of(const Tensor& x, const char* name) {
   check_matrix(x, name);
@@ -30,7 +31,7 @@ Matrix<const T> rows_of(const Tensor& x, const char* name) {
   return {data<const T>(x), x.stride(0)};
 }
 
-// Checks that x is a matrix of T with this shape, and returns its rows.
+// Checks that x is a (rows, columns) matrix with elements of type T, and returns a view of x.
 template <class T = float>
 Matrix<const T> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
   const Matrix<const T> numbers = rows_of<T>(x, name);
@@ -38,8 +39,8 @@ Matrix<const T> like(const Tensor& x, const char* name, int64_t rows, int64_t co
   return numbers;
 }
 
-// Computes RMSNorm of x (T, H) with weight (H,). Returns y (T, H), in bf16 if `narrow` is set, and
-// the factor r of each row, (T,), which the backward pass needs.
+// Returns y (T, H), the RMSNorm of x (T, H) with weight (H,), and the factor r of each row, (T,),
+// which the backward pass needs. With `narrow`, y is bf16.
 std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps, bool narrow) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> from = rows_of(x, "x");
@@ -132,8 +133,9 @@ Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cos
   return y;
 }
 
-// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). If `inverse`
-// is set, q and k are upstream gradients, and the results are the gradients of the inputs.
+// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). With
+// `inverse`, q and k are the gradients of rotated tensors, and the results are the gradients of the
+// original tensors.
 std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) {
   const int64_t rows = cos.size(0), width = cos.size(1);
   STD_TORCH_CHECK(width % 2 == 0, "cos: expected an even number of columns, got ", width);

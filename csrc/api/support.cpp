@@ -1,13 +1,15 @@
-// LM head restricted to token sets. The operators compute logits, statistics and slopes from hidden
-// states, and dH and dW from the gradient of the logits.
-//
+// Operators of the LM head restricted to token sets. They compute logits, statistics and slopes
+// from hidden states, and dH and dW from the gradient of the logits.
 // grpo_fast/kernels/support_reference.py documents the results.
-// Layout: the sets of all R rows are concatenated in ids (nnz,). offsets (R + 1,) holds their
-// bounds.
-// Rounding: terms are summed in fp32. The lanes of a dot product are added in fp64. A 16-bit dW is
-// rounded once.
-// Parallel: logits and dH are divided by rows, and dW by blocks of vocabulary rows, so that no two
-// threads write to the same row.
+//
+// Layout: the sets of all R rows are stored one after another in ids (nnz,). offsets (R + 1,)
+// contains their bounds.
+//
+// Rounding: terms are summed in fp32, but the lanes of a dot product are added in fp64. A 16-bit dW
+// is rounded once.
+//
+// Parallel: threads compute the logits and dH of different rows, and different blocks of rows of
+// dW, so that no two threads write to the same row.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -70,16 +72,16 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
-// Returns the position of each target in its set, (R,), or -1 for a target outside the set. The
-// second result (0-d) is an id that occurs twice in a set, or -1.
+// Returns the position of each target in its set, (R,), or -1 if the set does not contain the
+// target. The second result, 0-d, is an id that occurs twice in a set, or -1 if no id does.
 std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
                                           int64_t vocabulary) {
   const SupportSets sets(ids, offsets, vocabulary);
   const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
   const Tensor places = empty(ids, sets.rows, ScalarType::Long);
   const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
-  // last[id] is the last row that contained `id`. If it is the current row, the id occurs twice in
-  // the row's set.
+  // last[id] is the last row whose set contained `id`. If this is the current row, its set contains
+  // the id twice.
   std::vector<int64_t> last(vocabulary, -1);
   int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
   *repeated = -1;
@@ -95,14 +97,14 @@ std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor tar
   return {places, twice};
 }
 
-// The LM head, restricted to the ids of one row's set.
+// The LM head, restricted to the token sets of the rows.
 template <class T>
 struct Head {
   Gathered<T> weight;
   const float* bias;  // (V,), or null
   const SupportSets& sets;
 
-  // Writes the logits x . weight[id] + bias[id] of one row to its part of `to` (nnz,).
+  // Writes the logits x . weight[id] + bias[id] of one row's set to the row's range of `to` (nnz,).
   void logits(const T* x, int64_t row, float* to) const {
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
       const int64_t id = sets.ids[i];
@@ -111,8 +113,8 @@ struct Head {
     }
   }
 
-  // Computes dH of one row, the sum of d[i] * weight[ids[i]] over the row's set, and writes it to
-  // `to` (H,). d (nnz,) is the gradient of the logits. Terms with d = 0 are skipped, even if the
+  // Writes dH of one row to `to` (H,). It is the sum of d[i] * weight[ids[i]] over the row's set,
+  // where d (nnz,) is the gradient of the logits. Terms with d[i] = 0 are skipped, even if the
   // weight is NaN.
   void hidden(const float* d, int64_t row, float* to) const {
     std::memset(to, 0, weight.columns * sizeof(float));
@@ -123,9 +125,9 @@ struct Head {
   }
 };
 
-// Type of the results: raw logits (nnz,), lse, logps, entropy and slopes, all in fp32. entropy is
-// (0,) unless requested. Row r of slopes (R, H) is the derivative of logps[r] with respect to its
-// row of hidden. slopes is (0, H) unless requested.
+// The results of support_rows in fp32: raw logits (nnz,), lse, logps, entropy and slopes. entropy
+// is (0,) unless it is requested. Row r of slopes (R, H) is the derivative of logps[r] with respect
+// to the hidden state of the row. slopes is (0, H) unless it is requested.
 using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
@@ -168,8 +170,8 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   return {raw, lse, logps, entropy, slopes};
 }
 
-// Returns dH, (R, H) fp32: for each row, the sum of d[i] * weight[ids[i]] over the row's set. d
-// (nnz,) is the gradient of the logits.
+// Returns dH, (R, H) fp32. Each row is the sum of d[i] * weight[ids[i]] over the set of the row,
+// where d (nnz,) is the gradient of the logits.
 Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   check_rows(weight, "weight");
   const SupportSets sets(ids, offsets, weight.size(0));
@@ -186,8 +188,8 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
 }
 
 // The terms of the weight gradient dW, grouped by token id. Row `id` of dW is the sum of
-// terms[starts[id]] to terms[starts[id + 1] - 1]. Each of these terms comes from a token set that
-// contains the id. The terms of one id are in the order of these sets.
+// terms[starts[id]] to terms[starts[id + 1] - 1]. Each term belongs to a set that contains the id.
+// The terms of an id are in the order of the sets.
 struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;
@@ -204,9 +206,9 @@ struct ById {
   }
 };
 
-// Computes dW (V, H). Row `id` is the sum of d * hidden[index[row]] over all rows whose set
-// contains the id. d (nnz,) is the gradient of the logits. The result is stored in `out`, or added
-// to it.
+// Computes dW (V, H), and stores it in `out` or adds it to `out`. Row `id` of dW is the sum of d[i]
+// * hidden[index[row]] over all rows whose set contains the id, where d (nnz,) is the gradient of
+// the logits.
 void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
                      std::optional<Tensor> index, Tensor out, bool add) {
   check_rows(hidden, "hidden"), check_rows(out, "out");
@@ -225,8 +227,7 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // If an id has no terms, write zeros to its row of dW. With `add`, leave the row
-          // unchanged.
+          // If no set contains the id, its row of dW is 0. With `add`, `out` then stays unchanged.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

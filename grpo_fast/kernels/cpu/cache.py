@@ -1,7 +1,8 @@
-"""Cache folder for compiled C++ libraries, with checks of its owner and of its files.
+"""Cache folder of the compiled C++ libraries, with checks of its owner and of its files.
 
-A library's file name ends in the sha256 of its content, which is checked before the library is
-loaded. Loading a file that a crash or a full disk has truncated would kill the process with SIGBUS.
+The file name of a library ends with the sha256 of its content. The hash is checked before the
+library is loaded, because loading a truncated file (after a crash or on a full disk) would kill the
+process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
         target = folder / _name(output, stem)
         # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged libraries only now that the new library exists. If the build had failed, they
-    # would still be there.
+    # Remove damaged libraries after the build, so that a build that fails removes nothing.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
 """Fast CPU layers of a model, with first-order reverse-mode gradients.
 
-Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++ and read
-and write each tensor once in forward and once in backward. transformers makes 5 to 12 passes.
+Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++. They
+read and write each tensor once in the forward and once in the backward pass. The same layers of
+transformers make 5 to 12 passes over their tensors.
 
-Under autocast to bf16, linear layers multiply in bf16 and sum the gradient of the fp32 weight in
-fp32. Norms and SwiGLU compute in fp32 and round their result to bf16 once.
+Under autocast to bf16, linear layers multiply in bf16, but sum the gradient of the fp32 weight in
+fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.cpu.autocast import BF16, in_bf16, narrow_copy
 from grpo_fast.kernels.types import Context, contiguous_rows
 
-# With fewer rows, packing the weight takes longer than the faster product saves.
+# Minimum number of rows for the csrc product. With fewer rows, packing the weight takes longer than
+# the faster product saves.
 LEAST_ROWS = 24
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 
@@ -27,9 +29,9 @@ PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subcl
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
 
-    If `in_bf16` is true, the csrc product is used for all sizes. Torch's bf16 product would cache
-    compiled kernels for each number of rows that occurs. For a model of 135M parameters, this
-    takes about 6 MiB for each number.
+    If `in_bf16` is true, the csrc product is used for any number of rows. Torch's bf16 product
+    would cache a compiled kernel for each number of rows that occurs. In a model of 135M
+    parameters, each of these numbers takes about 6 MiB.
 
     Args:
         x: (…, K).
@@ -41,8 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if in_bf16() and is_plain(weight) and (is_plain(x) or is_plain(x, dtype=BF16)):
         return _Linear16.apply(x, weight, bias)
-    # Check the cheapest conditions first, because in a rollout a product takes only tens of
-    # microseconds.
+    # Check the cheapest conditions first. In a rollout, a product takes only tens of microseconds.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
@@ -51,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not route.uses_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
-    # Without gradients, skip the overhead of an autograd Function.
+    # If no gradient is needed, skip the overhead of an autograd Function.
     needs_grad = _needs_grad(x, weight) or (bias is not None and _needs_grad(bias))
     return (_Linear.apply if needs_grad else _product)(x, weight, bias)
 
@@ -59,8 +60,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight · x / √(mean(x²) + eps) over the last dimension.
 
-    The tensors must satisfy `is_plain`. Under autocast to bf16, the result is bf16, to which the
-    next linear layers would convert it anyway.
+    The tensors must satisfy `is_plain`. Under autocast to bf16, the result is bf16, because the
+    next linear layers would convert it to bf16 anyway.
 
     Args:
         x: (…, H).
@@ -135,7 +136,7 @@ def _in_transform() -> bool:
 
     The C++ operators would ignore the batch dimension and the tangents.
     """
-    # `torch.func` wraps tensors, and custom operators do not see the wrappers.
+    # `torch.func` wraps tensors, but a custom operator does not see the wrappers.
     in_func: bool = torch._C._are_functorch_transforms_active()
     return in_func or forward_ad._current_level >= 0
 
@@ -181,8 +182,8 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    # Move the token axis before the head axis, because the kernel requires that the heads of a
-    # token are adjacent. Models compute q and k in this layout, so usually nothing is copied.
+    # The kernel requires that the heads of a token are adjacent, so move the token axis to the
+    # front. Models compute q and k in this layout, so usually nothing is copied.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
@@ -214,9 +215,9 @@ class _Linear(torch.autograd.Function):
 
 
 class _Linear16(_Linear):
-    """Linear layer in bf16 with fp32 weights. The gradients of weight and bias are summed in fp32.
+    """Linear layer that multiplies in bf16 with fp32 weights.
 
-    Only the forward pass differs from `_Linear`.
+    The gradients of weight and bias are summed in fp32. Only the forward differs from `_Linear`.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Pass that computes log-probabilities over token sets, but entropies over the full vocabulary."""
+"""Passes that compute log-probabilities over token sets, but entropies over the full vocabulary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_fast.objective.config import LossConfig
 
 
 class FullEntropySweep:
-    """Two passes over the same rows: the first computes logps, and the second computes entropies.
+    """Two passes over the same rows: one computes logps, and the other computes entropies.
 
-    Args:
-        supported: the pass over the token sets, which must not overwrite logits of the caller.
-        full: the pass over the full vocabulary, which may overwrite logits of the caller.
+    Args: supported: the pass that computes logps over the token sets. It must not overwrite logits
+    of the caller. full: the pass that computes entropies over the full vocabulary. It may overwrite
+    logits of the caller.
     """
 
     has_entropy_gradient = True
@@ -47,7 +47,7 @@ class FullEntropySweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy with both passes, and add them."""
+        """Compute the gradients of Σ g·logp in one pass and of Σ g_entropy·entropy in the other."""
         gradients: tuple[Tensor, ...] = self.supported.gradients(
             g, None, (*known[:2], None), wanted
         )
@@ -58,6 +58,6 @@ class FullEntropySweep:
         more: tuple[Tensor, ...] = self.full.gradients(
             torch.zeros_like(g), g_entropy, self.cached, wanted
         )
-        # Add the gradients of both passes. Skip a gradient that was not requested, which is an
-        # empty tensor in both passes.
+        # Add the gradients of both passes. If a gradient was not requested, it is empty in both
+        # passes.
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

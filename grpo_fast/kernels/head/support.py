@@ -35,12 +35,11 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, wor
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Estimated time of a gathered logit, divided by the time of a logit in a dense product. We measured
-# it on one core of an Intel Xeon (fp32, H = 896): 11 to 18 if there are few distinct ids, and 28 to
-# 33 if each weight row is read from memory.
+# Time of a gathered logit, divided by the time of a logit in a dense product. On one core of an
+# Intel Xeon (fp32, H = 896), we measured 11 to 18 if there are few distinct ids, and 28 to 33 if
+# each weight row is read from memory.
 GATHERED_COST = 32
-# The same ratio for a GPU. It is an estimate from L2 bandwidth and tensor-core flops, not a
-# measurement.
+# The same ratio for a GPU, estimated from L2 bandwidth and tensor-core flops.
 GATHERED_COST_GPU = 128
 
 
@@ -80,7 +79,7 @@ def supported_head(
     """Return the cheaper head for these token sets, `GatheredHead` or `DenseHead`."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    # Use the dense product if its R·V logits take less time than the gathered logits, one for each
+    # Use the dense product if computing all R·V logits takes less time than gathering one logit per
     # id.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
@@ -90,12 +89,9 @@ def supported_head(
 class SupportSweep:
     """Pass over all active rows, which merges the results of rows with and without a token set.
 
-    Args:
-        source: computes the logits of the token sets, and gradients from their d-logits.
-        rows: all active rows.
-        route: the selected kernels.
-        dense: the pass over rows without a token set, or None.
-        entropy_gradient: whether the coefficients will include dL/dentropy.
+    Args: source: computes the logits of the token sets, and the gradients from their d-logits.
+    rows: all active rows. route: the selected kernels. dense: the pass over rows without a token
+    set, or None. entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
     filtered = None
@@ -130,8 +126,8 @@ class SupportSweep:
 
         With `keep`, the logits are cached for `gradients`.
         """
-        # Compute slopes, so that the backward pass need not read the weight rows again. With an
-        # entropy gradient, it must read them anyway, so do not compute slopes.
+        # With slopes, the backward pass need not read the weight rows again. With an entropy
+        # gradient, it must read them anyway.
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -236,8 +232,7 @@ class DenseHead(GatheredHead):
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Start from the gradients of the rows without a set. Those of the rows with a set are
-            # added below.
+            # Start from the gradients of the rows without a set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
@@ -250,11 +245,8 @@ class DenseHead(GatheredHead):
 class GivenLogits:
     """Source of the logits of rows with a token set: a matrix that the caller provides.
 
-    Args:
-        logits: (N, V), rows contiguous.
-        out: (N, V) destination of the d-logits, which may be `logits`; None: allocate.
-        rows: all active rows.
-        route: the selected kernels.
+    Args: logits: (N, V), rows contiguous. out: (N, V) destination of the d-logits, which may be
+    `logits`; None: allocate. rows: all active rows. route: the selected kernels.
     """
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:

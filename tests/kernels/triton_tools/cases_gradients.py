@@ -255,7 +255,6 @@ def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
         with monkeypatch.context() as patch:
             # Use a budget that is just large enough for a single chunk, and one that is a byte too
             # small.
-            patch.setattr(loop, "padded", loop.padded)
             taken = chunks_of(patch, bytes_needed - spared - missing)
             results.append(gradients_of(hidden, weight, ids, advantages))
             assert taken[0] == chunks

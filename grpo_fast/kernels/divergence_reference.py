@@ -25,8 +25,8 @@ BLOCK_GPU = 1 << 24
 
 
 def row_divergence_(
-    logits: Tensor,  # (C, V) the student's, raw
-    teacher: Tensor,  # (C, V) raw
+    logits: Tensor,  # (C, V) raw logits of the student
+    teacher: Tensor,  # (C, V) raw logits of the teacher
     weights: Tensor,  # (C,)
     divergence: Divergence,
     transform: LogitTransform,
@@ -34,7 +34,7 @@ def row_divergence_(
     *,
     out: Tensor | None = None,  # (C, V), which may be `teacher`
     known: DivergenceRows | None = None,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> DivergenceRows:
     """Compute the divergence D of every row and, if `out` is given, the gradient of Σ weights·D.
 
@@ -85,7 +85,7 @@ def row_divergence_(
 
 
 def row_topk_divergence_(
-    logits: Tensor,  # (C, V) raw
+    logits: Tensor,  # (C, V) raw logits of the student
     teacher: TeacherTopK,  # of C rows
     weights: Tensor,  # (C,)
     divergence: Divergence,
@@ -122,7 +122,7 @@ def row_topk_divergence_(
         # probability of their ids is part of the tail.
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
-        rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
+        rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf in columns of the teacher's ids
         # 2. Append the log-probability of the tail as one more category, for student and teacher.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]

@@ -45,7 +45,7 @@ def row_logps(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> RowStats:
     """Compute the lse, the target's log-probability and the entropy of every row.
 
@@ -138,7 +138,7 @@ def row_grad_(
     transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
-    offsets: Tensor | None = None,  # as in `row_logps`, in place
+    offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
     """Write the gradient with respect to the raw logits to `out`, or in place.
 

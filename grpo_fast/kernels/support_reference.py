@@ -43,7 +43,7 @@ def target_places(
 
 def head_rows(
     hidden: Tensor,  # (N, H)
-    index: Tensor | None,  # (R,) int64: the row of `hidden` of each row; None: in order
+    index: Tensor | None,  # (R,) int64 row of `hidden` for each set; None: row r
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,

@@ -134,8 +134,8 @@ class AddedRows(NamedTuple):
 
     coefficients: Tensor  # (T,) fp32
     values: Tensor  # (R, N)
-    ids: Tensor | None = None  # (T,) int64, None: t
-    rows: Tensor | None = None  # (T,) int64, None: t
+    ids: Tensor | None = None  # (T,) int64; None: ids[t] = t
+    rows: Tensor | None = None  # (T,) int64; None: rows[t] = t
 
     def terms(self) -> Tensor:
         """Return the (T, N) fp32 scaled rows, one for each coefficient."""
@@ -211,7 +211,7 @@ class Coefficients(NamedTuple):
     by_row: Tensor  # (padded C,) fp32
     by_target: Tensor  # (padded C,) fp32
     target_ids: Tensor  # (C,)
-    rounding_errors: Dominant | None = None  # of dominant elements in 16 bits
+    rounding_errors: Dominant | None = None  # errors of the dominant 16-bit exponentials
 
     def select(self, rows: Tensor) -> Coefficients:
         """Return the given rows, padded with zeros to a multiple of ROW_MULTIPLE."""

@@ -115,7 +115,7 @@ class LayerWeights(NamedTuple):
     gate_up: Tensor
     down: Tensor
     heads: int
-    inner: int  # number of columns of gate, which up has, too
+    inner: int  # number of columns of gate and of up
     eps: float  # epsilon of all norms
     tiles: bool = False  # True multiplies bf16 weights with AMX
 

@@ -32,7 +32,7 @@ def row_logps(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> RowStats:
     """Compute lse, logps and entropies of logits in C++, like `reference.row_logps`.
 

@@ -82,7 +82,7 @@ def architecture(device: torch.device) -> str:
 def _architecture(index: int) -> str:
     from triton.runtime import driver
 
-    with torch.cuda.device(index):  # Triton reports the current device; -1 keeps it
+    with torch.cuda.device(index):  # Triton reports the current device
         target = driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 

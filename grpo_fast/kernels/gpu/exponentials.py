@@ -54,7 +54,7 @@ def target_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
-    depth = tl.where(inside, H, 0)  # an invalid id reads nothing
+    depth = tl.where(inside, H, 0)  # load nothing for an invalid id
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)

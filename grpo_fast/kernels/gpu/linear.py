@@ -237,8 +237,8 @@ def slice_count(p: HeadInputs) -> int:
 
 def sweep(
     p: HeadInputs,
-    partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
-    out: Tensor | None = None,  # (T, V): raw logits, or with `raw_target` exponentials
+    partial: Tensor | None,  # (3, S, T) or (4, S, T)
+    out: Tensor | None = None,  # (T, V)
     raw_target: Tensor | None = None,  # (T,)
     lse: Tensor | None = None,  # (T,)
     *,

@@ -221,7 +221,7 @@ def row_logps(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> RowStats:
     """Compute lse, logps and entropies of logits in Triton, like `reference.row_logps`.
 
@@ -249,7 +249,7 @@ def row_grad_(
     transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
-    offsets: Tensor | None = None,  # as in `row_logps`, in place
+    offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:
     """Write the gradient with respect to the logits in Triton, like `reference.row_grad_`.
 

@@ -190,7 +190,7 @@ def sums_kernel(
 
 def head_rows(
     hidden: Tensor,  # (N, H) fp32, bf16 or fp16
-    index: Tensor | None,  # (R,) int64: the row of `hidden` of each row; None: in order
+    index: Tensor | None,  # (R,) int64 row of `hidden` for each set; None: row r
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
@@ -259,7 +259,7 @@ def head_weight(
 
 def _sums(
     factors: Tensor,  # (nnz,) fp32
-    index: Tensor,  # (nnz,) int64: rows of matrix
+    index: Tensor,  # (nnz,) int64
     offsets: Tensor,  # (S+1,) int64
     matrix: Tensor,  # (N, H)
     out: Tensor,  # (S, H), rows contiguous

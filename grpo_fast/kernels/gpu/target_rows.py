@@ -134,13 +134,13 @@ def column_product_kernel(
 
 
 def add_targets_(
-    d_weight: Tensor,  # (V, H): matrixᵀ·scaled
-    ids: Tensor,  # (C,) the target ids in ascending order
-    order: Tensor,  # (C,) the row of each target id, ascending where ids are equal
+    d_weight: Tensor,  # (V, H)
+    ids: Tensor,  # (C,)
+    order: Tensor,  # (C,)
     by_target: Tensor,  # (C,) fp32
     hidden: Tensor,  # (C, H)
-    matrix: Tensor,  # (padded C, V) exponentials
-    scaled: Tensor,  # (padded C, H), contiguous
+    matrix: Tensor,  # (padded C, V)
+    scaled: Tensor,  # (padded C, H)
 ) -> None:
     """Add by_target[t]·hidden[t] to the row of d_weight that belongs to the target of row t.
 

@@ -34,8 +34,8 @@ class Filtered(NamedTuple):
 
     dropped: Tensor  # 0-d fp64, the skipped mass
     total: Tensor  # 0-d fp64, the mass of all columns
-    columns: int  # number of elements in the remaining columns, rows · remaining columns
-    elements: int  # number of all elements, rows · columns
+    columns: int  # number of elements in the kept columns
+    elements: int  # number of all elements
 
 
 def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:

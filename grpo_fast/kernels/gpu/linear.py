@@ -298,6 +298,15 @@ def sweep(
     )  # fmt: skip
 
 
+def join(p: HeadInputs, partial: Tensor, stats: RowStats) -> None:
+    """Compute the statistics of every row from the partial sums of its slices."""
+    _, slices, rows = partial.shape
+    launch(
+        join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows, p.weight.shape[0],
+        slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
+    )  # fmt: skip
+
+
 def statistics(
     p: HeadInputs,
     *,
@@ -311,14 +320,10 @@ def statistics(
     """
     rows, stats = p.hidden.shape[0], outputs(p.hidden, return_entropy)
     if rows:
-        slices = slice_count(p)
-        sums = (4 if return_entropy else 3, slices, rows)
+        sums = (4 if return_entropy else 3, slice_count(p), rows)
         partial = torch.empty(sums, dtype=torch.float32, device=p.hidden.device)
         sweep(p, partial, out, raw_target)
-        launch(
-            join_kernel, triton.cdiv(rows, 32), partial, p.target_ids, *stats, rows,
-            p.weight.shape[0], slices, BLOCK_T=32, BLOCK_S=32, num_warps=4,
-        )  # fmt: skip
+        join(p, partial, stats)
     return stats
 
 

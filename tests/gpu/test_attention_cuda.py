@@ -76,6 +76,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 def spans_of(cu_q, cu_k, causal):
     """Convert the arguments of an attention package to the `Spans` of our explicit kernel.
+
     Also check that every span has keys, because the packages do not support queries without keys.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
@@ -84,6 +85,7 @@ def spans_of(cu_q, cu_k, causal):
 
 def rule_of(spans, scale, left, right, softcap):
     """Convert the arguments of an attention package to `AttentionParams`.
+
     `left` and `right` are the numbers of visible tokens before and after a query. None and -1 mean
     no limit.
     """

@@ -1,15 +1,17 @@
-// Operators attention and attention_backward, which compute packed variable-length attention in
-// fp32.
+// Operators attention and attention_backward: packed variable-length attention in fp32.
 //
 // A span is a range of consecutive tokens. The queries of span n attend to the keys of span n.
 // grpo_fast/attention/kernels/explicit.py has the formulas.
 //
-// Layout: q, k and v are (T, heads, D) with any row stride and head stride. A group of `repeats`
-// query heads shares one key-value head, and the kernels process them as additional rows of the
-// same span. Keys are repacked into tiles (products.h), so that the lanes of a vector are tokens.
-// Rounding: all sums are fp32. Their order depends only on the span.
-// Parallel: a forward task computes a block of kForwardRows rows of one span and head. A backward
-// task computes a full span in one head, because only one thread may add to its dK and dV.
+// Layout: q, k and v are (T, heads, D) with any row stride and head stride. `repeats` query heads
+// share one key-value head. The kernels treat their queries as additional rows of the same span.
+// Keys are repacked into tiles (products.h), so that each lane of a vector belongs to one token.
+//
+// Rounding: all sums are fp32, in an order that depends only on the span.
+//
+// Parallel: a task of the forward pass computes kForwardRows rows of one span and head. A task of
+// the backward pass computes a full span in one head, because only one thread may add to its dK and
+// dV.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -25,7 +27,8 @@ namespace grpo_fast {
 namespace {
 
 // Number of query rows in a task of the forward pass, and numbers of query rows and of keys in a
-// block of the backward pass. With these sizes, the scores of a block stay in cache.
+// block of the backward pass. With these sizes, the attention scores of a task or block stay in
+// cache.
 constexpr int64_t kForwardRows = 128;
 constexpr int64_t kBackwardRows = 32;
 constexpr int64_t kBackwardKeys = 128;
@@ -50,8 +53,8 @@ struct Problem {
   float scale;
 };
 
-// One span in one key-value head. A row is one query in one of the `repeats` query heads that use
-// this key-value head. Rows are ordered by query.
+// One span in one key-value head. A row is a pair of a query and one of the `repeats` query heads
+// that use this key-value head. The rows are ordered by query.
 struct Span {
   int64_t first_q, first_k, queries, keys, head, repeats;
   bool causal;
@@ -61,12 +64,12 @@ struct Span {
         keys(p.starts_k[n + 1] - first_k), head(head_), repeats(p.repeats), causal(p.causal) {}
 
   int64_t rows() const { return queries * repeats; }
-  // Returns the number of keys that a row attends to. A causal span has as many keys as queries.
+  // Returns the number of keys to which a row attends. A causal span has as many keys as queries.
   int64_t seen(int64_t row) const { return causal ? row / repeats + 1 : keys; }
   // Returns the first row that attends to a key.
   int64_t first_row(int64_t key) const { return causal ? key * repeats : 0; }
 
-  // Calls body(row of the span, token, query head) for each row in [begin, end).
+  // For each row in [begin, end), calls body(row, token of the query, query head).
   template <class Body>
   void each(int64_t begin, int64_t end, const Body& body) const {
     int64_t query = begin / repeats, repeat = begin % repeats;
@@ -85,7 +88,7 @@ struct Span {
   }
 };
 
-// View of an (H, T) tensor with one number per query row.
+// View of an (H, T) tensor with one number for each query head and token.
 struct PerRow {
   float* data;
   int64_t head, row;
@@ -103,26 +106,27 @@ float* scratch(int64_t count) {
   return buffer.data();
 }
 
-// Computes out and lse for the rows [begin, begin + kForwardRows) of one span.
+// Computes outputs and lse of at most kForwardRows rows of one span, from row `begin` on.
 void forward(const Problem& p, const Span& span, int64_t begin, const Packed& q, const Packed& k,
              const Packed& v, const Packed& out, const PerRow& lse) {
   const int64_t end = std::min(span.rows(), begin + kForwardRows), seen = span.seen(end - 1);
-  // 1. Repack the keys that these rows attend to into tiles. Copy the queries, multiplied by
-  // `scale`.
+  // 1. Repack the keys of these rows into tiles, and copy the queries, multiplied by `scale`.
   const int64_t width = round_up_to_tile(seen), rows = end - begin;
   float* tiles = scratch((width + rows) * p.depth + 4 * (width + p.depth));
   float* queries = tiles + width * p.depth;
   const Matrix<float> scores{queries + rows * p.depth, width}, sums{scores.row(4), p.depth};
   write_tiles(k.read(span.first_k, span.head), seen, p.depth, tiles);
   span.gather(q, begin, end, p.depth, p.scale, queries);
-  // 2. Compute scores, softmax and the weighted sum of values, for 4, 2 or 1 rows at a time.
+  // 2. Compute scores, their softmax and the weighted sum of the values, for 4, 2 or 1 rows at a
+  // time.
   by_rows(begin, end, [&](int64_t row, auto count) {
     const int64_t last = span.seen(row + count - 1);
     multiply_tokens<count>({queries + (row - begin) * p.depth, p.depth}, tiles, p.depth, 0, last,
                            scores);
     SoftmaxSums found[4];
     for (int i = 0; i < count; ++i) {
-      // Set a score to -inf if the row does not attend to the token, so that its exponential is 0.
+      // Set the scores of tokens to which the row does not attend to -inf, so that their weight is
+      // 0.
       std::fill(scores.row(i) + span.seen(row + i), scores.row(i) + round_up_to_tile(last),
                 kUnseen);
       found[i] = exponentials(scores.row(i), round_up_to_tile(last));
@@ -150,7 +154,7 @@ struct Wanted {
   Packed dq, dk, dv;
 };
 
-// A block of rows in the backward pass, with its inputs and partial results.
+// A block of rows in the backward pass, with copies of its inputs and its partial results.
 struct Block {
   int64_t begin, rows;
   float *queries, *grads, *sums;  // (rows, D): scaled q, dO, dQ
@@ -158,7 +162,8 @@ struct Block {
   float *weights, *slopes;        // (rows, kBackwardKeys): P and dS
 };
 
-// Loads the rows of a block and computes delta = rowsum(dO * O). The queries are scaled.
+// Copies the inputs of a block of rows, multiplies its queries by `scale`, and computes delta =
+// rowsum(dO * O).
 void read_block(const Problem& p, const Span& span, const Given& from, const Block& to) {
   const int64_t end = to.begin + to.rows;
   span.gather(from.q, to.begin, end, p.depth, p.scale, to.queries);
@@ -172,9 +177,9 @@ void read_block(const Problem& p, const Span& span, const Given& from, const Blo
   });
 }
 
-// Computes the attention weights P = e^(s - lse) of a block from its scores s, for the keys [key,
-// end). Also computes the gradient of the scores, dS = P (dP - delta), where dP is the gradient of
-// the weights.
+// Computes the attention weights P = e^(s - lse) of a block of rows and the keys [key, end), where
+// s are the scores. Also computes the gradient of the scores, dS = P (dP - delta), where dP is the
+// gradient of P.
 void weigh(const Problem& p, const Span& span, const Block& block, const float* k_tiles,
            const float* v_tiles, int64_t key, int64_t end) {
   const int64_t count = end - key;
@@ -185,9 +190,8 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
     multiply_tokens<rows>({block.grads + row, p.depth}, v_tiles + key * p.depth, p.depth, 0,
                           count, {block.slopes + at, kBackwardKeys});
   });
-  // Use a bit mask to clear P and dS for keys that a row does not attend to. For such a key,
-  // s - lse may be large, so the exponential may overflow to inf. A product with 0 would then be
-  // NaN.
+  // Set P and dS to 0, with a bit mask, for keys to which a row does not attend. For such a key, s
+  // - lse may be so large that P overflows to inf. Multiplying P by 0 would then give NaN.
   for (int64_t i = 0; i < block.rows; ++i) {
     const int64_t seen = std::clamp<int64_t>(span.seen(block.begin + i) - key, 0, count);
     float *weights = block.weights + i * kBackwardKeys, *slopes = block.slopes + i * kBackwardKeys;
@@ -200,12 +204,12 @@ void weigh(const Problem& p, const Span& span, const Block& block, const float* 
   }
 }
 
-// Computes dQ, dK and dV of one span in one head. One thread adds the terms of all rows in order,
-// so that the bits of the gradients do not depend on the number of threads.
+// Computes dQ, dK and dV of one span in one head. A single thread adds the terms of all rows in
+// order, so that the bits of the gradients do not depend on the number of threads.
 void backward(const Problem& p, const Span& span, const Given& from, const Wanted& to) {
   const int64_t depth = p.depth, width = round_up_to_tile(span.keys);
   const int64_t scores = kBackwardRows * kBackwardKeys, in_rows = kBackwardRows * depth;
-  // 1. Divide the scratch memory into key tiles, value tiles and the buffers of a block.
+  // 1. Divide the scratch memory into tiles of keys, tiles of values, and the buffers of a block.
   float* k_tiles = scratch(2 * width * depth + 3 * in_rows + 2 * scores + 2 * kBackwardRows);
   float *v_tiles = k_tiles + width * depth, *free = v_tiles + width * depth;
   const auto k = from.k.read(span.first_k, span.head), v = from.v.read(span.first_k, span.head);
@@ -254,20 +258,7 @@ void backward(const Problem& p, const Span& span, const Given& from, const Wante
   }
 }
 
-// Checks span offsets and returns their data. They must be int32 numbers that begin with 0, never
-// decrease and end with `end`.
-const int32_t* checked_starts(const Tensor& x, int64_t count, int64_t end, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 1 && x.scalar_type() == ScalarType::Int &&
-                      x.is_contiguous() && x.size(0) == count && count > 0,
-                  name, ": expected ", count, " int32 numbers on the CPU");
-  const auto* starts = data<int32_t>(x);
-  bool rises = starts[0] == 0 && starts[count - 1] == end;
-  for (int64_t i = 1; i < count; ++i) rises &= starts[i - 1] <= starts[i];
-  STD_TORCH_CHECK(rises, name, ": expected numbers that never fall, from 0 to ", end);
-  return starts;
-}
-
-// Checks all arguments and collects them in a Problem.
+// Checks the arguments of an attention operator, and collects them in a Problem.
 Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_q,
                 const Tensor& cu_k, bool causal, double scale) {
   STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q and k: expected (tokens, heads, D)");
@@ -276,8 +267,10 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
                   " heads, got ", q.size(1));
   check(q, "q", {q.size(0), q.size(1), depth}), check(k, "k", {k.size(0), heads, depth});
   check(v, "v", {k.size(0), heads, depth});
-  const int32_t* starts_q = checked_starts(cu_q, spans, q.size(0), "cu_q");
-  const int32_t* starts_k = checked_starts(cu_k, spans, k.size(0), "cu_k");
+  const int32_t* starts_q = checked_offsets<int32_t>(cu_q, q.size(0), "cu_q");
+  const int32_t* starts_k = checked_offsets<int32_t>(cu_k, k.size(0), "cu_k");
+  STD_TORCH_CHECK(cu_k.size(0) == spans, "cu_k: expected ", spans, " numbers as in cu_q, got ",
+                  cu_k.size(0));
   for (int64_t n = 0; n + 1 < spans; ++n) {
     const int64_t queries = starts_q[n + 1] - starts_q[n], keys = starts_k[n + 1] - starts_k[n];
     STD_TORCH_CHECK(causal ? keys == queries : keys > 0 || queries == 0,
@@ -288,8 +281,7 @@ Problem checked(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
           static_cast<float>(scale)};
 }
 
-// Computes attention. Returns the outputs (Tq, H, D) and the lse of the scores (H, Tq), both in
-// fp32.
+// Returns the attention outputs (Tq, H, D) and the lse of the scores (H, Tq), both in fp32.
 std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k,
                                      bool causal, double scale) {
   const Problem p = checked(q, k, v, cu_q, cu_k, causal, scale);
@@ -314,7 +306,7 @@ std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, 
 }
 
 // Returns the gradients dq, dk and dv. `out` and `lse` are the results of the forward pass. If
-// several forward calls attended to different keys, pass the merged results of all calls.
+// several forward calls computed the attention to different keys, pass their merged results.
 std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v,
                                                       Tensor out, Tensor lse, Tensor cu_q,
                                                       Tensor cu_k, bool causal, double scale) {

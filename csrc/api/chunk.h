@@ -1,4 +1,4 @@
-// Argument checks that all operators on rows share. They return a Chunk (rows/chunk.h).
+// Argument checks of the operators on rows of logits. They return a Chunk (rows/chunk.h).
 #pragma once
 
 #include "api/tensors.h"
@@ -14,7 +14,7 @@ struct LogitTransform {
   std::optional<Tensor> temperatures;  // (C,), overrides `temperature`
 };
 
-// Checks the targets and the logit transform of a (C, V) matrix.
+// Checks the targets and the logit transform of a (rows, columns) matrix of logits.
 inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_ids,
                            const LogitTransform& transform) {
   const auto* ids = checked_vector<int64_t>(target_ids, rows, "target_ids");
@@ -25,22 +25,12 @@ inline Chunk checked_chunk(int64_t rows, int64_t columns, const Tensor& target_i
   return {rows, columns, ids, transform.logit_scale, softcap, transform.temperature, temperatures};
 }
 
-// Checks row offsets (C + 1,) and returns their data. They must begin with 0, never decrease and
-// end with `end`.
-inline const int64_t* checked_offsets(const Tensor& x, int64_t end) {
-  const int64_t count = x.dim() == 1 ? x.size(0) : 0;
-  const int64_t* found = checked_vector<int64_t>(x, count, "offsets");
-  bool rises = count > 0 && found[0] == 0 && found[count - 1] == end;
-  for (int64_t i = 1; i < count; ++i) rises &= found[i - 1] <= found[i];
-  STD_TORCH_CHECK(rises, "offsets: expected numbers that never fall, from 0 to ", end);
-  return found;
-}
-
 // Checks rows of unequal length, which are stored one after another in a vector of `numbers`
-// elements. `places` contains the position of each row's target within the row.
+// logits. `offsets` contains the bounds of the rows, and `places` the position of each target in
+// its row.
 inline Chunk checked_ragged(int64_t numbers, const Tensor& offsets, const Tensor& places,
                             const LogitTransform& transform) {
-  const int64_t* found = checked_offsets(offsets, numbers);
+  const int64_t* found = checked_offsets<int64_t>(offsets, numbers, "offsets");
   Chunk chunk = checked_chunk(offsets.size(0) - 1, numbers, places, transform);
   chunk.offsets = found;
   return chunk;

@@ -1,5 +1,4 @@
-// Operator decode_, which computes attention for one new token of each completion
-// (attention/decode.h).
+// Operator decode_: attention of one new token of each completion (attention/decode.h).
 #include <torch/csrc/stable/library.h>
 
 #include "attention/decode.h"
@@ -7,8 +6,8 @@
 namespace grpo_fast {
 namespace {
 
-// Stores k and v as token `time` of the completions. Returns the attention outputs (B, H, D) in
-// fp32.
+// Stores k and v as token `time` of each completion. Returns the attention outputs of the queries
+// q, (B, H, D) in fp32.
 Tensor decode_(Tensor q, Tensor k, Tensor v, Tensor prompt_k, Tensor prompt_v, Tensor completion_k,
                Tensor completion_v, Tensor lengths, Tensor counts, int64_t time, double scale,
                std::optional<int64_t> window) {

@@ -1,18 +1,19 @@
-// Decoder step of a Llama-like model. decode_layer_ runs one layer for one new token of each of B
-// completions. linear computes the LM head.
+// Operators of the decoding step of a Llama-like model. decode_layer_ applies one layer to one new
+// token of each of B completions. linear computes the LM head.
 //
-//   x += attention(rotary(norm(x) W_qkv + bias)) W_out
-//   x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
+//     x += attention(rotary(norm(x) W_qkv + bias)) W_out
+//     x += (silu(norm(x) W_gate) * norm(x) W_up) W_down
 //
 // Layout: activations are contiguous (B, columns) matrices. Weights are packed into panels once
 // (gemm/pack.h). Packing them in every step would take a third of the time of a product with few
 // rows.
 //
-// Rounding: with fp32 weights, all numbers are fp32. With bf16 weights, numbers are rounded to bf16
-// where autocast rounds them: the operands and results of the products, and the rotated queries and
-// keys. Sums are fp32. The bits of a row do not depend on the batch or on the threads.
+// Rounding: with fp32 weights, all numbers are fp32. With bf16 weights, the same numbers are
+// rounded to bf16 as under autocast: the operands and results of the products, and the rotated
+// queries and keys. Sums are fp32. The bits of a row do not depend on the batch or on the threads.
+//
 // Parallel: if there are enough rows, each thread runs its rows through all steps of the layer
-// without synchronisation. With fewer rows, all threads work on each product together.
+// without waiting for other threads. With fewer rows, all threads work on each product together.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/decode.h"
@@ -22,11 +23,11 @@
 namespace grpo_fast {
 namespace {
 
-// Minimum number of rows per thread for which threads work separately. With fewer rows, a thread
-// would not fill the registers of its micro-kernel.
+// Minimum number of rows per thread with which each thread computes its rows separately. With fewer
+// rows, the sums of a thread would not fill the registers of the matrix product.
 constexpr int64_t kRowsAlone = 16;
 
-// Returns a Problem that describes the product of x (rows, depth) and a transposed weight (width,
+// Returns the Problem of the matrix product x (rows, depth) * weight^T, for a weight (width,
 // depth).
 template <class T>
 Problem<T, T> problem_of(int64_t rows, int64_t width, int64_t depth, const T* x, const T* weight,
@@ -34,7 +35,7 @@ Problem<T, T> problem_of(int64_t rows, int64_t width, int64_t depth, const T* x,
   return {rows, width, depth, {x, depth, false}, {weight, stride, false}};
 }
 
-// Returns the number of elements that a weight (width, depth) has after packing.
+// Returns the number of elements of a packed weight whose shape before packing was (width, depth).
 template <class T>
 int64_t packed_size(int64_t width, int64_t depth) {
   const Problem<T, T> p = problem_of<T>(0, width, depth, nullptr, nullptr, 0);
@@ -74,8 +75,7 @@ struct Packed {
   bool is_fp32, tiles;  // tiles: multiply with torch's AMX product
 
   // Computes x (rows, depth) times the transposed weight. The result is stored in out (rows,
-  // width), or added to it. If the weight is bf16 and `round` is set, the product is first rounded
-  // to bf16.
+  // width), or added to it. With a bf16 weight and `round`, the product is first rounded to bf16.
   void multiply(const float* x, int64_t rows, float* out, bool add, bool round = true) const {
     const auto store = [&](const Block& block, float* sums, int64_t stride) {
       for (int64_t row = 0; !is_fp32 && round && row < block.rows; ++row)
@@ -121,18 +121,18 @@ Tensor linear(Tensor x, Tensor weight, int64_t width, bool tiles) {
   return out;
 }
 
-// One call of decode_layer_: the layer's weights, its inputs and its buffers.
+// One call of decode_layer_, with the weights of the layer, its inputs and its buffers.
 struct Layer {
   Packed qkv, out, gate_up, down;
   const float *norm, *bias, *q_norm, *k_norm, *post_norm;
   float eps;
   const float *cos, *sin;  // (B, D)
   float* x;                // (B, hidden)
-  // Buffers with one row per completion. Threads that work separately use different rows.
+  // Buffers with one row for each completion. Threads that work separately use different rows.
   float *normed, *projected, *found, *both, *gated;
   Attention attention;
 
-  // Applies RMSNorm to `rows` rows, starting at row `first`.
+  // Writes the RMSNorm of the rows of x from `first` on to `normed`.
   void normalise(const float* weight, int64_t first, int64_t rows) const {
     const int64_t hidden = qkv.depth;
     for_each_row(rows, hidden, [&](int64_t i) {
@@ -142,7 +142,8 @@ struct Layer {
     });
   }
 
-  // Adds the qkv bias to row i, applies the optional per-head norms, and rotates queries and keys.
+  // Adds the bias of qkv to row i of `projected`, applies the optional norms to each head, and
+  // rotates queries and keys.
   void add_bias_and_rotate(int64_t i) const {
     const int64_t depth = attention.depth, keys = attention.heads, heads = keys * attention.repeats;
     float* row = projected + i * qkv.width;
@@ -157,8 +158,8 @@ struct Layer {
     if (!qkv.is_fp32) round_to_bf16(row, qkv.width);
   }
 
-  // Runs the layer for the shares [from, to). A share is a group of completions of one prompt,
-  // which one thread handles together (attention/decode.h).
+  // Runs the layer for the shares [from, to). A share is a group of completions of one prompt that
+  // a thread computes together (attention/decode.h).
   void run(int64_t from, int64_t to) const {
     const std::vector<Share>& shares = attention.shares;
     const int64_t first = shares[from].first;
@@ -181,8 +182,8 @@ struct Layer {
     down.multiply(gated + first * inner, rows, x + first * hidden, true);
   }
 
-  // Runs the layer. If there are enough rows for each thread, the threads process different shares.
-  // Otherwise, all threads work on each product together.
+  // Runs the layer for all shares. If there are enough rows for all threads, the threads compute
+  // different shares. Otherwise, they work on each product together.
   void run() const {
     const int64_t shares = static_cast<int64_t>(attention.shares.size());
     const int64_t parts = std::min<int64_t>(shares, torch::stable::get_num_threads());
@@ -194,9 +195,9 @@ struct Layer {
   }
 };
 
-// Applies one decoder layer to x (B, hidden) in place. x must be contiguous. The weight qkv
-// computes queries, keys and values. The weight gate_up computes gate and up, with `inner` columns
-// each. q_norm and k_norm are RMSNorm weights that all heads use. cos and sin are (B, D).
+// Applies one decoder layer to the contiguous x (B, hidden) in place. The weight qkv computes
+// queries, keys and values, and gate_up computes gate and up with `inner` columns each. q_norm and
+// k_norm are weights of an RMSNorm that is applied to each head. cos and sin are (B, D).
 void decode_layer_(Tensor x, Tensor norm, Tensor qkv, std::optional<Tensor> bias,
                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, Tensor out_weight,
                    Tensor post_norm, Tensor gate_up, Tensor down, int64_t heads, int64_t inner,

@@ -1,14 +1,13 @@
-// Operator row_divergence_, which computes divergences between student and teacher rows, and their
-// gradient.
-//
-// grpo_fast/kernels/divergence_reference.py documents the results, and rows/divergence.h the
-// algorithm.
+// Operator row_divergence_: divergences between rows of student and teacher logits, and their
+// gradient. grpo_fast/kernels/divergence_reference.py documents the results, and rows/divergence.h
+// the algorithm.
 //
 // Layout: the logits of student and teacher are (C, V) fp32 with any row stride. With offsets, they
 // are rows of unequal length, stored one after another in (1, nnz).
 //
 // Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64. Outputs
 // are fp64.
+//
 // Parallel: threads compute different rows.
 #include <torch/csrc/stable/library.h>
 
@@ -26,25 +25,15 @@ Chunk chunk_of(const Tensor& logits, const LogitTransform& transform,
   const int64_t rows = offsets ? offsets->size(0) - 1 : logits.size(0);
   Chunk chunk{rows, logits.size(1), nullptr, transform.logit_scale, transform.softcap.value_or(0),
               transform.temperature, checked_vector(transform.temperatures, rows, "temperature")};
-  if (offsets) chunk.offsets = checked_offsets(*offsets, logits.size(1));
+  if (offsets) chunk.offsets = checked_offsets<int64_t>(*offsets, logits.size(1), "offsets");
   return chunk;
 }
 
-// Checks that x is fp32 with the shape of the logits.
+// Checks that x is fp32 and has the shape of the logits.
 void check_like(const Tensor& logits, const Tensor& x, const char* name) {
   check_rows(x, name);
   STD_TORCH_CHECK(is_fp32(x), name, ": expected float32");
-  STD_TORCH_CHECK(x.size(0) == logits.size(0) && x.size(1) == logits.size(1), name,
-                  ": expected (", logits.size(0), ", ", logits.size(1), "), got (", x.size(0), ", ",
-                  x.size(1), ")");
-}
-
-// Returns the data of `count` fp64 numbers, or null for None.
-const double* doubles(const std::optional<Tensor>& x, int64_t count, const char* name) {
-  if (!x) return nullptr;
-  STD_TORCH_CHECK(x->scalar_type() == ScalarType::Double && x->is_contiguous() &&
-                      x->numel() == count, name, ": expected ", count, " float64 numbers");
-  return data<double>(*x);
+  check_shape(x, name, logits.size(0), logits.size(1));
 }
 
 // Returns a view of one row of the student's or the teacher's logits.
@@ -52,7 +41,8 @@ DivergenceSide side(const Chunk& chunk, const Matrix<float>& logits, int64_t row
   return {chunk.start(logits, row), chunk.width(row), chunk.transform(row), chunk.softcap > 0};
 }
 
-// Calls run(kind) with the kind of divergence as a compile-time constant.
+// Calls run(std::integral_constant<int, kind>{}), so that the kind of divergence is a compile-time
+// constant.
 template <class F>
 void with_kind(int64_t kind, const F& run) {
   STD_TORCH_CHECK(kind >= 0 && kind < k_divergence_count, "kind: expected a number below ",
@@ -82,7 +72,7 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
                   "out: expected memory that is not that of the logits");
   const int64_t rows = chunk.rows;
   const float* w = checked_vector<float>(weights, rows, "weights");
-  const double* given = doubles(known, 4 * rows, "known");
+  const double* given = known ? checked_vector<double>(*known, 4 * rows, "known") : nullptr;
   const Tensor found = empty(logits, 4 * rows, ScalarType::Double);
   double* to = data<double>(found);
   const auto x = matrix<float>(logits), y = matrix<float>(teacher);
@@ -91,14 +81,14 @@ Tensor row_divergence_(Tensor logits, Tensor teacher, std::optional<Tensor> out,
     for_each_row(chunk, [&](int64_t row) {
       DivergenceRow<decltype(number)::value> own(side(chunk, x, row), side(other, y, row),
                                                  static_cast<float>(beta));
-      // For a vocabulary shard, use the lse of the full row, which the caller passes. The returned
-      // value is then the sum over the columns of the shard.
+      // If the vocabulary is sharded, use the lse of the full row, which the caller passes. The
+      // value is then the sum over the columns of this shard.
       const double lse = given ? given[2 * rows + row] : own.lse();
       const double teacher_lse = given ? given[3 * rows + row] : own.teacher_lse();
       float* to_row = out ? chunk.start(d, row) : nullptr;
       DivergenceSums sums = own.sums(lse, teacher_lse, to_row);
       if (out && given) sums.center = given[rows + row];
-      // Write zeros if the weight is 0. The row may contain NaN, which a product with 0 would keep.
+      // Write zeros if the weight of the row is 0. The row may contain NaN, and 0 * NaN is NaN.
       if (out && w[row] == 0) write_zeros(to_row, chunk.width(row));
       if (out && w[row] != 0) own.write(to_row, sums.center, w[row]);
       const double each[] = {sums.value, sums.center, lse, teacher_lse};

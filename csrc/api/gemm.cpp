@@ -1,7 +1,7 @@
-// Operator mm_, which computes `out = a·b` or `out += a·b` for torch matrices.
+// Operator mm_: the matrix product out = a * b, or out += a * b.
 //
-// Before the result is rounded once, the epilogue can scale its rows and add scaled rows of another
-// matrix. gemm/multiply.h documents blocking, rounding and parallelism.
+// The product can also be scaled row by row, and scaled rows of another matrix can be added to it.
+// The result is rounded once. gemm/multiply.h documents blocking, rounding and parallelism.
 #include <torch/csrc/stable/library.h>
 
 #include <numeric>
@@ -13,8 +13,8 @@
 namespace grpo_fast {
 namespace {
 
-// Arguments of the product out = diag(out_scales) * a * diag(scales) * b + added. The product is
-// stored in out or added to it, and rounded once.
+// Arguments of the product diag(out_scales) * a * diag(scales) * b + added, which is stored in
+// `out` or added to it.
 struct Product {
   Tensor a, b, out;  // a (M, K), or transposed (K, M); b (K, N), or transposed (N, K)
   bool a_transposed, b_transposed, add;
@@ -45,7 +45,8 @@ void check(const Product& p) {
                   "b: expected contiguous rows if a is a transposed int16 matrix");
 }
 
-// Checks the rows to add, and sorts them by id so that a block finds its rows by binary search.
+// Checks the additional rows, and sorts them by id, so that a block finds its rows by binary
+// search.
 Added checked_added(const std::optional<Tensor>& coefficients, const std::optional<Tensor>& values,
                     const std::optional<Tensor>& ids, const std::optional<Tensor>& rows,
                     const Tensor& out) {
@@ -70,7 +71,7 @@ Added checked_added(const std::optional<Tensor>& coefficients, const std::option
   return added;
 }
 
-// Runs the product with storage types S and T and a micro-kernel.
+// Computes the product with a micro-kernel. `a` is stored as S, and `b` is stored as T.
 template <class S, class T, class Kernel>
 void run(const Product& p) {
   const Operand<S> a{data<S>(p.a), p.a.stride(0), p.a_transposed};
@@ -86,8 +87,8 @@ void run(const Product& p) {
   });
 }
 
-// Computes the product that the struct Product describes. `scales` (K,) requires a transposed a in
-// fp32 or int16. The struct Added documents the arguments added_coefficients, added, added_ids and
+// Computes the product that struct Product describes. `scales` (K,) requires a transposed `a` in
+// fp32 or int16. The struct Added documents added_coefficients, added (its values), added_ids and
 // added_rows.
 void mm_(Tensor a, Tensor b, Tensor out, bool a_transposed, bool b_transposed, bool add, bool tiles,
          std::optional<Tensor> scales, std::optional<Tensor> out_scales,

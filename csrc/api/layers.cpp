@@ -1,8 +1,10 @@
 // Operators of elementwise layers: RMSNorm, SwiGLU and rotary embeddings, forward and backward.
-//
 // Each operator reads and writes its tensors once. rows/layers.h has the formulas.
-// Layout: inputs are rows with any row stride. Outputs are contiguous. Rows are fp32, except that
-// SwiGLU, the output of RMSNorm and its gradient may be bf16.
+//
+// Layout: inputs are rows with any row stride, and outputs are contiguous. All tensors are fp32,
+// except that the tensors of SwiGLU, the output of RMSNorm and the gradient of this output may be
+// bf16.
+//
 // Parallel: threads compute different rows. dw of RMSNorm is summed in at most kBlocks blocks of
 // rows.
 #include <torch/csrc/stable/library.h>
@@ -17,40 +19,28 @@
 namespace grpo_fast {
 namespace {
 
-// Maximum number of partial sums of dw. It does not depend on the number of threads, so that the
-// bits of dw do not depend on it either.
+// Maximum number of partial sums of dw. It does not depend on the number of threads, so the bits of
+// dw do not depend on it either.
 constexpr int64_t kBlocks = 64;
 
-template <class T>
-constexpr ScalarType kDtype = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::BFloat16;
-
-// Checks that x is a matrix with elements of type T. Returns a view of x, which consists of a
-// pointer to the first row and the distance between two rows.
+// Checks that x is a matrix with elements of type T, and returns a view of x.
 template <class T = float>
 Matrix<const T> rows_of(const Tensor& x, const char* name) {
   check_matrix(x, name);
-  STD_TORCH_CHECK(x.scalar_type() == kDtype<T>, name, ": expected ",
-                  kDtype<T> == ScalarType::Float ? "float32" : "bfloat16");
+  STD_TORCH_CHECK(x.scalar_type() == kDtype<T>.type, name, ": expected ", kDtype<T>.name);
   return {data<const T>(x), x.stride(0)};
 }
 
-// Checks that x is a matrix of T with this shape, and returns its rows.
+// Checks that x is a (rows, columns) matrix with elements of type T, and returns a view of x.
 template <class T = float>
 Matrix<const T> like(const Tensor& x, const char* name, int64_t rows, int64_t columns) {
   const Matrix<const T> numbers = rows_of<T>(x, name);
-  STD_TORCH_CHECK(x.size(0) == rows && x.size(1) == columns, name, ": expected (", rows, ", ",
-                  columns, "), got (", x.size(0), ", ", x.size(1), ")");
+  check_shape(x, name, rows, columns);
   return numbers;
 }
 
-// Calls run(T{}), where T is the storage type of x: bf16 or fp32.
-template <class Run>
-auto with_type(const Tensor& x, const Run& run) {
-  return x.scalar_type() == ScalarType::BFloat16 ? run(Bfloat16{}) : run(float{});
-}
-
-// Computes RMSNorm of x (T, H) with weight (H,). Returns y (T, H), in bf16 if `narrow` is set, and
-// the factor r of each row, (T,), which the backward pass needs.
+// Returns y (T, H), the RMSNorm of x (T, H) with weight (H,), and the factor r of each row, (T,),
+// which the backward pass needs. With `narrow`, y is bf16.
 std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps, bool narrow) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Matrix<const float> from = rows_of(x, "x");
@@ -58,7 +48,7 @@ std::tuple<Tensor, Tensor> rms_norm(Tensor x, Tensor weight, double eps, bool na
   const ScalarType dtype = narrow ? ScalarType::BFloat16 : ScalarType::Float;
   const Tensor y = torch::stable::new_empty(x, {rows, columns}, dtype), r = empty(x, rows);
   float* scales = data<float>(r);
-  with_type(y, [&](auto stored) {
+  with_type<float, Bfloat16>(y, "y", [&](auto stored) {
     auto* to = data<decltype(stored)>(y);
     for_each_row(rows, columns, [&](int64_t i) {
       norm_row(from.row(i), w, static_cast<float>(eps), columns, to + i * columns, scales + i);
@@ -77,7 +67,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
   const int64_t step = std::max<int64_t>(1, (rows + kBlocks - 1) / kBlocks);
   const int64_t blocks = (rows + step - 1) / step;
   std::vector<float> parts(static_cast<size_t>(blocks * columns));
-  with_type(grad, [&](auto stored) {
+  with_type<float, Bfloat16>(grad, "grad", [&](auto stored) {
     const auto up = like<decltype(stored)>(grad, "grad", rows, columns);
     for_each_row(blocks, step * columns, [&](int64_t block) {
       for (int64_t i = block * step; i < std::min(rows, (block + 1) * step); ++i)
@@ -96,33 +86,33 @@ std::tuple<Tensor, Tensor> rms_norm_backward(Tensor grad, Tensor x, Tensor weigh
 
 // Returns silu(gate) * up for gate and up (T, F), both in fp32 or both in bf16.
 Tensor swiglu(Tensor gate, Tensor up) {
-  return with_type(gate, [&](auto stored) {
+  const int64_t rows = gate.size(0), columns = gate.size(1);
+  const Tensor y = torch::stable::new_empty(gate, {rows, columns});
+  with_type<float, Bfloat16>(gate, "gate", [&](auto stored) {
     using T = decltype(stored);
-    const int64_t rows = gate.size(0), columns = gate.size(1);
     const Matrix<const T> g = rows_of<T>(gate, "gate"), u = like<T>(up, "up", rows, columns);
-    const Tensor y = torch::stable::new_empty(gate, {rows, columns});
     for_each_row(rows, columns, [&](int64_t i) {
       swiglu_row(g.row(i), u.row(i), columns, data<T>(y) + i * columns);
     });
-    return y;
   });
+  return y;
 }
 
 // Returns dgate (T, F) and dup (T, F) of SwiGLU.
 std::tuple<Tensor, Tensor> swiglu_backward(Tensor grad, Tensor gate, Tensor up) {
-  return with_type(gate, [&](auto stored) -> std::tuple<Tensor, Tensor> {
+  const int64_t rows = gate.size(0), columns = gate.size(1);
+  const Tensor dgate = torch::stable::new_empty(gate, {rows, columns});
+  const Tensor dup = torch::stable::new_empty(gate, {rows, columns});
+  with_type<float, Bfloat16>(gate, "gate", [&](auto stored) {
     using T = decltype(stored);
-    const int64_t rows = gate.size(0), columns = gate.size(1);
     const Matrix<const T> d = like<T>(grad, "grad", rows, columns), g = rows_of<T>(gate, "gate"),
                           u = like<T>(up, "up", rows, columns);
-    const Tensor dgate = torch::stable::new_empty(gate, {rows, columns}),
-                 dup = torch::stable::new_empty(gate, {rows, columns});
     for_each_row(rows, columns, [&](int64_t i) {
       swiglu_row_backward(d.row(i), g.row(i), u.row(i), columns, data<T>(dgate) + i * columns,
                           data<T>(dup) + i * columns);
     });
-    return {dgate, dup};
   });
+  return {dgate, dup};
 }
 
 // Returns x (T, heads, D) rotated by the given angles. The result is contiguous.
@@ -143,8 +133,9 @@ Tensor rotated(const Tensor& x, const char* name, const Matrix<const float>& cos
   return y;
 }
 
-// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). If `inverse`
-// is set, q and k are upstream gradients, and the results are the gradients of the inputs.
+// Rotates q (T, heads, D) and k (T, key heads, D) by the angles of cos and sin (T, D). With
+// `inverse`, q and k are the gradients of rotated tensors, and the results are the gradients of the
+// original tensors.
 std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) {
   const int64_t rows = cos.size(0), width = cos.size(1);
   STD_TORCH_CHECK(width % 2 == 0, "cos: expected an even number of columns, got ", width);

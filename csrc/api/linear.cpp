@@ -1,12 +1,11 @@
-// Operator linear_rows, the LM head fused with log-softmax. It can also store raw logits or
-// exponentials.
+// Operator linear_rows: the LM head fused with log-softmax. It can also store raw logits or
+// exponentials. rows/sweep.h documents the algorithm, and grpo_fast/kernels/gpu/exponentials.py
+// derives the exponentials.
 //
-// rows/sweep.h has the algorithm. grpo_fast/kernels/gpu/exponentials.py has the derivation of the
-// exponentials.
 // Layout: hidden (T, H) and weight (V, H) are fp32 or bf16, with contiguous rows.
 //
 // Memory traffic: an fp32 output matrix costs 4 bytes per logit, and Positive16 exponentials cost 2
-// bytes. Without an output matrix, no logits are written.
+// bytes per logit. Without an output matrix, no logits are written.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -17,7 +16,7 @@
 namespace grpo_fast {
 namespace {
 
-// Checks the tensors of the LM head and collects them in a Head.
+// Checks the tensors of the LM head, and collects them in a Head.
 Head checked_head(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
                   bool tiles) {
   check_operand(hidden, "hidden"), check_operand(weight, "weight");
@@ -45,15 +44,14 @@ void check_out(const Chunk& chunk, const std::optional<Tensor>& out, bool has_ex
 
 using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Computes the statistics of every row and, if requested, its exponentials. The first five results
-// are lse, logps, entropy, unit and target_unit, (T,) fp32 each. rows/sweep.h defines unit and
-// target_unit. The last three results are the rows, columns and fp32 values of the 16-bit
-// exponentials that dominate their row, sorted by row and column.
+// Computes the statistics of every row and, if has_exponentials is set, its exponentials. The first
+// five results are lse, logps, entropy, unit and target_unit, (T,) fp32 each. rows/sweep.h defines
+// unit and target_unit. The last three results describe the 16-bit exponentials that dominate their
+// row: their rows, columns and fp32 values, sorted by row and column.
 //
-// Results that are not requested are empty: entropy without return_entropy, and unit and
-// target_unit without exponentials. out (T, V) receives raw logits in fp32, or exponentials in fp32
-// or Positive16 (int16). known_lse and known_logps are statistics of the same rows from an earlier
-// call.
+// entropy is empty without return_entropy, and unit and target_unit are empty without exponentials.
+// out (T, V) receives raw logits in fp32, or exponentials in fp32 or Positive16 (int16). known_lse
+// and known_logps are statistics of the same rows from an earlier call.
 Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor target_ids,
                     std::optional<Tensor> out, bool has_exponentials,
                     std::optional<Tensor> known_lse, std::optional<Tensor> known_logps,
@@ -80,8 +78,8 @@ Outputs linear_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Te
   if (out && is_fp32(*out)) (has_exponentials ? to.exponentials : to.logits) = matrix<float>(*out);
   if (out && !is_fp32(*out)) to.exponentials16 = matrix<Positive16>(*out);
   std::vector<Dominant> found;
-  // Select the variant of the sweep. With a soft cap, always compute the entropy. It costs little
-  // compared with tanh, and one variant fewer must be compiled.
+  // Select the compiled variant. With a soft cap, the entropy is always computed, because it costs
+  // little compared with tanh, and one variant less must be compiled.
   if (chunk.rows > 0)
     found = softcap          ? Sweep<true, true>(chunk, head, to).run(is_known)
             : return_entropy ? Sweep<false, true>(chunk, head, to).run(is_known)

@@ -1,13 +1,15 @@
 // Operators on stored logits. grpo_fast/kernels/reference.py documents their results.
 //
-//   row_logps    reads the logits once
-//   row_grad_    reads the logits once and writes the gradient once
-//   row_loss_    does both, and computes the loss while a row is in cache: one read and one write
+//     row_logps    reads the logits once
+//     row_grad_    reads the logits once and writes the gradient once
+//     row_loss_    does both and computes the loss in between, with one read and one write, because
+//                  each row stays in cache
 //
 // Layout: logits are (C, V) fp32, bf16 or fp16 with any row stride. With offsets, they are rows of
 // unequal length, stored one after another in (1, nnz).
 //
 // Rounding: statistics are rounded as in rows/sums.h. A 16-bit gradient is rounded once.
+//
 // Parallel: threads compute different rows. The bits of a row depend on that row only.
 //
 // The library uses torch's stable ABI, so one build works with every torch >= 2.11 and every
@@ -30,26 +32,22 @@ struct Variant {
   static constexpr bool kSoftcap = kCapped, kEntropy = kMean;
 };
 
-// Calls run(Variant{}) with the variant for a dtype and the options. Each variant costs compile
-// time, so only fp32 rows without a soft cap have a variant without entropy. The other variants
-// always compute the entropy, which costs little compared with their other operations.
+// Calls run(Variant{}) with the variant for the dtype of the logits and for the options. Every
+// variant takes time to compile. Therefore only fp32 rows without a soft cap have a variant without
+// entropy. The other variants always compute the entropy, which costs little in comparison.
 template <class F>
-void with_variant(const Chunk& chunk, ScalarType dtype, bool has_entropy, const F& run) {
+void with_variant(const Chunk& chunk, const Tensor& logits, bool has_entropy, const F& run) {
   const bool capped = chunk.softcap > 0;
-  const auto pick = [&](auto element) {
+  with_type<float, Bfloat16, Float16>(logits, "logits", [&](auto element) {
     using E = decltype(element);
+    if constexpr (std::is_same_v<E, float>)
+      if (!capped && !has_entropy) return run(Variant<float, false, false>{});
     capped ? run(Variant<E, true, true>{}) : run(Variant<E, false, true>{});
-  };
-  if (dtype == ScalarType::Float && !capped && !has_entropy)
-    return run(Variant<float, false, false>{});
-  if (dtype == ScalarType::Float) return pick(float{});
-  if (dtype == ScalarType::BFloat16) return pick(Bfloat16{});
-  STD_TORCH_CHECK(dtype == ScalarType::Half, "logits: expected float32, bfloat16 or float16");
-  pick(Float16{});
+  });
 }
 
-// Checks the logits and the targets. With offsets, the logits are (1, V) and contain rows of
-// unequal length.
+// Checks logits and targets, and describes them as a Chunk. With offsets, the logits are (1, V) and
+// contain rows of unequal length.
 Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransform& transform,
                const std::optional<Tensor>& offsets = std::nullopt) {
   check_rows(logits, "logits");
@@ -58,22 +56,12 @@ Chunk chunk_of(const Tensor& logits, const Tensor& target_ids, const LogitTransf
   return checked_ragged(logits.size(1), *offsets, target_ids, transform);
 }
 
-// Checks the shape and the dtype of the gradient's destination.
+// Checks the tensor that receives the gradient.
 void check_out(const Tensor& logits, const Tensor& out) {
   check_rows(out, "out");
-  const int64_t rows = logits.size(0), columns = logits.size(1);
-  STD_TORCH_CHECK(out.size(0) == rows && out.size(1) == columns, "out: expected (", rows, ", ",
-                  columns, "), got (", out.size(0), ", ", out.size(1), ")");
+  check_shape(out, "out", logits.size(0), logits.size(1));
   STD_TORCH_CHECK(out.scalar_type() == logits.scalar_type(),
                   "out: expected the dtype of the logits");
-}
-
-// Computes and stores the statistics of one row.
-template <class V>
-void write_statistics(const Chunk& chunk, const Matrix<typename V::Element>& logits, int64_t row,
-                      const RowOutputs& to) {
-  const auto columns = chunk.row_of(logits, row);
-  to.put(row, row_statistics<V::kSoftcap, V::kEntropy>(columns, chunk.transform(row)));
 }
 
 // Output tensors for the statistics of all rows, (C,) each. entropy is (0,) unless requested.
@@ -96,15 +84,17 @@ std::tuple<Tensor, Tensor, Tensor> row_logps(Tensor logits, Tensor target_ids, d
   const LogitTransform transform{logit_scale, softcap, temperature, temperatures};
   const Chunk chunk = chunk_of(logits, target_ids, transform, offsets);
   const Statistics found(logits, chunk.rows, return_entropy);
-  with_variant(chunk, logits.scalar_type(), return_entropy, [&](auto variant) {
+  with_variant(chunk, logits, return_entropy, [&](auto variant) {
     using V = decltype(variant);
     const auto x = matrix<typename V::Element>(logits);
-    for_each_row(chunk, [&](int64_t row) { write_statistics<V>(chunk, x, row, found.to); });
+    for_each_row(chunk, [&](int64_t row) {
+      write_statistics<V::kSoftcap, V::kEntropy>(chunk, x, row, found.to);
+    });
   });
   return {found.lse, found.logps, found.entropy};
 }
 
-// Writes the gradient of the raw logits to `out`. `out` may be the logits.
+// Writes the gradient with respect to the raw logits to `out`, which may be `logits`.
 void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor logps,
                std::optional<Tensor> entropy, Tensor grad_logps, std::optional<Tensor> grad_entropy,
                double logit_scale, std::optional<double> softcap, double temperature,
@@ -119,7 +109,7 @@ void row_grad_(Tensor logits, Tensor out, Tensor target_ids, Tensor lse, Tensor 
                         checked_vector(entropy, chunk.rows, "entropy"),
                         checked_vector<float>(grad_logps, chunk.rows, "grad_logps"),
                         checked_vector(grad_entropy, chunk.rows, "grad_entropy")};
-  with_variant(chunk, logits.scalar_type(), true, [&](auto variant) {
+  with_variant(chunk, logits, true, [&](auto variant) {
     using V = decltype(variant);
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) { write_gradient<V::kSoftcap>(chunk, x, d, at, row); });
@@ -136,8 +126,8 @@ void check_function(const LossFunction& function) {
   check("kl", function.kl, k_kl_estimator_count);
 }
 
-// Type of the results: lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,)
-// unless requested.
+// The results lse, logps, entropy, losses and grad_logps, (C,) fp32 each. entropy is (0,) unless it
+// is requested.
 using RowLosses = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Computes statistics, loss and gradient of each row while the row is in cache.
@@ -148,13 +138,12 @@ RowLosses loss_pass(const Tensor& logits, const Tensor& out, const Chunk& chunk,
   const RowOutputs& to = found.to;
   float *losses_to = data<float>(losses), *grad_to = data<float>(grad_logps);
   const Coefficients at{to.lse, to.logps, to.entropy, grad_to, terms.grad_entropy};
-  with_variant(chunk, logits.scalar_type(), to.entropy != nullptr, [&](auto variant) {
+  with_variant(chunk, logits, to.entropy != nullptr, [&](auto variant) {
     using V = decltype(variant);
     const auto x = matrix<typename V::Element>(logits), d = matrix<typename V::Element>(out);
     for_each_row(chunk, [&](int64_t row) {
-      write_statistics<V>(chunk, x, row, to);
-      // Set the loss and the gradient of a row without a target to 0, even if its terms contain
-      // NaN.
+      write_statistics<V::kSoftcap, V::kEntropy>(chunk, x, row, to);
+      // A row without a target has loss and gradient 0, even if its inputs contain NaN.
       const bool counts = chunk.has_target(row);
       ValueAndSlope loss{0, 0};
       if (counts) loss = row_loss(function, terms, row, to.logps[row]);

@@ -1,13 +1,15 @@
-// LM head restricted to token sets. The operators compute logits, statistics and slopes from hidden
-// states, and dH and dW from the gradient of the logits.
-//
+// Operators of the LM head restricted to token sets. They compute logits, statistics and slopes
+// from hidden states, and dH and dW from the gradient of the logits.
 // grpo_fast/kernels/support_reference.py documents the results.
-// Layout: the sets of all R rows are concatenated in ids (nnz,). offsets (R + 1,) holds their
-// bounds.
-// Rounding: terms are summed in fp32. The lanes of a dot product are added in fp64. A 16-bit dW is
-// rounded once.
-// Parallel: logits and dH are divided by rows, and dW by blocks of vocabulary rows, so that no two
-// threads write to the same row.
+//
+// Layout: the sets of all R rows are stored one after another in ids (nnz,). offsets (R + 1,)
+// contains their bounds.
+//
+// Rounding: terms are summed in fp32, but the lanes of a dot product are added in fp64. A 16-bit dW
+// is rounded once.
+//
+// Parallel: threads compute the logits and dH of different rows, and different blocks of rows of
+// dW, so that no two threads write to the same row.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -21,16 +23,6 @@ namespace grpo_fast {
 namespace {
 
 constexpr int64_t kVocabularyBlock = 32;  // rows of dW per task
-
-// Calls run(T{}), where T is the storage type of the matrix x.
-template <class F>
-void with_element(const Tensor& x, const char* name, const F& run) {
-  const ScalarType dtype = x.scalar_type();
-  if (dtype == ScalarType::Float) return run(float{});
-  if (dtype == ScalarType::BFloat16) return run(Bfloat16{});
-  STD_TORCH_CHECK(dtype == ScalarType::Half, name, ": expected float32, bfloat16 or float16");
-  run(Float16{});
-}
 
 // Returns an uninitialised (rows, columns) fp32 tensor.
 Tensor matrix_like(const Tensor& like, int64_t rows, int64_t columns) {
@@ -51,7 +43,7 @@ struct SupportSets {
   SupportSets(const Tensor& ids_, const Tensor& offsets_, int64_t vocabulary)
       : rows(offsets_.size(0) - 1), numbers(ids_.size(0)),
         ids(checked_indices(ids_, numbers, vocabulary, "ids")),
-        offsets(checked_offsets(offsets_, numbers)) {}
+        offsets(checked_offsets<int64_t>(offsets_, numbers, "offsets")) {}
 
   int64_t width() const { return numbers / std::max<int64_t>(1, rows); }
   // Returns the id after position i, so that the caller can prefetch its weight row.
@@ -80,16 +72,16 @@ void check_head(const Tensor& hidden, const Tensor& weight) {
                   "hidden: expected the dtype of weight");
 }
 
-// Returns the position of each target in its set, (R,), or -1 for a target outside the set. The
-// second result (0-d) is an id that occurs twice in a set, or -1.
+// Returns the position of each target in its set, (R,), or -1 if the set does not contain the
+// target. The second result, 0-d, is an id that occurs twice in a set, or -1 if no id does.
 std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor target_ids,
                                           int64_t vocabulary) {
   const SupportSets sets(ids, offsets, vocabulary);
   const int64_t* targets = checked_vector<int64_t>(target_ids, sets.rows, "target_ids");
   const Tensor places = empty(ids, sets.rows, ScalarType::Long);
   const Tensor twice = torch::stable::new_empty(ids, {}, ScalarType::Long);
-  // last[id] is the last row that contained `id`. If it is the current row, the id occurs twice in
-  // the row's set.
+  // last[id] is the last row whose set contained `id`. If this is the current row, its set contains
+  // the id twice.
   std::vector<int64_t> last(vocabulary, -1);
   int64_t *to = data<int64_t>(places), *repeated = data<int64_t>(twice);
   *repeated = -1;
@@ -105,14 +97,14 @@ std::tuple<Tensor, Tensor> support_places(Tensor ids, Tensor offsets, Tensor tar
   return {places, twice};
 }
 
-// The LM head, restricted to the ids of one row's set.
+// The LM head, restricted to the token sets of the rows.
 template <class T>
 struct Head {
   Gathered<T> weight;
   const float* bias;  // (V,), or null
   const SupportSets& sets;
 
-  // Writes the logits x . weight[id] + bias[id] of one row to its part of `to` (nnz,).
+  // Writes the logits x . weight[id] + bias[id] of one row's set to the row's range of `to` (nnz,).
   void logits(const T* x, int64_t row, float* to) const {
     for (int64_t i = sets.offsets[row]; i < sets.offsets[row + 1]; ++i) {
       const int64_t id = sets.ids[i];
@@ -121,8 +113,8 @@ struct Head {
     }
   }
 
-  // Computes dH of one row, the sum of d[i] * weight[ids[i]] over the row's set, and writes it to
-  // `to` (H,). d (nnz,) is the gradient of the logits. Terms with d = 0 are skipped, even if the
+  // Writes dH of one row to `to` (H,). It is the sum of d[i] * weight[ids[i]] over the row's set,
+  // where d (nnz,) is the gradient of the logits. Terms with d[i] = 0 are skipped, even if the
   // weight is NaN.
   void hidden(const float* d, int64_t row, float* to) const {
     std::memset(to, 0, weight.columns * sizeof(float));
@@ -133,19 +125,9 @@ struct Head {
   }
 };
 
-// Computes lse, logp and entropy of one row.
-void write_statistics(const Chunk& chunk, const Matrix<float>& logits, int64_t row,
-                      const RowOutputs& to) {
-  const Columns<float> columns = chunk.row_of(logits, row);
-  const RowTransform transform = chunk.transform(row);
-  to.put(row, chunk.softcap > 0 ? row_statistics<true, true>(columns, transform)
-              : to.entropy      ? row_statistics<false, true>(columns, transform)
-                                : row_statistics<false, false>(columns, transform));
-}
-
-// Type of the results: raw logits (nnz,), lse, logps, entropy and slopes, all in fp32. entropy is
-// (0,) unless requested. Row r of slopes (R, H) is the derivative of logps[r] with respect to its
-// row of hidden. slopes is (0, H) unless requested.
+// The results of support_rows in fp32: raw logits (nnz,), lse, logps, entropy and slopes. entropy
+// is (0,) unless it is requested. Row r of slopes (R, H) is the derivative of logps[r] with respect
+// to the hidden state of the row. slopes is (0, H) unless it is requested.
 using Rows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor ids,
@@ -169,14 +151,16 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   std::vector<float> d(return_slopes ? sets.numbers : 0);
   const Matrix<float> z{data<float>(raw), sets.numbers}, dz{d.data(), sets.numbers};
   const Coefficients at{to.lse, to.logps, nullptr, ones.data(), nullptr};
-  with_element(weight, "weight", [&](auto element) {
+  with_type<float, Bfloat16, Float16>(weight, "weight", [&](auto element) {
     using T = decltype(element);
     const auto h = gathered<T>(hidden);
     const Head<T> head{gathered<T>(weight), added, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
       // Compute the slopes right after the logits, while the weight rows are still in cache.
       head.logits(h.row(sources[row]), row, z.data);
-      write_statistics(chunk, z, row, to);
+      softcap      ? write_statistics<true, true>(chunk, z, row, to)
+      : to.entropy ? write_statistics<false, true>(chunk, z, row, to)
+                   : write_statistics<false, false>(chunk, z, row, to);
       if (!return_slopes) return;
       softcap ? write_gradient<true>(chunk, z, dz, at, row)
               : write_gradient<false>(chunk, z, dz, at, row);
@@ -186,15 +170,15 @@ Rows support_rows(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tens
   return {raw, lse, logps, entropy, slopes};
 }
 
-// Returns dH, (R, H) fp32: for each row, the sum of d[i] * weight[ids[i]] over the row's set. d
-// (nnz,) is the gradient of the logits.
+// Returns dH, (R, H) fp32. Each row is the sum of d[i] * weight[ids[i]] over the set of the row,
+// where d (nnz,) is the gradient of the logits.
 Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
   check_rows(weight, "weight");
   const SupportSets sets(ids, offsets, weight.size(0));
   const float* factors = checked_vector<float>(d, sets.numbers, "d");
   const int64_t depth = weight.size(1);
   const Tensor out = matrix_like(d, sets.rows, depth);
-  with_element(weight, "weight", [&](auto element) {
+  with_type<float, Bfloat16, Float16>(weight, "weight", [&](auto element) {
     const Head<decltype(element)> head{gathered<decltype(element)>(weight), nullptr, sets};
     for_each_row(sets.rows, sets.width() * depth, [&](int64_t row) {
       head.hidden(factors, row, data<float>(out) + row * depth);
@@ -204,8 +188,8 @@ Tensor support_hidden(Tensor d, Tensor weight, Tensor ids, Tensor offsets) {
 }
 
 // The terms of the weight gradient dW, grouped by token id. Row `id` of dW is the sum of
-// terms[starts[id]] to terms[starts[id + 1] - 1]. Each of these terms comes from a token set that
-// contains the id. The terms of one id are in the order of these sets.
+// terms[starts[id]] to terms[starts[id + 1] - 1]. Each term belongs to a set that contains the id.
+// The terms of an id are in the order of the sets.
 struct ById {
   std::vector<int64_t> starts;
   std::vector<Term> terms;
@@ -222,9 +206,9 @@ struct ById {
   }
 };
 
-// Computes dW (V, H). Row `id` is the sum of d * hidden[index[row]] over all rows whose set
-// contains the id. d (nnz,) is the gradient of the logits. The result is stored in `out`, or added
-// to it.
+// Computes dW (V, H), and stores it in `out` or adds it to `out`. Row `id` of dW is the sum of d[i]
+// * hidden[index[row]] over all rows whose set contains the id, where d (nnz,) is the gradient of
+// the logits.
 void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
                      std::optional<Tensor> index, Tensor out, bool add) {
   check_rows(hidden, "hidden"), check_rows(out, "out");
@@ -235,16 +219,15 @@ void support_weight_(Tensor d, Tensor hidden, Tensor ids, Tensor offsets,
   const Sources sources(index, sets.rows, hidden);
   const ById by(sets, sources, checked_vector<float>(d, sets.numbers, "d"), vocabulary);
   const int64_t blocks = (vocabulary + kVocabularyBlock - 1) / kVocabularyBlock;
-  with_element(hidden, "hidden", [&](auto element) {
-    with_element(out, "out", [&](auto stored) {
+  with_type<float, Bfloat16, Float16>(hidden, "hidden", [&](auto element) {
+    with_type<float, Bfloat16, Float16>(out, "out", [&](auto stored) {
       const auto h = gathered<decltype(element)>(hidden);
       auto* to = data<decltype(stored)>(out);
       for_each_row(blocks, kVocabularyBlock * depth, [&](int64_t block) {
         const int64_t end = std::min(vocabulary, (block + 1) * kVocabularyBlock);
         for (int64_t id = block * kVocabularyBlock; id < end; ++id) {
           const int64_t first = by.starts[id], count = by.starts[id + 1] - first;
-          // If an id has no terms, write zeros to its row of dW. With `add`, leave the row
-          // unchanged.
+          // If no set contains the id, its row of dW is 0. With `add`, `out` then stays unchanged.
           if (count > 0 || !add)
             sum_rows(h, by.terms.data() + first, count, to + id * depth, add);
         }

@@ -1,14 +1,16 @@
-// Decoding attention. One new token of each of B completions attends to the prompt that its group
-// shares, and to the earlier tokens of its completion.
+// Attention of a decoding step. One new token of each of B completions attends to its prompt, which
+// several completions may share, and to the earlier tokens of its completion.
 //
-// Layout: keys are stored in tiles (D, kTile) of kTile tokens each. A vector thus contains one
-// dimension of kLanes tokens. Values are stored in tiles (kTile, D). grpo_fast/rollout/own/cache.py
-// has the torch implementation.
+// Layout: keys are stored in tiles (D, kTile) of kTile tokens, so a vector contains one dimension
+// of kLanes tokens. Values are stored in tiles (kTile, D). grpo_fast/rollout/own/cache.py has the
+// torch implementation.
+//
 // Rounding: sums are fp32. The order of the additions for a completion does not depend on the other
 // completions.
+//
 // Parallel: a share is a group of at most kRowsTogether completions of one prompt. A task computes
 // the attention of one share in one key-value head. It processes the completions of the share
-// together, so it reads the prompt's keys once.
+// together, so it reads the keys of the prompt only once.
 #pragma once
 
 #include <vector>
@@ -21,14 +23,14 @@ namespace grpo_fast {
 
 constexpr int64_t kRowsTogether = 4;  // completions of one prompt in a task
 
-// Tokens [first, end) of a prompt or a completion, in one head.
+// The tokens [first, end) of a prompt or a completion, with their keys and values in one head.
 struct Tokens {
   const float *keys, *values;  // (tiles, D, kTile) and (tiles, kTile, D)
   int64_t first, end;
 };
 
-// A group of `rows` completions of one prompt, starting with completion `first`. A thread processes
-// one head of a share at a time.
+// A group of `rows` completions of one prompt, from completion `first` on, that a thread processes
+// together.
 struct Share {
   int64_t prompt, first, rows;
 };
@@ -44,7 +46,8 @@ struct KvCache {
   std::vector<Share> shares;
 };
 
-// Inputs of a decoding step: the cache, the new tokens and the output.
+// The inputs of a decoding step: the cache, the queries, keys and values of the new tokens, and the
+// output.
 struct Attention : KvCache {
   const float *q, *k, *v;  // (H, B, D), (H_kv, B, D): the new tokens
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // strides
@@ -53,8 +56,8 @@ struct Attention : KvCache {
   float* out;  // (B, H, D)
 };
 
-// Writes the key and the value of a completion's new token into its tiles. The numbers of a key are
-// kTile apart, because neighbouring elements of a key tile belong to different tokens.
+// Writes the key and the value of a completion's new token into its tiles. Consecutive elements of
+// a key are kTile apart, because the elements between them belong to other tokens.
 inline void append_kv(const Attention& p, int64_t row, int64_t head) {
   const int64_t at = (row * p.heads + head) * p.room * p.depth, lane = p.time % kTile;
   float* keys = p.completion_k + at + (p.time - lane) * p.depth + lane;
@@ -78,20 +81,20 @@ inline Tokens completion_tokens(const Attention& p, int64_t row, int64_t head) {
   return {p.completion_k + at, p.completion_v + at, std::max<int64_t>(0, end - p.window), end};
 }
 
-// Computes the attention of one task: a share (completions of one prompt) in one key-value head. A
-// query is one completion (row) in one of the `repeats` query heads that use the key-value head.
-// Queries are ordered by row.
+// Computes the attention of one share (completions of one prompt) in one key-value head. A query is
+// a pair of a completion and one of the `repeats` query heads that use this key-value head. Queries
+// are ordered by completion.
 inline void attend(const Attention& p, const Share& share, int64_t head) {
   const int64_t split = round_up_to_tile(p.lengths[share.prompt]);
   const int64_t width = split + round_up_to_tile(p.time + 1), queries = share.rows * p.repeats;
   thread_local std::vector<float> buffer;
-  // Set all scores to -inf first, because step 2 does not write scores of tiles outside the window.
-  // Otherwise the softmax would include old scores of an earlier task.
+  // Set all scores to -inf first, because step 2 does not write the scores of tiles outside the
+  // window. They would otherwise be the scores of an earlier task.
   buffer.assign(queries * width, kUnseen);
   const int64_t head_of_q = head * p.repeats;
   // Calls body(tokens, first query, number of queries, scores) for all visible tokens, with 4, 2 or
-  // 1 queries per call. The first calls are for the prompt, to which all queries attend. The later
-  // calls are for one completion each, to which only the queries of this completion attend.
+  // 1 queries at a time. The first calls pass the prompt, to which all queries attend. The later
+  // calls pass one completion each, to which only the queries of this completion attend.
   const auto each = [&](const auto& body) {
     by_rows(0, queries, [&](int64_t i, auto count) {
       body(prompt_tokens(p, share, head), i, count,
@@ -103,8 +106,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
              Matrix<float>{buffer.data() + i * width + split, width});
       });
   };
-  // 1. Append the new keys and values to the completions. Copy the queries to contiguous memory,
-  // multiplied by `scale`.
+  // 1. Append the new keys and values to the completions, and copy the queries, multiplied by
+  // `scale`.
   std::vector<float> q(queries * p.depth), sums(queries * p.depth);
   for (int64_t r = 0; r < share.rows; ++r) {
     const int64_t row = share.first + r;
@@ -113,24 +116,24 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
       write_scaled(p.q + (head_of_q + j) * p.q_head + row * p.q_row, p.scale, p.depth,
                    q.data() + (r * p.repeats + j) * p.depth);
   }
-  // 2. Compute the scores of the prompt tokens and of the completion tokens. All scores of a query
-  // are stored in one row, so that one softmax covers both.
+  // 2. Compute the scores of all visible tokens. The scores of a query for the prompt and for the
+  // completion are stored in one row, so that one softmax covers both.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     multiply_tokens<count>({q.data() + i * p.depth, p.depth}, on.keys, p.depth, on.first, on.end,
                            scores);
     for (int row = 0; row < count; ++row) hide_tokens(scores.row(row), on.first, on.end);
   });
-  // 3. Apply a softmax to each row of scores, which covers prompt and completion.
+  // 3. Replace the scores of each query by their exponentials, and sum the exponentials.
   std::vector<float> totals(queries);
   for (int64_t i = 0; i < queries; ++i)
     totals[i] = exponentials(buffer.data() + i * width, width).sum;
-  // 4. Sum the values of the tokens, weighted by the exponentials of their scores.
+  // 4. Sum the values of the tokens, weighted by the exponentials.
   each([&](const Tokens& on, int64_t i, auto count, const Matrix<float>& scores) {
     const Matrix<const float> values{on.values + on.first * p.depth, p.depth};
     add_tokens<count>({scores.data + on.first, 1, width}, values, on.end - on.first, p.depth,
                       {sums.data() + i * p.depth, p.depth});
   });
-  // 5. Divide by the sum of exponentials.
+  // 5. Divide by the sum of the exponentials, and write the outputs.
   for (int64_t i = 0; i < queries; ++i) {
     const int64_t row = share.first + i / p.repeats, of = head_of_q + i % p.repeats;
     write_scaled(sums.data() + i * p.depth, 1 / totals[i], p.depth,
@@ -138,8 +141,8 @@ inline void attend(const Attention& p, const Share& share, int64_t head) {
   }
 }
 
-// Processes the shares [from, to): stores their new keys and values as token `time`, and writes
-// their outputs. Each pair of a share and a head is one task.
+// Computes the attention of the shares [from, to). Each pair of a share and a key-value head is one
+// task.
 inline void attend(const Attention& p, int64_t from, int64_t to) {
   const int64_t numbers = 2 * kRowsTogether * p.repeats * p.depth * (p.longest + p.time + 1);
   for_each_row((to - from) * p.heads, numbers, [&](int64_t task) {
@@ -154,8 +157,8 @@ inline void check_contiguous(const Tensor& x, const char* name,
   STD_TORCH_CHECK(x.is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-// Checks the cache tensors, and divides the completions of each prompt into shares of at most
-// kRowsTogether completions.
+// Checks the tensors of the cache, and divides the completions of each prompt into shares of at
+// most kRowsTogether completions.
 inline KvCache checked_cache(const Tensor& prompt_k, const Tensor& prompt_v,
                              const Tensor& completion_k, const Tensor& completion_v,
                              const Tensor& lengths, const Tensor& counts, int64_t rows,

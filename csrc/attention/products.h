@@ -1,8 +1,9 @@
-// Small matrix products of attention in fp32, computed for 1, 2 or 4 rows at a time.
+// Small matrix products for attention in fp32, with 1, 2 or 4 rows at a time.
 //
-// Layout: keys are stored in tiles (D, kTile) of kTile tokens each. A vector thus contains one
-// dimension of kLanes tokens.
-// Rounding: a dot product adds kTermsTogether terms at a time in fp32, and then adds these sums in
+// Layout: keys are stored in tiles (D, kTile) of kTile tokens, so a vector contains one dimension
+// of kLanes tokens.
+//
+// Rounding: a dot product sums kTermsTogether terms at a time in fp32, and adds these sums in
 // order.
 #pragma once
 
@@ -16,8 +17,8 @@ namespace grpo_fast {
 
 constexpr int64_t kTile = 16;  // tokens; a multiple of the vector width
 static_assert(kTile % kLanes == 0);
-// Number of terms of a dot product that are summed before they are added to the total. Shorter sums
-// have smaller rounding errors.
+// Number of terms of a dot product that are summed before their sum is added to the total. Short
+// partial sums keep the rounding error small.
 constexpr int64_t kTermsTogether = 64;
 
 inline int64_t round_up_to_tile(int64_t tokens) {
@@ -32,8 +33,8 @@ inline void write_tiles(const Matrix<const float>& x, int64_t count, int64_t dep
   }
 }
 
-// Calls run(first row, count) for the rows [begin, end), with 4, 2 or 1 rows per call. The count is
-// a compile-time constant, so that the sums stay in registers.
+// Calls run(first row, count) for all rows in [begin, end), with 4, 2 or 1 rows per call. `count`
+// is a compile-time constant, so that the sums of the rows stay in registers.
 template <class Run>
 void by_rows(int64_t begin, int64_t end, const Run& run) {
   for (; begin + 4 <= end; begin += 4) run(begin, std::integral_constant<int, 4>{});
@@ -41,12 +42,12 @@ void by_rows(int64_t begin, int64_t end, const Run& run) {
   if (begin < end) run(begin, std::integral_constant<int, 1>{});
 }
 
-// Computes the dot products of kRows rows of x with the kParts * kLanes tokens that begin at
-// `first`. The product of row i and token t is written to to.row(i)[t].
+// Multiplies kRows rows of x with the kParts * kLanes tokens from token `first` on. The dot product
+// of row i and token t is written to to.row(i)[t].
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float* tiles,
                                       int64_t depth, int64_t first, const Matrix<float>& to) {
-  // The callers choose kRows and kParts so that all kRows * kParts sums stay in registers.
+  // The callers choose kRows and kParts so that all of these sums fit into registers.
   Floats totals[kRows][kParts] = {};
   const float* from[kParts];
   for (int part = 0; part < kParts; ++part) {
@@ -76,16 +77,16 @@ GRPO_FAST_INLINE void multiply_tokens(const Matrix<const float>& x, const float*
       store(to.row(i) + first + part * kLanes, totals[i][part]);
 }
 
-// Computes the dot products of kRows rows of x with the tokens [first, end). The product of row i
-// and token t is written to to.row(i)[t]. The range is extended to full vectors, so products of
-// some neighbouring tokens are also written.
+// Multiplies kRows rows of x with the tokens [first, end). The dot product of row i and token t is
+// written to to.row(i)[t]. The range is extended to full vectors, so the products of a few
+// neighbouring tokens are written, too.
 template <int kRows>
 void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t depth, int64_t first,
                      int64_t end, const Matrix<float>& to) {
   int64_t token = first / kTile * kTile;
   const int64_t whole = round_up_to_tile(end);
-  // With fewer than 4 rows, process four vectors at a time instead of two. Otherwise there would be
-  // too few independent sums to hide the latency of an FMA.
+  // With fewer than 4 rows, process four vectors at a time instead of two. With two vectors, too
+  // few independent sums would remain to hide the latency of an FMA.
   if constexpr (kRows < 4)
     for (; token + 4 * kLanes <= whole; token += 4 * kLanes)
       multiply_tokens<kRows, 4>(x, tiles, depth, token, to);
@@ -94,14 +95,15 @@ void multiply_tokens(const Matrix<const float>& x, const float* tiles, int64_t d
   for (; token < end; token += kLanes) multiply_tokens<kRows, 1>(x, tiles, depth, token, to);
 }
 
-// Weights of a sum over tokens. The weight of token t in row i is data[t * along + i * across].
+// Weights of tokens in several rows. The weight of token t in row i is data[t * along + i *
+// across].
 struct Weights {
   const float* data;
   int64_t along, across;
 };
 
-// For each row i, adds the sum of weight(t, i) * x[t] over `count` tokens t to out[i]. Only the
-// kParts vectors of out[i] that begin at dimension d are computed.
+// Adds the sum of weight(t, i) * x[t] over `count` tokens t to row i of `out`, for kRows rows. Only
+// kParts vectors of each row are computed, from dimension d on.
 template <int kRows, int kParts>
 GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count,
                                  int64_t depth, int64_t d, const Matrix<float>& out) {
@@ -127,7 +129,7 @@ GRPO_FAST_INLINE void add_tokens(const Weights& w, const Matrix<const float>& x,
     }
 }
 
-// For each of kRows rows i, adds the sum of weight(t, i) * x[t] over `count` tokens t to out[i].
+// Adds the sum of weight(t, i) * x[t] over `count` tokens t to row i of `out`, for kRows rows.
 template <int kRows>
 void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, int64_t depth,
                 const Matrix<float>& out) {
@@ -142,13 +144,13 @@ void add_tokens(const Weights& w, const Matrix<const float>& x, int64_t count, i
 
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
-// Sets the scores outside [first, end) to -inf, within the tiles that contain this range.
+// Sets the scores of tokens outside [first, end) to -inf in the tiles that contain this range.
 inline void hide_tokens(float* scores, int64_t first, int64_t end) {
   std::fill(scores + first / kTile * kTile, scores + first, kUnseen);
   std::fill(scores + end, scores + round_up_to_tile(end), kUnseen);
 }
 
-// The largest score of a row, and its sum of e^(score - largest).
+// The largest score of a query, and the sum of e^(score - largest).
 struct SoftmaxSums {
   float largest, sum;
 };

@@ -1,9 +1,11 @@
 // Dot products and weighted sums of matrix rows that are selected by index.
 //
-// The hardware prefetcher cannot predict the address of the next row. dot_product and add_row
-// therefore prefetch the next row while they read the current row.
-// Rounding: dot_product sums in fp32 lanes and adds the lanes in fp64. sum_rows adds kRunTerms
-// terms at a time in fp32, then adds these sums in order, and rounds a 16-bit result once.
+// The hardware cannot predict which row is read next. dot_product and add_row therefore prefetch
+// the next row while they read the current one.
+//
+// Rounding: dot_product sums in fp32 within each lane, and adds the lanes in fp64. sum_rows adds
+// kRunTerms terms at a time in fp32, then adds these sums in order, and rounds a 16-bit result
+// once.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +14,8 @@
 
 namespace grpo_fast {
 
-// Number of terms that sum_rows adds up before it adds their sum to the total. Shorter sums have
-// smaller rounding errors.
+// Number of terms that sum_rows sums before it adds their sum to the total. Short partial sums keep
+// the rounding error small.
 constexpr int64_t kRunTerms = 256;
 
 // View of a matrix whose rows are read by index.
@@ -26,7 +28,7 @@ struct Gathered {
 };
 
 // Calls body(column) for each group of four full vectors of a row, and prefetches the same columns
-// of the row `next`. Returns the first column after the last group.
+// of `next`, the row that is read afterwards. Returns the first column after the last group.
 template <class T, class Body>
 GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, const Body& body) {
   int64_t column = 0;
@@ -37,8 +39,9 @@ GRPO_FAST_INLINE int64_t for_each_four_vectors(const T* next, int64_t columns, c
   return column;
 }
 
-// Returns the dot product of `a` and `b`, and prefetches the row `next`. It computes four
-// independent sums, because with a single sum each FMA would wait for the previous one.
+// Returns the dot product of `a` and `b`, and prefetches `next`, the row that is read afterwards.
+// Four independent sums are computed, because with a single sum each FMA would wait for the
+// previous one.
 template <class T>
 inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   Floats sums[4] = {};
@@ -55,7 +58,7 @@ inline float dot_product(const T* a, const T* b, int64_t depth, const T* next) {
   return static_cast<float>(total);
 }
 
-// Adds factor * x to `sums`, and prefetches the row `next`.
+// Adds factor * x to `sums`, and prefetches `next`, the row that is read afterwards.
 template <class T>
 inline void add_row(const T* x, float factor, int64_t columns, float* sums, const T* next) {
   const auto add = [&](int64_t at, int64_t count) GRPO_FAST_BODY {
@@ -68,14 +71,14 @@ inline void add_row(const T* x, float factor, int64_t columns, float* sums, cons
   for (; column < columns; column += kLanes) add(column, columns - column);
 }
 
-// One term of a weighted sum of rows, which is factor * row `index` of a matrix.
+// One term of a weighted sum of rows: `factor` times row `index` of a matrix.
 struct Term {
   float factor;
   int64_t index;
 };
 
-// Adds up all terms in the columns of kParts vectors, starting at `column`. The sums are then
-// stored in `out`, or added to it. At most `left` columns are written.
+// Sums all terms in kParts vectors of columns, from `column` on. The sums are stored in `out`, or
+// added to it if `add` is set. At most `left` columns are written.
 template <int kParts, class T, class Out>
 GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, int64_t count,
                                   int64_t column, int64_t left, Out* out, bool add) {
@@ -98,8 +101,8 @@ GRPO_FAST_INLINE void sum_columns(const Gathered<T>& from, const Term* terms, in
   }
 }
 
-// Stores the sum of all terms in `out`, or adds it to `out`. The terms are added in order, and the
-// result is rounded once.
+// Stores the sum of all terms in `out`, or adds it to `out` if `add` is set. The terms are added in
+// order, and the result is rounded once.
 template <class T, class Out>
 void sum_rows(const Gathered<T>& from, const Term* terms, int64_t count, Out* out, bool add) {
   constexpr int kParts = 4;

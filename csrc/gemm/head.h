@@ -17,9 +17,9 @@ struct Head {
   const float* bias;  // (columns,), or null
   bool is_fp32, tiles;  // tiles: multiply with torch's AMX product
 
-  // Calls finish(block, logits, stride) for every block of logits of the given rows of `hidden`.
-  // `rows` must ascend, and block.row is a position in `rows`. A block has at most `block_columns`
-  // columns.
+  // Calls finish(block, logits, stride) for every block of the logits of the listed rows of
+  // `hidden`. `rows` lists the rows in ascending order, and block.row is a position in this list. A
+  // block has at most `block_columns` columns.
   void multiply(const int64_t* rows, int64_t count, int64_t block_columns,
                 const Finish& finish) const {
     if (is_fp32) return run<float, Vectors>(rows, count, block_columns, finish);
@@ -27,8 +27,8 @@ struct Head {
           : run<Bfloat16, Vectors>(rows, count, block_columns, finish);
   }
 
-  // Returns one logit. Its last bits can differ from the same logit of multiply(), because the
-  // terms are added in a different order.
+  // Returns one logit. Its last bits may differ from those of the same logit in multiply(), which
+  // adds the terms in a different order.
   float logit(int64_t row, int64_t column) const {
     const float product =
         is_fp32 ? dot_product<float>(row, column) : dot_product<Bfloat16>(row, column);
@@ -51,8 +51,8 @@ struct Head {
   template <class T, class Kernel>
   void run(const int64_t* rows, int64_t count, int64_t block_columns, const Finish& finish) const {
     const T* x = static_cast<const T*>(hidden);
-    // Read consecutive rows of `hidden` in place. Copy other rows first, because the product
-    // requires a constant distance between rows.
+    // Read consecutive rows of `hidden` in place. Copy other rows first, because the rows of an
+    // operand must have equal distances.
     const bool is_run = rows[count - 1] - rows[0] == count - 1;
     std::vector<T> chosen(is_run ? 0 : count * depth);
     for (int64_t i = 0; !is_run && i < count; ++i)

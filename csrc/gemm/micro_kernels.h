@@ -1,13 +1,13 @@
-// Micro-kernels of the matrix product. They compute c (rows, kPanel) = or += a (rows, words) *
-// panel (words, kPanel).
+// Micro-kernels of the matrix product. They compute c (rows, kPanel) = a (rows, words) * panel
+// (words, kPanel), or add the product to c.
 //
-// fp32 uses the micro-kernel of this file. It exists because torch multiplies with MKL, which does
-// not use AVX-512 on AMD CPUs. MKL reaches half of our speed on a Zen 5, and up to nine tenths on a
-// Zen 4.
+// The micro-kernel for fp32 exists because torch multiplies with MKL, which does not use AVX-512 on
+// AMD CPUs. MKL reaches half of our speed on a Zen 5, and up to nine tenths on a Zen 4.
 //
-// bf16 with fp32 sums uses the same micro-kernel with AVX512_BF16, or the AMX product inside torch,
-// at::native::cpublas::brgemm. That function is not part of the stable ABI, so it is looked up in
-// the loaded libtorch_cpu and may be missing.
+// bf16 products with fp32 sums use the same micro-kernel with AVX512_BF16, or the AMX product
+// inside torch, at::native::cpublas::brgemm. This function is not part of the stable ABI. It is
+// looked up in the loaded libtorch_cpu, and may be missing.
+//
 // Layout: k is the index of the sum. A word has 32 bits and contains one fp32, or two bf16 with
 // neighbouring k. A panel is a packed block of kPanel columns of b, with one word for each column
 // and each step of k.
@@ -20,8 +20,8 @@
 namespace grpo_fast {
 
 constexpr int64_t kRows = 6;  // rows of a in one step
-// Number of vectors of `b` in one step. The kRows * kVectors sums then fill 12 of the 16 ymm
-// registers or 24 of the 32 zmm registers, which leaves enough registers for the operands.
+// Number of vectors of `b` in one step. The kRows * kVectors sums fill 12 of the 16 ymm registers,
+// or 24 of the 32 zmm registers. The other registers hold the operands.
 constexpr int64_t kVectors = kLanes == 8 ? 2 : 4;
 constexpr int64_t kPanel = kVectors * kLanes;  // columns of a packed panel of b
 constexpr int64_t kLineWords = 16;               // words in a cache line
@@ -30,8 +30,7 @@ constexpr int64_t kLines = kPanel / kLineWords;  // cache lines of a panel in on
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
 constexpr bool kHasDot16 = true;
 GRPO_FAST_INLINE Floats dot(Bfloat16, Words a, Words b, Floats sum) {
-  // This instruction multiplies the two bf16 pairs of a word and adds both products to the fp32
-  // sum.
+  // This instruction multiplies both bf16 of a word, and adds the two products to the fp32 sum.
   return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 }
 #else
@@ -46,8 +45,8 @@ GRPO_FAST_INLINE Floats dot(float, Words a, Words b, Floats sum) {
   return fma(bit_cast<Floats>(a), bit_cast<Floats>(b), sum);
 }
 
-template <class T>
 // The operands of one micro-kernel call.
+template <class T>
 struct PanelProduct {
   const T* a;
   int64_t stride, step;  // elements of a from row to row, and from word to word of k
@@ -62,12 +61,12 @@ struct PanelProduct {
   int64_t rows = 0;
 };
 
-// Multiplies kCount rows of `a`, starting at row `first`, by kAcross vectors of panel columns. All
-// sums stay in registers during the loop over k. This is one pass over the panel.
+// Multiplies kCount rows of `a`, from row `first` on, by kAcross vectors of panel columns. All sums
+// stay in registers during the loop over k. This is one pass over the panel.
 //
 // Only the first pass reads the panel from memory. Without prefetching, memory would be idle in the
 // other passes. Each pass therefore prefetches a part of the next panel that is proportional to its
-// number of rows. The loop over k contains the prefetches, because a core can have only about 16
+// number of rows. The prefetches are spread over the loop, because a core can have only about 16
 // outstanding cache lines.
 template <int kCount, int kAcross, class T>
 GRPO_FAST_INLINE void multiply_rows(const PanelProduct<T>& p, int64_t first) {
@@ -107,7 +106,7 @@ struct Vectors {
   static constexpr bool kTakesDown = true;  // accepts an a that is packed with k as the row index
 
   // Multiplies `rows` rows of `a` by the panel. After each group of kRows rows, it calls
-  // between(group, number of groups), in which the caller prefetches its next operands.
+  // between(group, number of groups), so that the caller can prefetch its next operands.
   template <class T, class Between>
   static void multiply(const PanelProduct<T>& p, int64_t rows, const Between& between) {
     p.is_narrow ? run<kVectors / 2>(p, rows, between) : run<kVectors>(p, rows, between);
@@ -122,8 +121,8 @@ struct Vectors {
       multiply_rows<kRows, kAcross>(p, row);
       between(row / kRows, rows / kRows);
     }
-    // Multiply the remaining rows. The number of rows must be a compile-time constant, so that the
-    // sums stay in registers.
+    // Multiply the remaining rows. Their number must be a compile-time constant, so that the sums
+    // stay in registers.
     switch (rows - row) {
       case 5: return multiply_rows<5, kAcross>(p, row);
       case 4: return multiply_rows<4, kAcross>(p, row);
@@ -134,8 +133,9 @@ struct Vectors {
   }
 };
 
-// Signature of torch's AMX product, c (m, n) fp32 = or += a (m, k) * b (k, n). `vnni` says that b
-// is in VNNI order, in which the elements with k and k + 1 of a column are adjacent in memory.
+// Signature of torch's AMX product c (m, n) = a (m, k) * b (k, n), with c in fp32. With `add`, the
+// product is added to c. `vnni` says that the elements k and k + 1 of a column of b are neighbours
+// in memory.
 using Brgemm = void (*)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc,
                         bool add, const Bfloat16* a, const uint32_t* b, float* c, bool vnni);
 using Release = void (*)(bool vnni);
@@ -160,8 +160,8 @@ inline const TorchKernel& torch_kernel() {
 }
 
 // Micro-kernel that uses AMX tiles through torch's function. Every call multiplies kGroup rows.
-// With a different number of rows, torch could add in a different order, and the bits of a row
-// would depend on the block that contains it.
+// With other numbers of rows, torch could add in a different order, so the bits of a row would
+// depend on the size of its block.
 struct Tiles {
   static constexpr int64_t kGroup = 32;
   static constexpr bool kTakesDown = false;

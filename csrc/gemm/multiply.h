@@ -1,14 +1,17 @@
-// Blocked matrix product on the CPU. Each block of `a` (M, K) * `b` (K, N) is passed to the caller
-// while it is in cache.
+// Blocked matrix product a (M, K) * b (K, N) on the CPU. Each block of the result is passed to the
+// caller while it is in cache.
 //
-// Blocking: a thread computes one block of the result at a time. It loops over k in slices of
-// kSliceWords words, and over the panels of b, which are kPanel columns wide. It packs each panel,
-// then multiplies all rows of the block by this panel.
+// Blocking: a thread computes one block of the result at a time. It loops over slices of k, which
+// have kSliceWords words, and over the panels of b, which have kPanel columns. It packs each panel,
+// and then multiplies all rows of the block by this panel.
+//
 // Layout: micro_kernels.h documents words and panels, and pack.h documents the packing.
+//
 // Rounding: sums are fp32. One thread computes an element, and the order of its additions depends
 // on K only. The bits of an element therefore do not depend on M, N, the block size or the number
 // of threads.
-// Parallel: threads fetch blocks of the result from an atomic counter.
+//
+// Parallel: threads fetch the next block of the result from an atomic counter.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -20,16 +23,16 @@
 
 namespace grpo_fast {
 
-// Number of words along k whose products are summed before the sum is added to the block. A panel
-// with this many words per column fills half of the L1 cache.
+// Number of words along k whose products are summed before their sum is added to the block. A panel
+// of this height fills half of the L1 cache.
 constexpr int64_t kSliceWords = kLanes == 8 ? 256 : 128;
 constexpr int64_t kPanelWords = kSliceWords * kPanel;
 constexpr int64_t kInlineFlops = 2 << 20;  // below this, waking threads costs more than it saves
-// Maximum number of rows of `a` in a small product. A small product is divided into blocks with
-// fewer rows, so that all threads get work. Each block then packs its panels of `b` itself.
+// Maximum number of rows of `a` in a small product. Its blocks have fewer rows, so that all threads
+// get work, and each block packs its panels of `b` itself.
 constexpr int64_t kFewRows = 96;
-// Maximum size of `b`, in words, for which all blocks share one packed copy of `b`. If `b` is
-// larger, each block packs its panels of `b` itself.
+// Maximum size of `b`, in words, with which all blocks share one packed copy of `b`. With a larger
+// `b`, each block packs its panels itself.
 constexpr int64_t kSharedWords = 4 << 20;
 
 // Position and size of a block of the result.
@@ -37,11 +40,10 @@ struct Block {
   int64_t row, rows, column, columns;
 };
 
-// Description of the product a * b. T is the type that the micro-kernel multiplies, and S is the
-// type in which `a` is stored. S is T or a more precise type. In the second case, an fp32 is split
-// into two bf16 parts, and a Positive16 is rounded to bf16. If `a` is a transposed Positive16
-// matrix, the rounding errors of heavy elements (defined in pack.h) are added separately. This
-// requires that `b` is not transposed.
+// Description of the product a * b. The micro-kernel multiplies elements of type T, and `a` is
+// stored as type S. If S is more precise than T, an fp32 is split into two bf16 parts, and a
+// Positive16 is rounded to bf16. If `a` is a transposed Positive16 matrix, the rounding errors of
+// its heavy elements (pack.h) are added separately. This requires that `b` is not transposed.
 template <class S, class T>
 struct Problem {
   static constexpr int kParts = std::is_same_v<S, float> && !std::is_same_v<T, float> ? 2 : 1;
@@ -56,12 +58,12 @@ struct Problem {
   int64_t panels() const { return (n + kPanel - 1) / kPanel; }
   int64_t first_k(int64_t slice) const { return slice * kSliceWords * kPerWord<T>; }
 
-  // Returns the part of panel `index` of b that is in a slice of k.
+  // Returns the part of panel `index` of b that belongs to a slice of k.
   Slice<T> panel(int64_t slice, int64_t index) const {
     const int64_t first = index * kPanel;
     return slice_of(b, slice, first, std::min(kPanel, n - first));
   }
-  // Returns the part of `a` with the rows of a block and the words of a slice of k.
+  // Returns the part of `a` that belongs to the rows of a block and to a slice of k.
   Slice<S> rows(int64_t slice, const Block& block) const {
     return slice_of(a, slice, block.row, block.rows);
   }
@@ -76,16 +78,16 @@ struct Problem {
   }
 };
 
-// Divides `size` elements into equal parts of at most `most` elements. Returns the length of a
+// Divides `size` elements into equal parts of at most `most` elements, and returns the length of a
 // part, rounded up to a multiple of `multiple`.
 inline int64_t even_part(int64_t size, int64_t most, int64_t multiple) {
   const int64_t parts = (size + most - 1) / most;
   return up((size + parts - 1) / parts, multiple);
 }
 
-// The size and the number of the blocks. The size is chosen for three reasons. The sums of a block
-// must stay in L2. Blocks with many rows reuse a packed panel of `b` more often, and blocks with
-// many columns reuse the packed rows of `a`. Every thread should get at least two blocks.
+// Size and number of the blocks. The sums of a block must stay in L2. Blocks with many rows reuse a
+// packed panel of `b` more often, and blocks with many columns reuse the packed rows of `a` more
+// often. Every thread should get at least two blocks.
 struct Blocks {
   int64_t rows, columns, across, count;
 
@@ -93,7 +95,7 @@ struct Blocks {
   Blocks(const P& p, int64_t group, int64_t threads, int64_t fixed_columns, bool is_packed) {
     const int64_t least_rows = p.m <= kFewRows && !fixed_columns ? 32 : kFewRows;
     const bool packs_cheaply = is_packed || p.b.k_down;  // otherwise blocks get few columns
-    // If b has few columns, the sums take little space in L2, so allow more packed rows.
+    // If b has few columns, the sums of a block take little space in L2, so allow more packed rows.
     const int64_t packed_rows = p.n > 256 ? 96 : (32 << 10) / kSliceWords;
     int64_t most_rows = p.a.k_down ? packed_rows : packs_cheaply ? 256 : 512;
     int64_t most_columns = !packs_cheaply ? 128 : p.a.k_down ? 1024 : 512;
@@ -122,7 +124,8 @@ void pack_panel(const Slice<T>& x, uint32_t* to) {
   x.k_down ? pack_down<T>(x, kPanel, {}, to) : pack_transposed(x, kPanel, to, kPanel);
 }
 
-// The part of the product that one thread computes, block by block, with its scratch memory.
+// The work of one thread, which computes blocks of the product one after another, with its scratch
+// memory.
 template <class Kernel, class S, class T>
 struct Worker {
   static constexpr int kParts = Problem<S, T>::kParts;
@@ -137,8 +140,8 @@ struct Worker {
   std::vector<Heavy> heavy = {};
   std::vector<float> limits = {};  // per result row; an element with a larger square is heavy
 
-  // Computes the sums of `block` over all slices of k. During the last slice, it prefetches the
-  // first operands of `after`, the block that this thread computes next.
+  // Computes the sums of `block` over all slices of k. In the last slice, it prefetches the first
+  // operands of `after`, the block that this thread computes next.
   void sum(const Block& block, const Block& after) {
     if (p.keeps_heavy()) {
       limits.resize(block.rows);
@@ -150,17 +153,17 @@ struct Worker {
       const bool is_last = slice + 1 == p.slices();
       sum_slice(block, slice, is_last ? after : block, is_last ? 0 : slice + 1, after);
     }
-    // Correct the sums for the rounding of heavy elements: add each rounding error times its row of
-    // b, in fp32.
+    // Correct the sums for the rounding of the heavy elements of `a`: add each rounding error times
+    // its row of b, in fp32.
     for (const Heavy& at : heavy)
       add_scaled(p.b.data + at.k * p.b.stride + block.column, at.rest, block.columns,
                  sums + at.row * blocks.columns);
     heavy.clear();
   }
 
-  // Adds the products of one slice of k to the sums of `block`. The next step computes slice
-  // `slice_then` of the block `then`, so the operands of that slice are prefetched. `after` is the
-  // block that this thread computes next.
+  // Adds the products of one slice of k to the sums of `block`, and prefetches the operands of the
+  // next step. This is slice `slice_then` of block `then`. `after` is the block that this thread
+  // computes after `block`.
   void sum_slice(const Block& block, int64_t slice, const Block& then, int64_t slice_then,
                  const Block& after) {
     PanelProduct<T> product{};
@@ -170,9 +173,9 @@ struct Worker {
     for (int part = 0; part < kParts; ++part)
       rows[part] = rows_of(block, slice, part, &product);
     const int64_t first = block.column / kPanel, count = (block.columns + kPanel - 1) / kPanel;
-    // Prefetch the rows that will be read next. Usually these are the rows of the next slice. If
-    // heavy elements are recorded, find_limits will first read all slices of the next block, so
-    // prefetch one slice of that block in each step.
+    // Prefetch the rows that are read next, which usually belong to the next slice. If heavy
+    // elements are recorded, find_limits first reads all slices of the next block. Prefetch one of
+    // these slices in each step instead.
     const Slice<S> rows_then = p.keeps_heavy() ? p.rows(slice, after) : p.rows(slice_then, then);
     for (int64_t i = 0; i < count; ++i) {
       if (!shared) pack_panel(p.panel(slice, first + i), panel);
@@ -185,8 +188,8 @@ struct Worker {
       product.c = sums + i * kPanel;
       product.is_narrow = block.columns - i * kPanel <= kPanel / 2;
       for (int part = 0; part < kParts; ++part) {
-        // Overwrite the sums in the first part of the first slice, because they are uninitialised.
-        // Add to them in all later parts.
+        // The first part of the first slice overwrites the sums, because they are uninitialised.
+        // All later parts are added to them.
         product.a = rows[part], product.add = slice + part > 0;
         Kernel::multiply(product, block.rows, [&](int64_t done, int64_t all) {
           if (part) return;
@@ -197,16 +200,16 @@ struct Worker {
     }
   }
 
-  // Returns the rows of a block in one slice of k, in a layout that the micro-kernel can read. The
-  // rows are packed, unless they can be read in place. Also sets the strides of `product`.
+  // Returns the rows of a block in one slice of k, in a layout that the micro-kernel can read, and
+  // sets the strides of `product`. The rows are packed, unless they can be read in place.
   const T* rows_of(const Block& block, int64_t slice, int part, PanelProduct<T>* product) {
     const Slice<S> x = p.rows(slice, block);
     uint32_t* to = packed_rows + (part + 1) * part_words;
     product->stride = kSliceWords * kPerWord<T>, product->step = kPerWord<T>;
     if (!x.k_down) {
       if constexpr (std::is_same_v<S, T>)
-        // Read in place only if the rows fill all groups and k fills all words. Otherwise, a read
-        // past the end of a row could load NaN.
+        // Read in place only if the rows fill whole groups, and k fills whole words. Otherwise, a
+        // read past the end could return NaN.
         if (block.rows % Kernel::kGroup == 0 && x.depth == x.words * kPerWord<T>) {
           product->stride = x.stride;
           return x.data;
@@ -231,8 +234,8 @@ struct Worker {
   }
 };
 
-// Runs body(counter) on several threads. Each thread fetches its next task from the counter, so
-// that faster threads complete more tasks.
+// Runs body(counter) on several threads. Each thread fetches the number of its next task from the
+// counter, so that faster threads do more tasks.
 template <class Body>
 void in_parallel(int64_t threads, int64_t count, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -240,7 +243,7 @@ void in_parallel(int64_t threads, int64_t count, const Body& body) {
   torch::stable::parallel_for(0, std::min(threads, count), 1, work);
 }
 
-// Packs all panels of b for each slice of k in turn. A packed panel has kPanelWords words.
+// Packs all panels of b for one slice of k after the other. A packed panel has kPanelWords words.
 template <class S, class T>
 void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   const int64_t panels = p.slices() * p.panels();
@@ -250,11 +253,11 @@ void pack_panels(const Problem<S, T>& p, int64_t threads, uint32_t* to) {
   });
 }
 
-// Computes the product. finish(block, sums, stride) is called once for each block, by the thread
-// that computed the block.
+// Computes the product. The thread that computed a block then calls finish(block, sums, stride).
 //
-// fixed_columns: every block has this many columns (a multiple of kPanel), for any size and any
-// number of threads. 0 lets Blocks choose.
+// fixed_columns: number of columns of every block (a multiple of kPanel), for any size of the
+// product and any number of threads. 0: the struct Blocks chooses the number.
+//
 // packed: panels of b from pack_panels, or null. If panels are given, the data of b is not read.
 template <class Kernel, class S, class T, class Finish>
 void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_columns = 0,
@@ -265,8 +268,8 @@ void multiply(const Problem<S, T>& p, const Finish& finish, int64_t fixed_column
   const bool packs_once = !packed && p.m > kFewRows && words <= kSharedWords;
   const Blocks blocks(p, Kernel::kGroup, threads, fixed_columns, packed || packs_once);
   if (packs_once) {
-    // Use scratch memory with a separate purpose for the shared panels. This thread also becomes a
-    // worker below, and a worker must not overwrite the panels.
+    // Use a separate purpose of scratch memory for the shared panels. This thread also becomes a
+    // worker below, which must not overwrite the panels.
     uint32_t* shared = scratch<uint32_t>(Purpose::kShared, words);
     pack_panels(p, threads, shared);
     packed = shared;

@@ -1,4 +1,4 @@
-// Operands of the matrix product: matrix views, slices of k, prefetching and scratch memory.
+// Operands of the matrix product: matrix views, slices along k, prefetching and scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 
 namespace grpo_fast {
 
-// Number of elements in a 32-bit word, which is one fp32 or a pair of bf16 with neighbouring k.
+// Number of elements of type T in a word. A word has 32 bits and contains one fp32, or two bf16
+// with neighbouring k.
 template <class T>
 constexpr int64_t kPerWord = 4 / sizeof(T);
 
@@ -27,7 +28,7 @@ struct Operand {
   bool k_down;  // true: k is the row index (transposed); false: k is the column index
 };
 
-// Prefetches a cache line into L2. This is inline assembly because GCC treats a function that only
+// Prefetches a cache line into L2. This is inline assembly, because GCC regards a function that only
 // calls __builtin_prefetch as free of side effects, and removes its calls.
 inline void prefetch_line(const void* x) {
 #if defined(__x86_64__)
@@ -37,16 +38,16 @@ inline void prefetch_line(const void* x) {
 #endif
 }
 
-// A part of an operand that covers a range of k. `depth` is the number of elements along k, and
-// `words` is the number of words that contain them, so the last word may be incomplete. `across` is
-// the number of rows of the part, or its number of columns if k is the row index.
+// The part of an operand that belongs to a range of k. `depth` is the number of elements along k,
+// and `words` is the number of words that contain them. The last word may be incomplete. `across`
+// is the number of rows of the part, or its number of columns if k is the row index.
 template <class T>
 struct Slice {
   const T* data = nullptr;
   int64_t stride = 0, across = 0, depth = 0, words = 0;
   bool k_down = false;
 
-  // Prefetches part number `part` of `parts` equal parts into L2.
+  // Divides the slice into `parts` equal parts, and prefetches one of them into L2.
   void prefetch(int64_t part, int64_t parts) const {
     if (data == nullptr) return;
     const int64_t rows = k_down ? depth : across, columns = k_down ? across : depth;
@@ -57,8 +58,8 @@ struct Slice {
   }
 };
 
-// Purposes of scratch memory. Each thread has one allocation per purpose and reuses it across
-// calls, because page faults on fresh memory would take longer than the packing.
+// Purposes of scratch memory. Each thread has one allocation for each purpose and reuses it in
+// later calls, because page faults on fresh memory would take longer than the packing.
 enum class Purpose { kShared, kPanel, kRows, kSums, kCount };
 
 // Returns thread-local memory for `size` elements, aligned to 64 bytes. The next call with the same

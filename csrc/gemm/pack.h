@@ -1,10 +1,10 @@
-// Packs operands into the words that the micro-kernels read, one word for each lane and each
-// step of k.
+// Packs operands into the words that the micro-kernels read. There is one word for each lane and
+// each step of k.
 //
 // Rounding: for bf16 products, operands that are more precise than bf16 are rounded here. An fp32
-// becomes two bf16 parts, the rounded number and its rounding error. A Positive16 becomes one bf16.
-// An element is heavy if it makes up a large part of its column. The rounding error of a heavy
-// Positive16 is recorded, and multiplied in fp32 later.
+// is split into two bf16 parts, the rounded number and its rounding error. A Positive16 becomes one
+// bf16. The rounding errors of heavy Positive16 elements, which make up a large part of their
+// column, are recorded and multiplied in fp32 later.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@
 
 namespace grpo_fast {
 
-// A heavy element, with its position and the error of rounding it to bf16.
+// A heavy element of `a`: its position, and the error of rounding it to bf16.
 struct Heavy {
   int64_t row, k;
   float rest;
@@ -24,13 +24,12 @@ struct Heavy {
 // An element is heavy if its square exceeds this share of the sum of squares of its column.
 constexpr float kHeavyShare = 1 / 16.0f;
 
-// Options for packing: which bf16 part of each element to write, the factors of the elements, and
-// the list to which heavy elements are added.
+// Options for packing: which of the two bf16 parts is written, the factors of the elements, and the
+// list to which heavy elements are added.
 struct Entry {
   int part = 0;
   const float* scales = nullptr;  // one factor per k; null: 1
-  // One limit per column, or null. An element is recorded in `heavy` if its square exceeds the
-  // limit.
+  // One limit for each column, or null. An element is heavy if its square exceeds the limit.
   const float* limits = nullptr;
   int64_t first_k = 0;
   std::vector<Heavy>* heavy = nullptr;
@@ -45,22 +44,22 @@ inline uint32_t word(const float* x, int64_t) {
   return bit_cast<uint32_t>(*x);
 }
 
-// Returns the word that contains the bf16 at x and the bf16 after it. The upper half is 0 if only
-// one element is left.
+// Returns the word that contains the bf16 at x and the bf16 after it. If only one element is left,
+// the upper half of the word is 0.
 inline uint32_t word(const Bfloat16* x, int64_t left) {
   return x->bits | (left > 1 ? static_cast<uint32_t>(x[1].bits) << 16 : 0u);
 }
 
-// Rounds x to bf16, and returns the result in the upper half of each word. Adding 0x7fff plus the
-// lowest bit that is kept rounds to nearest, with ties to even.
+// Rounds x to bf16, and returns the bf16 in the upper half of each word. Adding 0x7fff plus the
+// lowest bit that remains rounds to nearest, with ties to even.
 GRPO_FAST_INLINE Words rounded(Floats x) {
   const Words bits = bit_cast<Words>(x);
   const Words nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
   return x != x ? Words{} + 0x7fc00000u : nearest;
 }
 
-// Returns one of the two bf16 parts of x. Part 0 is x, rounded. Part 1 is the rounding error of
-// part 0, rounded.
+// Returns one of the two bf16 parts of x. Part 0 is x rounded to bf16. Part 1 is the rounding error
+// of part 0, also rounded to bf16.
 GRPO_FAST_INLINE Words rounded(Floats x, int part) {
   const Words first = rounded(x);
   return part == 0 ? first : rounded(x - bit_cast<Floats>(first));
@@ -71,15 +70,15 @@ inline float rest_of(float x) {
   return x - bit_cast<float>(rounded(splat(x))[0]);
 }
 
-// Rounds two vectors to bf16, and returns one word for each lane. The lower half of a word is an
-// element of `x`, and the upper half is an element of `next`. `part` selects one of the two bf16
-// parts, as in rounded().
+// Rounds two vectors to bf16, and packs them into one word for each lane. The lower half of a word
+// comes from `x`, and the upper half from `next`. `part` selects one of the two bf16 parts, as in
+// rounded().
 GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 #if defined(__AVX512BF16__) && GRPO_FAST_LANES == 16
   if (part == 0) {
     const auto both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(next, x));
-    // cvtne2ps writes x to the lower half of the register and next to the upper half. Interleave
-    // them, because a word contains an element of x and an element of next.
+    // cvtne2ps writes all of x before all of next. Interleave them, because a word contains an
+    // element of x and an element of next.
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
                                            24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
                                            16, 0);
@@ -91,8 +90,8 @@ GRPO_FAST_INLINE Words pairs_of(Floats x, Floats next, int part) {
 
 // ---- slices ----
 
-// Exchanges blocks of kStep lanes between row a and row b = a + kStep, as one step of a transpose.
-// Returns the new row a, or the new row b if kOdd is set.
+// One step of a transpose, which exchanges blocks of kStep lanes between row a and row b = a +
+// kStep. Returns the new row a, or with kOdd the new row b.
 template <int kStep, bool kOdd, int... kLane>
 GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane...>) {
   constexpr int kFirst = kOdd ? kStep : 0;
@@ -101,8 +100,8 @@ GRPO_FAST_INLINE Words paired(Words a, Words b, std::integer_sequence<int, kLane
   return __builtin_shuffle(a, b, order);
 }
 
-// Runs one step of a transpose in registers, which exchanges blocks of kStep lanes between rows
-// that are kStep apart.
+// One step of a transpose in registers, which exchanges blocks of kStep lanes between rows that are
+// kStep apart.
 template <int kStep>
 GRPO_FAST_INLINE void transpose_pairs(Words* rows) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
@@ -128,9 +127,8 @@ GRPO_FAST_INLINE void transpose_square(const uint32_t* from, int64_t from_stride
   for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(Words));
 }
 
-// Transposes a slice. In the slice, the words of a row are neighbours in memory. Word k of row r is
-// written to to[k * to_stride + r]. If the slice has fewer than `width` rows, zeros are written in
-// place of the missing rows.
+// Transposes a slice whose column index is k. Word k of row r is written to to[k * to_stride + r].
+// Rows from x.across to `width` are filled with zeros.
 template <class T>
 void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_stride) {
   const int64_t whole = x.depth / kPerWord<T> / kLanes * kLanes;  // in words
@@ -147,9 +145,9 @@ void pack_transposed(const Slice<T>& x, int64_t width, uint32_t* to, int64_t to_
     }
 }
 
-// Writes one word for each column of a slice whose row index is k. The word contains the element of
-// row k and, for bf16, also the element of row k + 1. Heavy elements are added to the list of
-// `entry`.
+// Packs one step of k of a slice whose row index is k, into one word for each column. The word
+// contains the element of row k and, for bf16, also the element of row k + 1. Heavy elements are
+// added to the list of `entry`.
 template <class T, class S>
 void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) {
   const S *row = x.data + k * x.stride, *next = k + 1 < x.depth ? row + x.stride : nullptr;
@@ -166,7 +164,7 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
     put(pairs_of(first, second, entry.part));
     if (!entry.limits) return;
     const Floats limits = load_up_to(entry.limits + c, count);
-    // Return early if no lane exceeds its limit, because almost no vector contains a heavy element.
+    // Return early if no lane exceeds its limit, because heavy elements are rare.
     if (bits_of(max(first * first, second * second) > limits) == 0) return;
     const auto note = [&](Floats d, int64_t at) {
       each_lane(d * d > limits, count, [&](int lane) {
@@ -178,8 +176,8 @@ void pack_words(const Slice<S>& x, int64_t k, const Entry& entry, uint32_t* to) 
 }
 
 // Packs a slice whose row index is k. The word of column c at step k is written to to[k][c].
-// Columns from x.across to `width` are filled with zeros. T is the type that is multiplied, and S
-// is the storage type.
+// Columns from x.across to `width` are filled with zeros. Elements are stored as S and multiplied
+// as T.
 template <class T, class S>
 void pack_down(const Slice<S>& x, int64_t width, const Entry& entry, uint32_t* to) {
   for (int64_t k = 0; k < x.words; ++k, to += width) {
@@ -208,10 +206,11 @@ void pack_along(const Slice<S>& x, int64_t height, int part, uint32_t* to, int64
 }
 
 // Computes the limit of each column, which is kHeavyShare times the sum of squares of the column.
-// An element is heavy if its square exceeds the limit of its column.
+// An element whose square exceeds the limit is heavy.
 template <class S>
 void find_limits(const Slice<S>& x, const float* scales, float* limits) {
-  // Number of rows to prefetch ahead. The rows are too short for the hardware prefetcher.
+  // Number of rows to prefetch ahead, because the rows are too short for the prefetching of the
+  // CPU.
   constexpr int64_t kAhead = 8;
   std::fill(limits, limits + x.across, 0.0f);
   for (int64_t k = 0; k < x.depth; ++k) {

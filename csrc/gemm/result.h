@@ -1,14 +1,14 @@
-// Epilogue of the matrix product. It scales the rows of a block, adds rows of another matrix, and
-// rounds the result once.
+// Epilogue of the matrix product, for one block of the result. It scales rows, adds rows of another
+// matrix, and rounds the result once.
 #pragma once
 
 #include "gemm/multiply.h"
 
 namespace grpo_fast {
 
-// Scaled rows that are added to the result of a product. For each t, coefficients[t] *
-// values[rows[t]] is added to row ids[t] of the result. Terms with equal ids are added in the order
-// of t. If `ids` or `rows` is null, the index is t.
+// Scaled rows that are added to a product. For each t, coefficients[t] * values[rows[t]] is added
+// to row ids[t] of the result. Terms with equal ids are added in the order of t. If `ids` or `rows`
+// is null, the index is t.
 struct Added {
   const float* coefficients = nullptr;  // (T,)
   const int64_t *ids = nullptr, *rows = nullptr;
@@ -19,7 +19,7 @@ struct Added {
 
   int64_t id(int64_t t) const { return ids ? ids[t] : t; }
 
-  // Adds to the sums of a block the rows whose ids are in this block.
+  // Adds the rows that belong to a block of the result to the sums of this block.
   void add(const Block& block, float* sums, int64_t sums_stride) const {
     const auto is_before = [&](int64_t t, int64_t row) { return id(t) < row; };
     auto at = std::lower_bound(order.begin(), order.end(), block.row, is_before);

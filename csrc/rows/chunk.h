@@ -1,8 +1,6 @@
 // Rows of logits with their targets and logit transforms, and the loop that distributes rows to
-// threads.
-//
-// The operators on rows read the logits from memory. The fused LM head computes them block by block
-// and does not store them.
+// threads. The fused LM head also uses them, but computes its logits block by block without storing
+// them.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,8 +11,8 @@
 
 namespace grpo_fast {
 
-// Description of C rows with V columns each. With `offsets`, the rows have unequal lengths and are
-// stored one after another in a vector of V elements.
+// Description of C rows with V logits each. With `offsets`, the rows have unequal lengths, and are
+// stored one after another in a vector of V logits.
 struct Chunk {
   int64_t rows, columns;
   const int64_t* target_ids;                 // (C,)
@@ -28,21 +26,21 @@ struct Chunk {
     return target_ids[row] >= 0 && target_ids[row] < width(row);
   }
 
-  // Returns the logit transform of a row, in which scale, soft cap and temperature are folded into
-  // two factors.
+  // Returns the logit transform of a row, with scale, soft cap and temperature combined into two
+  // factors.
   RowTransform transform(int64_t row) const {
     const double t = temperatures ? temperatures[row] : temperature, scale = logit_scale / t;
     if (softcap == 0) return {static_cast<float>(scale), 0.0f, scale};
     return {static_cast<float>(logit_scale / softcap), static_cast<float>(softcap / t), scale};
   }
 
-  template <class T>
   // Returns a pointer to the first element of a row.
+  template <class T>
   T* start(const Matrix<T>& numbers, int64_t row) const {
     return offsets ? numbers.data + offsets[row] : numbers.row(row);
   }
 
-  // Returns a view of a row and the position of its target, which is -1 if the row has no target.
+  // Returns a view of a row with the position of its target, or -1 if the row has no target.
   template <class T>
   Columns<T> row_of(const Matrix<T>& logits, int64_t row) const {
     return {start(logits, row), width(row), has_target(row) ? target_ids[row] : -1};
@@ -60,11 +58,18 @@ struct RowOutputs {
   }
 };
 
+// Computes and stores the statistics of one row.
+template <bool kSoftcap, bool kEntropy, class T>
+void write_statistics(const Chunk& chunk, const Matrix<T>& logits, int64_t row,
+                      const RowOutputs& to) {
+  to.put(row, row_statistics<kSoftcap, kEntropy>(chunk.row_of(logits, row), chunk.transform(row)));
+}
+
 constexpr int64_t kGrain = 16384;  // elements per task of a thread
 constexpr int64_t kInline = 65536;  // below this, waking threads costs more than it saves
 
 // Calls body(row) for each row, in parallel. `numbers` is the approximate number of elements that
-// one call of body processes. One thread computes a whole row, so the results do not depend on the
+// one call of body processes. A row is computed by one thread, so the results do not depend on the
 // number of threads.
 template <class F>
 void for_each_row(int64_t rows, int64_t numbers, const F& body) {
@@ -72,8 +77,8 @@ void for_each_row(int64_t rows, int64_t numbers, const F& body) {
   const bool is_small = rows * columns <= kInline;
   const int64_t step = is_small ? rows : std::max<int64_t>(1, kGrain / columns);
   std::atomic<int64_t> next{0};
-  // Let threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so a fixed
-  // division of the rows would leave some threads idle.
+  // Threads fetch rows from a counter. Rows with coefficient 0 take almost no time, so with a fixed
+  // division of the rows, some threads would be idle.
   const auto work = [&](int64_t, int64_t) {
     for (int64_t begin; (begin = next.fetch_add(step)) < rows;)
       for (int64_t row = begin; row < std::min(begin + step, rows); ++row) body(row);

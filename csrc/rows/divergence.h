@@ -1,21 +1,24 @@
 // Divergences between rows of student logits and rows of teacher logits.
 //
-// For each logit j, a generated function gives value_j, its contribution to the divergence D, and
-// slope_j. D and its gradient with respect to the student's logits z are
+// For each logit j, a generated function returns value_j, which is its contribution to the
+// divergence D, and slope_j. D and its gradient with respect to the student's logits z are
 //
-//   D = sum_j value_j,    dD/dz_j = slope_j - p_j center,    center = sum_k slope_k
+//     D = sum_j value_j,    dD/dz_j = slope_j - p_j center,    center = sum_k slope_k
 //
-// One thread processes a row in three passes. The first pass computes the lse of the student and of
-// the teacher. The second pass computes values and slopes, and stores the slopes in the memory of
-// the gradient. The third pass computes slope - center p. The row stays in L2, so the memory
-// traffic is 12 bytes per pair of logits: one read of each logit and one write of the gradient.
+// where p_j is the student's probability. One thread processes a row in three passes. The first
+// pass computes the lse of the student and of the teacher. The second pass computes values and
+// slopes, and stores the slopes in the memory of the gradient. The third pass computes slope -
+// center p. The row stays in L2, so the memory traffic is 12 bytes per pair of logits: one read of
+// each logit and one write of the gradient.
 //
-// For the most likely token of the student, the gradient is computed as
-// (1 - p) slope - p (center - slope), where center - slope is summed without this token. The
-// formula slope - center p would cancel if the student is almost certain.
+// For the most likely token of the student, the gradient is computed as (1 - p) slope - p (center -
+// slope), where center - slope is summed without this token. The formula slope - center p would
+// cancel if the student is almost certain.
 //
 // Layout: both rows are fp32 logits.
+//
 // Rounding: kRun neighbouring columns are summed in fp32, and these sums are added in fp64.
+//
 // Parallel: the caller distributes rows to threads.
 #pragma once
 
@@ -24,8 +27,8 @@
 
 namespace grpo_fast {
 
-// One row of raw logits of the student or the teacher, with functions that compute its lse and its
-// log-probabilities z - lse.
+// One row of raw logits of the student or of the teacher. Its functions compute the lse of the row
+// and log-probabilities z - lse.
 struct DivergenceSide {
   const float* x;
   int64_t count;
@@ -34,8 +37,8 @@ struct DivergenceSide {
   int64_t top = 0;  // column of the largest logit
   float shift = 0, rest = 0;  // lse = shift + rest: two fp32 keep digits that one would round away
 
-  // Returns z - shift, where z is the final logit. The shift is the largest z while lse() runs, and
-  // the fp32 part of the lse afterwards.
+  // Returns z - shift, where z is the final logit. While lse() runs, `shift` is the largest z.
+  // Afterwards, it is the fp32 part of the lse.
   GRPO_FAST_INLINE Floats below(Floats raw) const {
     return is_capped ? exponent<true>(raw, transform, shift).t
                      : exponent<false>(raw, transform, shift).t;
@@ -48,14 +51,14 @@ struct DivergenceSide {
     return is_capped ? tanh_and_slope(raw * transform.inner).slope : splat(1.0f);
   }
 
-  // Stores lse as the sum of an fp32 number (`shift`) and its rounding error (`rest`).
+  // Stores lse as an fp32 number (`shift`) and its rounding error (`rest`).
   void set(double lse) {
     const bool is_empty = lse == -std::numeric_limits<double>::infinity();
     shift = is_empty ? 0 : static_cast<float>(lse);
     rest = is_empty ? 0 : static_cast<float>(lse - shift);
   }
 
-  // Stores the first column with the largest logit in `top`.
+  // Stores the column of the largest logit in `top`. If several columns are equal, it is the first.
   void find_top() {
     const float largest = largest_of(Columns<float>{x, count, -1}, transform.inner);
     for (int64_t c = 0; c < count; c += kLanes) {
@@ -68,8 +71,8 @@ struct DivergenceSide {
     }
   }
 
-  // Returns lse. The largest term is excluded from the sum and added with log1p. The result is
-  // therefore accurate even if one logit has nearly all of the probability.
+  // Returns the lse. The largest term is left out of the sum and added with log1p, so the result is
+  // accurate even if one logit has nearly all of the probability.
   double lse() {
     shift = 0;
     const float high = below(splat(x[top]))[0];
@@ -112,13 +115,13 @@ class DivergenceRow {
   double lse() { return p_.lse(); }
   double teacher_lse() { return q_.lse(); }
 
-  // Computes the sums of the row, given both lse. The slopes are written to `slopes` unless it is
-  // null. `slopes` may be the memory of the teacher's row.
+  // Computes the sums of the row from the lse of student and teacher. Unless `slopes` is null, the
+  // slopes are written to it. It may be the memory of the teacher's row.
   DivergenceSums sums(double lse, double teacher_lse, float* slopes) {
     p_.set(lse);
     q_.set(teacher_lse);
     const Ints lanes = lane_numbers();
-    // Compute the terms of the student's most likely token first, because the loop may overwrite
+    // Compute the slope of the student's most likely token first, because the loop may overwrite
     // the row of the teacher.
     of_top_ = terms(splat(p_.x[p_.top]), splat(q_.x[p_.top])).slope[0];
     lp_top_ = p_.logp(splat(p_.x[p_.top]))[0];
@@ -158,7 +161,7 @@ class DivergenceRow {
 
  private:
   // Returns value_j and slope_j of the divergence for one vector of logits. If both
-  // log-probabilities are -inf, their difference counts as 0.
+  // log-probabilities are -inf, their difference is taken as 0.
   GRPO_FAST_INLINE VectorPair terms(Floats raw, Floats raw_teacher) const {
     const Floats lp = p_.logp(raw), lq = q_.logp(raw_teacher);
     const Floats d = keep_where(lp != lq, lp - lq);

@@ -1,12 +1,13 @@
 // Exponentials E of the logits z of a row, which are stored for the gradient GEMMs:
 //
-//   E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
+//     E_j = e^(z_j - s) f_j, and 0 in the target's column,    f = 1 - tanh^2 (1 without a soft cap)
 //
-// The number s is an estimate of the row's lse (see sweep.h) and may be too small. The sum of the
-// row can then overflow, but every E is finite, because its exponent is clamped. An element of a
-// Positive16 matrix is dominant if it exceeds 1/16 of the sum of its row. Dominant elements are
-// also recorded in fp32, because their rounding errors may be large compared with the gradient of
-// the row. The rounding errors of smaller elements are small, or cancel.
+// The number s is an estimate of the row's lse (sweep.h). If it is too small, the sum of the row
+// may overflow, but every E is finite, because its exponent is clamped.
+//
+// An element of a Positive16 matrix is dominant if it exceeds 1/16 of the sum of its row. Dominant
+// elements are also recorded in fp32, because their rounding errors may be large compared with the
+// gradient of the row. The rounding errors of smaller elements are small, or cancel.
 #pragma once
 
 #include <atomic>
@@ -18,16 +19,16 @@
 
 namespace grpo_fast {
 
-// Emitter that stores nothing. An emitter is the callback of add_run (sums.h). This one clamps the
-// exponent on both sides. A NaN becomes the largest exponent, so that -logp of the row exceeds
-// kMaxNll and the row is computed again.
+// An emitter (a callback of add_run, see sums.h) that stores nothing. It clamps the exponents on
+// both sides. A NaN becomes the largest exponent. The -logp of its row then exceeds kMaxNll, and
+// the row is computed again.
 struct SumExponentials : Ignore {
   GRPO_FAST_INLINE static Floats floored(Floats t) {
     return floor_exponent(min(t, splat(-kExpFloor)));
   }
 };
 
-// Emitter for add_run that stores the exponentials in the output matrix.
+// An emitter (a callback of add_run) that stores the exponentials in the output matrix.
 template <bool kSoftcap, class Out>
 struct WriteExponentials : SumExponentials {
   static constexpr bool kFindsLargest = sizeof(Out) == 2;
@@ -36,7 +37,7 @@ struct WriteExponentials : SumExponentials {
   explicit WriteExponentials(Out* out) : out(out) {}
 
   GRPO_FAST_INLINE void operator()(int64_t column, int64_t count, Floats e, Floats slope) const {
-    // With a soft cap, e * slope may be NaN. max() replaces NaN with 0, so that every E is finite.
+    // With a soft cap, e * slope may be NaN. max() returns 0 for NaN, so that every E is finite.
     store_up_to(out + column, kSoftcap ? max(e * slope, Floats{}) : e, count);
   }
 };
@@ -51,7 +52,7 @@ struct Dominant {
   float weight;  // e times the slope of the soft cap
 };
 
-// Emitter for add_run that records the elements that exceed a threshold.
+// An emitter (a callback of add_run) that records the exponentials above a threshold.
 template <bool kSoftcap>
 struct NoteAbove : SumExponentials {
   float threshold;
@@ -66,22 +67,22 @@ struct NoteAbove : SumExponentials {
   }
 };
 
-// Collection of the dominant elements. They are recorded while the row sums are incomplete and thus
-// too small, so too many elements are recorded at first. finished() removes the elements below the
-// final threshold.
+// Collects the dominant elements of all rows. While they are recorded, the sums of the rows are
+// incomplete and too small, so too many elements are recorded. finished() removes the elements
+// below the final threshold.
 class DominantExponentials {
  public:
   explicit DominantExponentials(int64_t rows) : known_(rows) {}
 
-  // Adds `sum` to the incomplete sum of a row. If two threads update it at the same time, one
-  // update may be lost. This only lowers the threshold, so too many elements are recorded.
+  // Adds `sum` to the incomplete sum of a row. If two threads do this at the same time, one
+  // addition may be lost. The threshold is then lower, and too many elements are recorded.
   void raise(int64_t row, double sum) {
     const float known = known_[row].load(std::memory_order_relaxed);
     known_[row].store(known + static_cast<float>(sum), std::memory_order_relaxed);
   }
 
-  // Sets the final sums of the rows. `again` lists the rows that will be recomputed, in ascending
-  // order. The elements of these rows are dropped, because the new computation records them again.
+  // Sets the final sums of the rows. `again` lists the rows that are computed a second time, in
+  // ascending order. Their elements are dropped here, because the second time records them again.
   void settle(std::vector<double> sums, const std::vector<int64_t>& again) {
     sums_ = std::move(sums);
     for (size_t row = 0; row < sums_.size(); ++row)
@@ -91,14 +92,13 @@ class DominantExponentials {
     });
   }
 
-  // Records the dominant elements of a run, which is a group of neighbouring columns that begins at
-  // column `first`. `largest` is the largest exponential of each lane. If no lane exceeds the
-  // threshold, the function returns immediately.
+  // Records the dominant elements of a run (neighbouring columns from column `first` on). `largest`
+  // is the largest exponential of each lane. If no lane exceeds the threshold, nothing is done.
   template <bool kSoftcap>
   void note(int64_t row, int64_t first, const Columns<float>& run, const RowTransform& transform,
             float shift, Floats largest) {
-    // Use a threshold that is 1% lower than the exact one, because the final sums are rounded
-    // differently. finished() compares with the exact threshold.
+    // Use a threshold that is 1% too low, because the final sums are rounded differently.
+    // finished() compares with the exact threshold.
     const float threshold = 0.99f * kDominantShare * known_[row].load(std::memory_order_relaxed);
     if (bits_of(largest > splat(threshold)) == 0) return;
     std::vector<Dominant> own;

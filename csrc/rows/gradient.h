@@ -1,14 +1,16 @@
 // Gradient of log-probability and entropy with respect to the raw logits. Each logit is read once,
 // and its gradient is written once:
 //
-//   d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw
+//     d raw_j = (g (1[j = y] - p_j) - ge p_j (log p_j + H)) * dz/draw
 //
 // Here g and ge are the coefficients of the log-probability and of the entropy H, y is the column
 // of the target, and p_j is the probability of column j.
-// The columns may be one vocabulary shard. In this case lse, logp and entropy belong to the full
-// row, and the target may be outside the columns.
-// Rounding: elements are computed in fp32, and the target in fp64. A 16-bit gradient is rounded
-// once.
+//
+// The columns may be one vocabulary shard. The lse, logp and entropy are then those of the full
+// row, and the target may be outside of the columns.
+//
+// Rounding: elements are computed in fp32, except for the target's, which is computed in fp64. A
+// 16-bit gradient is rounded once.
 #pragma once
 
 #include "rows/chunk.h"
@@ -27,7 +29,7 @@ void write_zeros(T* to, int64_t columns) {
   std::memset(static_cast<void*>(to), 0, columns * sizeof(T));
 }
 
-// Writes the gradient of one row. `to` may be the logits, because each vector is read before it is
+// Writes the gradient of one row. `to` may be the logits, because every vector is read before it is
 // overwritten.
 template <bool kSoftcap, class T>
 void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>& to,
@@ -35,23 +37,22 @@ void write_gradient(const Chunk& chunk, const Matrix<T>& logits, const Matrix<T>
   const Columns<T> columns = chunk.row_of(logits, row);
   const double g = at.grad_logps[row], g_entropy = at.grad_entropy ? at.grad_entropy[row] : 0;
   T* out = chunk.start(to, row);
-  // Write zeros if both coefficients are 0. The row may contain NaN, which a product with 0 would
-  // keep.
+  // Write zeros if both coefficients are 0. The row may contain NaN, and 0 * NaN is NaN.
   if (g == 0 && g_entropy == 0) return write_zeros(out, columns.count);
   const RowTransform transform = chunk.transform(row);
   const double logp = at.logps[row], entropy = g_entropy != 0 ? at.entropy[row] : 0;
   const bool has_target = columns.target >= 0;
   // Read the target logit now, because the loop may overwrite it.
   const float raw_target = has_target ? load_one(columns.x + columns.target) : 0;
-  // Compute lse as z_y - logp if |logp| is smaller than |lse|. Both were rounded to fp32, and the
-  // smaller number has the smaller rounding error.
+  // If |logp| is smaller than |lse|, compute the lse as z_y - logp. Both numbers were rounded to
+  // fp32, and the smaller number has the smaller rounding error.
   double lse = at.lse[row];
   if (has_target && std::fabs(logp) < std::fabs(lse))
     lse = final_logit<kSoftcap>(raw_target, transform) - logp;
   const float shift = static_cast<float>(lse);
-  // Fold all factors of the row into two numbers. With t = z - shift, the gradient of a column is
-  // then e^t (linear t + constant). `scale` contains the factor e^(shift - lse), because shift is
-  // lse rounded to fp32.
+  // Combine all factors of the row into two numbers. With t = z - shift, the gradient of a column
+  // is e^t (linear t + constant). `scale` contains the factor e^(shift - lse), because `shift` is
+  // the lse rounded to fp32.
   const double scale = -std::exp(shift - lse) * transform.chain;
   const float constant = static_cast<float>(scale * (g + g_entropy * (entropy + (shift - lse))));
   const float linear = static_cast<float>(scale * g_entropy);

@@ -1,12 +1,13 @@
-// Formulas of elementwise layers, one row at a time. `grad` is the gradient with respect to y. T is
-// the storage type, fp32 or bf16. Numbers are computed in fp32 and rounded when they are stored.
+// Formulas of elementwise layers, for one row at a time. `grad` is the gradient with respect to y.
+// T is the storage type, fp32 or bf16. Numbers are computed in fp32, and rounded when they are
+// stored.
 //
-//   RMSNorm   y = w x r, r = 1 / sqrt(mean(x^2) + eps)
-//             dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
-//   SwiGLU    y = g s u, s = 1 / (1 + e^-g)
-//             dg = grad u s (1 + g (1 - s)),   du = grad g s
-//   rotary    y = x cos + (-x_high, x_low) sin, for the halves (x_low, x_high) of a head's columns
-//             dx = grad cos + (grad_high sin_high, -grad_low sin_low)
+//     RMSNorm   y = w x r, r = 1 / sqrt(mean(x^2) + eps)
+//               dx = r (w grad - x r^2 mean(w grad x)),   dw = sum over the rows of grad x r
+//     SwiGLU    y = g s u, s = 1 / (1 + e^-g)
+//               dg = grad u s (1 + g (1 - s)),   du = grad g s
+//     rotary    y = x cos + (-x_high, x_low) sin, for the halves (x_low, x_high) of a head
+//               dx = grad cos + (grad_high sin_high, -grad_low sin_low)
 //
 // Rounding: sums over a row are fp32 in each lane, and fp64 across lanes.
 #pragma once
@@ -22,7 +23,7 @@ GRPO_FAST_INLINE Floats first(Floats x, int64_t count) {
   return count < kLanes ? keep_where(lane_numbers() < static_cast<int32_t>(count), x) : x;
 }
 
-// Computes RMSNorm of one row, and stores r for the backward pass.
+// Computes the RMSNorm of one row, and stores its factor r for the backward pass.
 template <class T>
 void norm_row(const float* x, const float* w, float eps, int64_t columns, T* y, float* r) {
   Floats sums{};
@@ -37,7 +38,7 @@ void norm_row(const float* x, const float* w, float eps, int64_t columns, T* y, 
   });
 }
 
-// Computes dx of one row, and adds the row's term to dw.
+// Computes dx of one row of RMSNorm, and adds the row's term to dw.
 template <class T>
 void norm_row_backward(const T* grad, const float* x, const float* w, float r, int64_t columns,
                        float* dx, float* dw) {
@@ -55,13 +56,13 @@ void norm_row_backward(const T* grad, const float* x, const float* w, float r, i
   });
 }
 
-// The value of sigmoid(x), and 1 - sigmoid(x) computed without cancellation.
+// sigmoid(x), and 1 - sigmoid(x) without cancellation.
 struct Sigmoid {
   Floats value, rest;
 };
 
 GRPO_FAST_INLINE Sigmoid sigmoid(Floats x) {
-  // Compute both results from e^-|x|, which cannot overflow, unlike e^-x.
+  // Compute both results from e^-|x|, because e^-x may overflow.
   const Floats size = bit_cast<Floats>(bit_cast<Ints>(x) & INT32_MAX);
   const Floats a = exp_floored(floor_exponent(-size)), large = 1.0f / (1.0f + a), small = a * large;
   const Ints is_negative = x < splat(0);
@@ -77,7 +78,7 @@ void swiglu_row(const T* gate, const T* up, int64_t columns, T* y) {
   });
 }
 
-// Computes the gradients of gate and up for one row.
+// Computes the gradients of gate and up for one row of SwiGLU.
 template <class T>
 void swiglu_row_backward(const T* grad, const T* gate, const T* up, int64_t columns, T* dgate,
                          T* dup) {
@@ -90,9 +91,9 @@ void swiglu_row_backward(const T* grad, const T* gate, const T* up, int64_t colu
   });
 }
 
-// Rotates pairs of columns: each column of the first half and its partner in the second half. With
-// kInverse, x is the gradient with respect to the rotated columns, and y receives the gradient with
-// respect to the original columns.
+// Rotates pairs of columns, each of which consists of a column of the first half and its partner in
+// the second half. With kInverse, x is the gradient with respect to the rotated columns, and y
+// receives the gradient with respect to the original columns.
 template <bool kInverse>
 inline void rotate(const float* x, const float* cosines, const float* sines, int64_t half,
                    float* y) {

@@ -1,4 +1,4 @@
-// Loss of a token-level objective for one row. The loss functions are generated from Python.
+// Token-level loss of one row. The loss functions are generated from Python.
 //
 // Rounding: all numbers are fp64.
 #pragma once
@@ -14,15 +14,15 @@ struct LossFunction {
   double p[4], kl_p[2];
 };
 
-// Inputs of the loss for each row, (C,) each. Only advantages and policy_weights are required; the
-// other pointers may be null.
+// Inputs of the loss, (C,) each. Only advantages and policy_weights are required. The other
+// pointers may be null.
 struct RowTerms {
   const float *advantages, *policy_weights, *kl_weights, *old_logps, *ref_logps, *grad_entropy;
 };
 
 // Returns policy_weight * loss + kl_weight * KL of a row, and its derivative with respect to the
-// logp. If the logp is NaN, NaN is returned, because comparisons in the loss function or a weight
-// of 0 would hide it.
+// logp. If the logp is NaN, both results are NaN. Otherwise, a comparison in the loss function or a
+// weight of 0 would hide it.
 inline ValueAndSlope row_loss(const LossFunction& function, const RowTerms& terms, int64_t row,
                               double logp) {
   if (std::isnan(logp)) return {logp, logp};

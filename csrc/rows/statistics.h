@@ -1,8 +1,9 @@
 // lse, log-probability of the target, and entropy of one row.
 //
 // All three are computed from sums over the columns without the target. `rest` is the sum of their
-// exponentials, and e_y is the exponential of the target. If the target's probability is close to
-// 1, log1p(rest / e_y) keeps digits that 1 + rest / e_y would round away.
+// exponentials, and e_y is the exponential of the target. If the probability of the target is close
+// to 1, log1p(rest / e_y) is accurate, but log(1 + rest / e_y) would lose all digits.
+//
 // Rounding: sums are rounded as in sums.h. Results are fp64.
 #pragma once
 
@@ -24,21 +25,21 @@ struct PartialSums {
   double rest, moment;
 };
 
-// Computes the final logit z of one element in fp64. It is used for the target, because an error in
-// the target's z is an error in logp.
+// Computes the final logit z of one element in fp64. It is used for the target, because an error of
+// its z is also an error of its logp.
 template <bool kSoftcap>
 inline double final_logit(float raw, const RowTransform& transform) {
   const double scaled = static_cast<double>(raw) * transform.inner;
   return kSoftcap ? transform.outer * std::tanh(scaled) : scaled;
 }
 
-// Adds up the lanes of the totals, and returns the sums of the row.
+// Adds the lanes of the totals.
 inline PartialSums partial(float shift, const Totals& totals) {
   return {shift, sum_lanes(totals.sum), sum_lanes(totals.moment)};
 }
 
-// Adds the target to the sums and computes the statistics. z_target is null for a row without a
-// target, and logp of this row is NaN.
+// Adds the target to the sums, and computes the statistics. For a row without a target, z_target is
+// null, and the logp is NaN.
 inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   const double t = z_target ? *z_target - sums.shift : 0;
   const double e = z_target ? std::exp(t) : 0, total = sums.rest + e, log_total = std::log(total);
@@ -53,9 +54,9 @@ inline RowStatistics finished(const PartialSums& sums, const double* z_target) {
   return row;
 }
 
-// Returns the shift of a row, the number that is subtracted from its logits before exponentials are
-// computed. It is z of the column with the largest raw * inner. The shift is finite even if all
-// columns are -inf, so that -inf - shift is -inf instead of NaN.
+// Returns the shift of a row, which is subtracted from its logits before exponentials are computed.
+// It is the z of the column with the largest raw * inner. The shift is finite even if all columns
+// are -inf, because -inf - (-inf) would be NaN.
 template <bool kSoftcap>
 inline float shift_of(float largest, const RowTransform& transform) {
   if (largest == -kInfinity)
@@ -63,9 +64,9 @@ inline float shift_of(float largest, const RowTransform& transform) {
   return kSoftcap ? transform.outer * std::tanh(largest) : largest;
 }
 
-// Computes the statistics of a stored row, which is read from memory once. A block of kBlock
-// columns stays in L1 between the search for the maximum and the exponentials. Without kEntropy,
-// the entropy is undefined.
+// Computes the statistics of a stored row, which is read from memory once. The kBlock columns of a
+// block stay in L1 between the search for their maximum and the computation of their exponentials.
+// Without kEntropy, the entropy is undefined.
 template <bool kSoftcap, bool kEntropy, class T>
 RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transform) {
   float largest = -kInfinity, shift = shift_of<kSoftcap>(largest, transform);
@@ -73,9 +74,8 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   for (int64_t start = 0; start < row.count; start += kBlock) {
     const Columns<T> block = row.part(start, kBlock);
     const float found = largest_of(block, transform.inner);
-    // Rescale the sums to the new maximum. The moment is the sum of e (z - shift), so the new shift
-    // changes not only e but also the second factor. Correct the second factor by adding sum * (old
-    // shift - new shift).
+    // Rescale the sums to the new maximum. The moment is the sum of e (z - shift), and both factors
+    // depend on the shift. Adding sum * (old shift - new shift) corrects the second factor.
     if (found > largest) {
       largest = found;
       const float next = shift_of<kSoftcap>(largest, transform);
@@ -92,7 +92,7 @@ RowStatistics row_statistics(const Columns<T>& row, const RowTransform& transfor
   return finished(partial(shift, totals), &z_target);
 }
 
-// Returns the sums over a few neighbouring columns (a run), relative to their maximum.
+// Returns the sums over a run (a few neighbouring columns), relative to their maximum.
 template <bool kSoftcap, bool kEntropy>
 PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   const float shift = shift_of<kSoftcap>(largest_of(run, transform.inner), transform);
@@ -101,7 +101,7 @@ PartialSums run_sums(const Columns<float>& run, const RowTransform& transform) {
   return partial(shift, totals);
 }
 
-// Combines the sums of all runs of a row, in order. The result is relative to the largest shift.
+// Adds the sums of all runs of a row, in order. The result is relative to the largest shift.
 inline PartialSums joined(const PartialSums* runs, int64_t count) {
   PartialSums all{std::numeric_limits<float>::lowest(), 0, 0};
   for (int64_t i = 0; i < count; ++i) all.shift = std::max(all.shift, runs[i].shift);

@@ -1,9 +1,11 @@
-// Softmax sums over a run (up to kRun neighbouring columns of a row): sum e^t and sum e^t * t, with
-// t = z - shift.
+// Softmax sums over a run, which consists of up to kRun neighbouring columns of a row: the sum of
+// e^t and the sum of e^t * t, with t = z - shift.
 //
-// z_j is raw_j * inner, or outer * tanh(raw_j * inner) under a soft cap.
+// z_j is raw_j * inner, or with a soft cap outer * tanh(raw_j * inner).
+//
 // Rounding: the columns of a run are summed in fp32, and the sums of the runs are added in fp64.
-// The order of the additions depends on V and the target only, not on the thread or on other rows.
+// The order of the additions depends on V and on the target only, not on the thread or on other
+// rows.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +20,15 @@ constexpr int64_t kRun = 512;  // columns that are summed in fp32
 static_assert(kBlock % kRun == 0 && kRun % (4 * kLanes) == 0);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The logit transform of a row, folded into two factors.
+// The logit transform of a row, combined into two factors.
 struct RowTransform {
   float inner;   // logit_scale / temperature, or logit_scale / softcap
   float outer;  // softcap / temperature; unused without a soft cap
   double chain;  // dz/draw = chain, times 1 - tanh^2 under a soft cap
 };
 
-// View of the columns of a row. `target` is the position of the target in the view, or a number
-// outside the view.
+// View of some columns of a row. `target` is the position of the target in the view. If the target
+// is in other columns, it is a number outside of the view.
 template <class T>
 struct Columns {
   const T* x;
@@ -37,8 +39,8 @@ struct Columns {
   }
 };
 
-// Sums of each lane. `largest` is the largest e^t. It is computed only if kFindsLargest is set in
-// the emitter, the callback of add_run.
+// Sums of each lane. `largest` is the largest e^t. It is computed only if the emitter (the callback
+// of add_run) requests it with kFindsLargest.
 struct Totals {
   Doubles sum = {}, moment = {};
   Floats largest = {};
@@ -60,7 +62,8 @@ GRPO_FAST_INLINE Exponent exponent(Floats raw, const RowTransform& transform, fl
   return {fma(raw, transform.inner, -shift), splat(1.0f)};
 }
 
-// Returns the largest raw * inner. A NaN is skipped here, but it later makes the sums NaN.
+// Returns the largest raw * inner of the columns. NaN is skipped here, but makes the sums NaN
+// later.
 template <class T>
 inline float largest_of(const Columns<T>& columns, float inner) {
   Floats a = splat(-kInfinity), b = a, c = a, d = a;
@@ -76,15 +79,16 @@ inline float largest_of(const Columns<T>& columns, float inner) {
   return max_lane(max(max(a, b), max(c, d)));
 }
 
-// The default emitter of add_run, which does nothing. add_run calls its emitter with every vector
-// of exponentials.
+// The default emitter of add_run, which does nothing. add_run calls its emitter for every vector of
+// exponentials.
 struct Ignore {
   static constexpr bool kFindsLargest = false;
   GRPO_FAST_INLINE static Floats floored(Floats t) { return floor_exponent(t); }
   GRPO_FAST_INLINE void operator()(int64_t, int64_t, Floats, Floats) const {}
 };
 
-// One of the four independent sums of add_run, which hide the latency of the additions.
+// One of the four independent sums of add_run. With a single sum, each addition would wait for the
+// previous one.
 template <bool kEntropy, class Emit>
 struct Sums {
   Floats sum = {}, moment = {}, largest = {};
@@ -96,8 +100,8 @@ struct Sums {
   }
 };
 
-// Adds up to four vectors of columns to the sums. Their columns include the end of the row or the
-// target, so masks exclude the lanes outside the row and the lane of the target.
+// Adds up to four vectors of columns to the sums. They include the end of the row or the target, so
+// masks exclude the lanes after the end and the lane of the target.
 template <bool kSoftcap, class T, class Sum, class Emit>
 inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransform& transform,
                        float shift, Sum (&sums)[4], const Emit& emit) {
@@ -115,8 +119,8 @@ inline void add_ragged(const Columns<T>& columns, int64_t first, const RowTransf
   }
 }
 
-// Adds a run of at most kRun columns to the totals, without the target. emit(column, count, e^t,
-// slope) is called for every vector. In the lane of the target, e^t is 0.
+// Adds a run of at most kRun columns, without the target, to the totals. Calls emit(column, count,
+// e^t, slope) for every vector, where e^t is 0 in the lane of the target.
 template <bool kSoftcap, bool kEntropy, class T, class Emit = Ignore>
 GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transform, float shift,
                               Totals& totals, const Emit& emit = {}) {
@@ -133,8 +137,8 @@ GRPO_FAST_INLINE void add_run(const Columns<T>& run, const RowTransform& transfo
       emit(column, kLanes, e, found.slope);
     };
     for (int64_t column = begin; column < end; column += kStep) {
-      // Prefetch the next block of columns. Otherwise the search for its maximum would wait for
-      // memory.
+      // Prefetch the same columns of the next block. Otherwise, the search for the maximum of that
+      // block would wait for memory.
       prefetch<kStep>(run.x + column + kBlock);
       add(a, column), add(b, column + kLanes);
       add(c, column + 2 * kLanes), add(d, column + 3 * kLanes);

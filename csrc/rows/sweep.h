@@ -1,35 +1,36 @@
 // LM head fused with log-softmax. It computes log-probabilities and exponentials from hidden
 // states, without storing the logits.
 //
-// Names: raw_j is the raw logit of column j of a row, and z_j is its final logit. The column of the
-// target is y. lse is the logarithm of the sum of e^z_j over all columns. logp is z_y - lse. p_y is
-// e^logp. f_j is the slope of the soft cap in column j, or 1 without a soft cap.
+// Names: raw_j is the raw logit of column j of a row, and z_j is its final logit. y is the column
+// of the target. lse is the logarithm of the sum of e^z_j over all columns, logp is z_y - lse, and
+// p_y is e^logp. f_j is the slope of the soft cap in column j, or 1 without a soft cap.
 //
-// Gradient: let g be the gradient of the loss with respect to logp. The gradient of g * logp with
-// respect to raw_j is computed from the exponential E_j = e^(z_j - s) f_j of dominant.h. The number
-// s is the shift of the row.
+// Gradient: let g be the gradient of the loss with respect to logp. The gradient with respect to
+// raw_j is computed from the exponential E_j = e^(z_j - s) f_j (dominant.h), where s is the shift
+// of the row:
 //
-//   d raw_j = g unit E_j for j != y,   unit = -e^(s - lse) logit_scale / temperature
-//   d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
+//     d raw_j = g unit E_j for j != y,   unit = -e^(s - lse) logit_scale / temperature
+//     d raw_y = g target_unit,           target_unit = (1 - p_y) f_y logit_scale / temperature
 //
 // Sums: `rest` is the sum of e^(z_j - s) over all columns except y. lse is computed from `rest` and
 // z_y. The entropy also needs `moment`, the sum of e^(z_j - s) (z_j - s) over the same columns.
 //
-// Shift: s must be known before the logits of the row are computed, but lse is not known then.
-// Therefore s is z_y at first, which costs one dot product per row. Each e^(z_j - s) is computed
+// Shift: s must be known before the logits of the row are computed. The lse is unknown at this
+// time, so s is z_y at first, which costs one dot product per row. Each e^(z_j - s) is computed
 // once, and is used for E_j and for the sums.
 //
-// Exceptions: with s = z_y, the sums may overflow if lse - s exceeds kMaxNll. The sums of
-// such a row are computed again, each slice relative to its largest z_j. If exponentials are
-// requested, every E_j of the row is then computed again with s = lse. A row with NaN or without a
-// target is treated in the same way.
+// Exceptions: if lse - z_y exceeds kMaxNll, the sums may overflow. The sums of such a row are
+// computed again, each slice relative to its largest z_j. If exponentials are requested, every E_j
+// of the row is then computed again with s = lse. A row with NaN or without a target is treated in
+// the same way.
 //
 // Layout: a row is divided into slices of kSliceColumns columns. Each slice is summed separately.
 // The sums of the slices are then joined in order.
 //
 // Rounding: sums are rounded as in sums.h. The bits of a row do not depend on other rows, on the
 // threads, or on the requested outputs.
-// Parallel: threads compute blocks of the product (gemm/multiply.h).
+//
+// Parallel: threads compute different blocks of the product (gemm/multiply.h).
 #pragma once
 
 #include <numeric>
@@ -62,29 +63,29 @@ class Sweep {
   Sweep(const Chunk& chunk, const Head& head, const SweepOutputs& to)
       : chunk_(chunk), head_(head), to_(to), shifts_(chunk.rows), targets_(chunk.rows),
         dominant_(to.exponentials16.data ? chunk.rows : 0) {
-    // Start with the target's z as the shift s of every row.
+    // Use the target's z as the shift s of every row at first.
     for (int64_t row = 0; row < chunk.rows; ++row) {
       const float raw = chunk.has_target(row) ? head.logit(row, chunk.target_ids[row]) : 0;
       shifts_[row] = static_cast<float>(final_logit<kSoftcap>(raw, chunk.transform(row)));
     }
   }
 
-  // Runs all steps. is_known means that lse and logps are given. Returns the dominant elements of
-  // 16-bit exponentials.
+  // Runs all steps, and returns the dominant elements of 16-bit exponentials. With is_known, lse
+  // and logps are already in the outputs.
   std::vector<Dominant> run(bool is_known) {
     // 1. Compute sums and outputs of all rows, with s = z[target].
     Rows all(chunk_.rows);
     std::iota(all.begin(), all.end(), 0);
     if (!is_known)
       each(all, true, [&](const Piece& piece) { return sum_and_store(piece, false); });
-    // 2. In rows whose lse exceeds the target's logit by more than kMaxNll, the sums may have
-    // overflowed. Compute them again, relative to the maximum of the row.
+    // 2. In rows whose lse exceeds the target's z by more than kMaxNll, the sums may have
+    // overflowed. Compute them again, each slice relative to its maximum.
     const Rows high_nll = high_nll_rows();
     if (!is_known)
       each(high_nll, true, [&](const Piece& piece) {
         return run_sums<kSoftcap, kEntropy>(piece.run, chunk_.transform(piece.row));
       });
-    // 3. Write the exponentials of these rows with s = lse. If the statistics were given, step 1
+    // 3. Write the exponentials of these rows with s = lse. If the statistics were known, step 1
     // was skipped, so write the exponentials of all rows.
     if (!to_.has_exponentials()) return {};
     for (const int64_t row : high_nll) shifts_[row] = to_.rows.lse[row];
@@ -98,14 +99,14 @@ class Sweep {
  private:
   using Rows = std::vector<int64_t>;
 
-  // Raw logits of one row in one slice of kSliceColumns columns.
+  // The raw logits of one row in one slice of kSliceColumns columns.
   struct Piece {
     int64_t row, column;
     Columns<float> run;
   };
 
-  // Computes the logits of the given rows, and calls sum_of(piece) for every slice of every row. If
-  // `joins` is set, the statistics of the rows are computed from the returned sums.
+  // Computes the logits of the given rows, and calls sum_of(piece) for every slice of every row.
+  // With `joins`, the statistics of the rows are computed from the sums that sum_of returns.
   template <class SumOf>
   void each(const Rows& rows, bool joins, const SumOf& sum_of) {
     const int64_t slices = (chunk_.columns + kSliceColumns - 1) / kSliceColumns;
@@ -131,8 +132,8 @@ class Sweep {
     }
   }
 
-  // Computes the sums of one slice relative to the shift of its row, and stores the logits or the
-  // exponentials of the slice if they are requested. has_sum means that the sum of the row is
+  // Returns the sums of one slice relative to the shift of its row. Also stores the logits or the
+  // exponentials of the slice if they are requested. has_sum means that the sum of the full row is
   // already known.
   PartialSums sum_and_store(const Piece& piece, bool has_sum) {
     const int64_t row = piece.row, column = piece.column;
@@ -156,8 +157,8 @@ class Sweep {
     return sums;
   }
 
-  // Returns the rows without a target, with NaN, or with lse - s > kMaxNll. The comparison is
-  // negated so that it is true for NaN.
+  // Returns the rows without a target, with NaN, or with lse - s > kMaxNll. Negating the comparison
+  // makes it true for NaN.
   Rows high_nll_rows() const {
     Rows high_nll;
     for (int64_t row = 0; row < chunk_.rows; ++row) {
@@ -167,8 +168,8 @@ class Sweep {
     return high_nll;
   }
 
-  // Returns the sum of the exponentials of each row, computed from its statistics as
-  // (1 - p_y) e^(lse - s).
+  // Returns the sum of the exponentials of each row, (1 - p_y) e^(lse - s), computed from its
+  // statistics.
   std::vector<double> exponential_sums() const {
     std::vector<double> sums(chunk_.rows);
     for (int64_t row = 0; row < chunk_.rows; ++row) {

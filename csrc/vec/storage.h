@@ -1,5 +1,5 @@
-// Storage types of vectors: fp32 and three 16-bit types. Registers hold fp32 only. A load converts
-// from the storage type, and a store converts back.
+// Storage types of vectors: fp32 and three 16-bit types. Registers contain fp32 only, so a load
+// converts from the storage type, and a store converts back.
 //
 // Rounding: stores round to the nearest value, with ties to even. Positive16 rounds ties up.
 #pragma once
@@ -8,15 +8,15 @@
 
 namespace grpo_fast {
 
-// The 16-bit storage types. Each struct holds only the bit pattern of a number.
+// The 16-bit storage types. Each struct contains only the bits of a number.
 struct Bfloat16 {
   uint16_t bits;
 };
 struct Float16 {
   uint16_t bits;
 };
-// A 16-bit type for numbers from 0 to 2^30. It has 7 exponent bits and no sign bit. Its ten
-// significant bits are two more than those of bf16. Numbers below 2^-98 are stored as 0.
+// A 16-bit type for numbers from 0 to 2^30, without a sign bit and with 7 exponent bits. It has ten
+// significant bits, two more than bf16. Numbers below 2^-98 are stored as 0.
 struct Positive16 {
   uint16_t bits;
 };
@@ -63,9 +63,8 @@ GRPO_FAST_INLINE Floats load(const Bfloat16* x) {
   return bit_cast<Floats>(load_halves(x) << 16);
 }
 
-// Loads Positive16 numbers as fp32. The exponent and the fraction are shifted to their fp32
-// positions, and the exponent offset is added. Zero is masked, because the offset would turn it
-// into 2^-98.
+// Loads Positive16 numbers as fp32. Exponent and fraction are shifted to their places in fp32, and
+// the exponent offset is added. Zeros are masked, because the offset would turn them into 2^-98.
 GRPO_FAST_INLINE Floats load(const Positive16* x) {
   const Words halves = load_halves(x);
   return keep_where(halves != 0u, bit_cast<Floats>((halves << 14) + kLeastPositive));
@@ -76,7 +75,7 @@ GRPO_FAST_INLINE Floats load(const Float16* x) {
   return GRPO_FAST_X86(cvtph_ps)(read<HalfRegister>(x));
 #else
   const Words halves = load_halves(x), rest = (halves & 0x7fffu) << 13;
-  // Multiply by 2^112, because the exponent is too small by 112 after the shift. This also corrects
+  // After the shift, the exponent is too small by 112, so multiply by 2^112. This is also right for
   // subnormal numbers.
   const Words finite = bit_cast<Words>(bit_cast<Floats>(rest) * 0x1p112f);
   const Words size = rest >= (0x7c00u << 13) ? rest | 0x7f800000u : finite;
@@ -90,14 +89,14 @@ GRPO_FAST_INLINE void store(float* out, Floats x) {
 
 GRPO_FAST_INLINE void store(Bfloat16* out, Floats x) {
   const Words word = bit_cast<Words>(x);
-  // Round to nearest, with ties to even, by adding 0x7fff plus the lowest bit that is kept.
+  // Adding 0x7fff plus the lowest bit that remains rounds to nearest, with ties to even.
   const Words rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   store_halves(out, x != x ? Words{} + 0x7fc0u : rounded);
 }
 
 GRPO_FAST_INLINE void store(Positive16* out, Floats x) {
-  // Subtract the exponent offset, and add 0x2000 so that the shift rounds to nearest. Negative
-  // results become 0.
+  // Subtract the exponent offset. The shift then rounds to nearest, because 0x2000 is added.
+  // Negative results become 0.
   const Ints above = bit_cast<Ints>(x) - static_cast<int32_t>(kLeastPositive - 0x2000u);
   store_halves(out, bit_cast<Words>((above > 0 ? above : Ints{}) >> 14));
 }
@@ -109,8 +108,8 @@ GRPO_FAST_INLINE void store(Float16* out, Floats x) {
 #else
   const Words word = bit_cast<Words>(x), size = word & 0x7fffffffu;
   const Words normal = (size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13;
-  // A number below 2^-14 becomes a subnormal fp16. Adding 0.5 rounds it, and leaves the bits of the
-  // subnormal in the low half of the sum.
+  // A number below 2^-14 becomes a subnormal fp16. Adding 0.5 rounds it, and the low half of the
+  // sum then contains the bits of the subnormal.
   const Words small = bit_cast<Words>(bit_cast<Floats>(size) + 0.5f) - 0x3f000000u;
   Words bits = size < 0x38800000u ? small : normal;
   bits = size >= 0x477ff000u ? Words{} + 0x7c00u : bits;  // 65520 and above become infinity
@@ -138,8 +137,8 @@ struct Matrix {
   T* row(int64_t index) const { return data + index * stride; }
 };
 
-// Loads kLanes elements. If only `count` elements remain, the unused lanes repeat the first
-// element, so that they contain no number from outside the row.
+// Loads kLanes elements. If only `count` elements remain, the other lanes repeat the first element,
+// so that they contain nothing from outside the row.
 template <class T>
 GRPO_FAST_INLINE Floats load_up_to(const T* x, int64_t count) {
   if (count >= kLanes) return load(x);
@@ -163,8 +162,8 @@ GRPO_FAST_INLINE float load_one(const T* x) {
   return load_up_to(x, 1)[0];
 }
 
-// Calls body(column, count) for each vector of a row. `count` is the constant kLanes in every call
-// but the last, so the compiler can specialise the body for full vectors.
+// Calls body(column, count) for each vector of a row. In every call but the last, `count` is the
+// constant kLanes, so the compiler can specialise the body for full vectors.
 template <class Body>
 GRPO_FAST_INLINE void by_vectors(int64_t columns, const Body& body) {
   int64_t column = 0;

@@ -1,8 +1,8 @@
-// Vector operations on kLanes floats, written with the vector extensions of GCC and clang.
+// Operations on vectors of kLanes floats, written with the vector extensions of GCC and clang.
 //
-// The compiler maps a vector to a zmm register (16 lanes), a ymm register (8 lanes) or a 128-bit
-// register (4 lanes). It splits vectors that are wider than the registers of the CPU, so the
-// 16-lane code can also be tested with AVX2.
+// A vector is a zmm register (16 lanes), a ymm register (8 lanes) or a 128-bit register (4 lanes).
+// The compiler splits a vector that is wider than the registers of the CPU. The 16-lane code can
+// therefore also be tested with AVX2.
 //
 // Rounding: the build uses -ffp-contract=off, so the compiler never fuses a product with an
 // addition. Code that needs a single rounding calls fma(). All instances of a template therefore
@@ -30,8 +30,8 @@
 #endif
 #endif
 
-// GRPO_FAST_X86(max_ps) expands to the x86 intrinsic for kLanes floats. The macro is undefined if
-// the target has no registers of this width.
+// GRPO_FAST_X86(max_ps) is the name of the x86 intrinsic for kLanes floats. The macro is undefined
+// if the target has no registers of this width.
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
 #define GRPO_FAST_X86(name) _mm512_##name
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && GRPO_FAST_LANES == 8
@@ -56,8 +56,7 @@ GRPO_FAST_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-// Returns a vector with x in every lane. x - 0 keeps -0 and NaN, whereas x + 0 would turn -0 into
-// 0.
+// Returns a vector with x in every lane. x - 0 keeps -0, but x + 0 would turn -0 into 0.
 GRPO_FAST_INLINE Floats splat(float x) {
   return x - Floats{};
 }
@@ -68,7 +67,7 @@ GRPO_FAST_INLINE Ints lane_numbers() {
   return numbers;
 }
 
-// Returns a where a > b, otherwise b, for each lane. The result is b if either number is NaN.
+// Returns a where a > b, else b, for each lane. If either number is NaN, the result is b.
 GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #if defined(GRPO_FAST_X86)
   return GRPO_FAST_X86(max_ps)(a, b);  // g++ 12 compiles the line below to two instructions
@@ -77,7 +76,7 @@ GRPO_FAST_INLINE Floats max(Floats a, Floats b) {
 #endif
 }
 
-// Returns a where a < b, otherwise b, for each lane. The result is b if either number is NaN.
+// Returns a where a < b, else b, for each lane. If either number is NaN, the result is b.
 GRPO_FAST_INLINE Floats min(Floats a, Floats b) {
   return a < b ? a : b;
 }
@@ -91,19 +90,19 @@ GRPO_FAST_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Overload that also accepts scalars for b and c.
+// The same for scalar b and c.
 template <class B, class C>
 GRPO_FAST_INLINE Floats fma(Floats a, B b, C c) {
   return fma(a, b - Floats{}, c - Floats{});
 }
 
-// Returns x where the mask is set, else 0. The bitwise AND also clears NaN and inf, which a product
-// with 0 would turn into NaN.
+// Returns x where the mask is set, else 0. The bitwise AND also clears NaN and inf, for which a
+// product with 0 would give NaN.
 GRPO_FAST_INLINE Floats keep_where(Ints mask, Floats x) {
   return bit_cast<Floats>(bit_cast<Ints>(x) & mask);
 }
 
-// Converts the result of a comparison to an integer. Bit i is set if lane i is true.
+// Converts a mask (the result of a comparison) to an integer whose bit i is set if lane i is true.
 GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__) && GRPO_FAST_LANES == 16
   return _mm512_cmplt_epi32_mask(bit_cast<__m512i>(mask), _mm512_setzero_si512());
@@ -116,7 +115,8 @@ GRPO_FAST_INLINE uint32_t bits_of(Ints mask) {
 #endif
 }
 
-// Calls body(lane) for each true lane among the first `count`, in ascending order.
+// Calls body(lane) for each lane of the mask that is true, among the first `count` lanes, in
+// ascending order.
 template <class Body>
 inline void each_lane(Ints mask, int64_t count, const Body& body) {
   uint32_t bits = bits_of(mask) & ((1u << count) - 1u);
@@ -134,7 +134,7 @@ GRPO_FAST_INLINE Doubles widen(Floats x) {
   return __builtin_convertvector(x, Doubles);
 }
 
-// Adds the upper half of the lanes to the lower half, and repeats this until one lane remains.
+// Adds the upper half of the lanes to the lower half until one lane remains, and returns this lane.
 template <int kCount>
 GRPO_FAST_INLINE double sum_of(const double* lanes) {
   if constexpr (kCount == 1) {
@@ -149,20 +149,21 @@ GRPO_FAST_INLINE double sum_of(const double* lanes) {
   }
 }
 
-// Returns the sum of all lanes, added in a fixed pairwise order. The additions use half-width
-// vectors, because a loop over the lanes would take a fifth of the time of a pass without gradient.
+// Returns the sum of all lanes, added in a fixed pairwise order. The additions use vectors of half
+// the width, because a loop over the lanes would take a fifth of the time of a pass without
+// gradient.
 GRPO_FAST_INLINE double sum_lanes(Doubles x) {
   return sum_of<kLanes>(reinterpret_cast<const double*>(&x));
 }
 
 // ---- transcendental functions ----
 
-// The smallest argument of exp_floored. The result is 0 there, because the rounded binary exponent
-// is -127 and the bits of the scale factor are all 0.
+// The smallest argument of exp_floored. There, the result is 0: the rounded binary exponent is
+// -127, so the bits of the scale factor are all 0.
 constexpr float kExpFloor = -88.0f;
 
-// Returns max(kExpFloor, x), the argument for exp_floored. NaN is kept. -inf becomes finite, so
-// that a later product 0 * x is 0 and not NaN.
+// Returns max(kExpFloor, x) as an argument for exp_floored. NaN is kept. -inf becomes finite, so
+// that a later product 0 * x is 0 instead of NaN.
 GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
   return max(splat(kExpFloor), x);
 }
@@ -170,8 +171,8 @@ GRPO_FAST_INLINE Floats floor_exponent(Floats x) {
 // Returns e^x for kExpFloor <= x <= 88. The relative error is at most 1e-7, and the result is
 // exactly 0 below -87.7.
 //
-// With x = n ln 2 + f, e^f is a minimax polynomial of degree 6 (Remez, error 3e-9), and 2^n is
-// built from its exponent bits.
+// Write x as n ln 2 + f. Then e^f is a minimax polynomial of degree 6 (Remez, error 3e-9), and 2^n
+// is built from its exponent bits.
 GRPO_FAST_INLINE Floats exp_floored(Floats x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);
@@ -200,7 +201,7 @@ GRPO_FAST_INLINE TanhAndSlope tanh_and_slope(Floats x) {
   const Floats a = exp_floored(floor_exponent(size * -2.0f));
   const Floats q = 1.0f / (1.0f + a);
   const Floats square = x * x;
-  // For |x| < 0.6 use a polynomial (error 3e-9), because 1 - a would lose digits to cancellation.
+  // For |x| < 0.6, use a polynomial (error 3e-9), because 1 - a would lose digits to cancellation.
   Floats p = fma(square, -0.005905868485569954f, 0.02080538496375084f);
   p = fma(p, square, -0.053786683827638626f);
   p = fma(p, square, 0.13331958651542664f);

@@ -1,5 +1,5 @@
-// Vector versions of the functions that the formulas in loss_functions.h call. Each function also
-// has a scalar version in fp64, and both versions return the same numbers up to rounding.
+// Vector versions of functions that the formulas in loss_functions.h call. Each of them also has a
+// scalar version in fp64. Both versions return the same numbers up to rounding.
 #pragma once
 
 #include "vec/vec.h"
@@ -22,7 +22,7 @@ GRPO_FAST_INLINE Floats magnitude(Floats x) {
 }
 
 // Returns e^x - 1 for kExpFloor <= x <= 0, without cancellation. With x = n ln 2 + f as in
-// exp_floored, the result is 2^n (e^f - 1) + (2^n - 1).
+// exp_floored, it is 2^n (e^f - 1) + (2^n - 1).
 GRPO_FAST_INLINE Floats expm1_floored(Floats x) {
   constexpr float kRounder = 12582912.0f;
   const Floats shifted = fma(x, 1.44269504088896341f, kRounder);

@@ -1,6 +1,7 @@
-"""Compute kernels: row kernels on logits (torch, C++, Triton) and the chunked LM head."""
+"""Compute kernels: functions on rows of logits (torch, C++, Triton) and passes over the LM head."""
 
-# Torch registers each operator name once per process. A copy of this package that is loaded under a
-# different name, as in the published package `kernels`, therefore needs a separate namespace.
+# Torch registers each operator name only once per process. If a second copy of this package is
+# loaded under a different name, as Hugging Face's library `kernels` does, its operators therefore
+# need a separate namespace.
 _PACKAGE = __name__.removesuffix(".kernels")
 NAMESPACE = "".join(letter if letter.isalnum() else "_" for letter in _PACKAGE)

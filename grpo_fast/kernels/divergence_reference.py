@@ -1,8 +1,8 @@
 """Reference implementation of divergences from a teacher, in plain torch.
 
-Each function in objective/divergences.py returns the value and the slope of the divergence for one
-logit. This module sums them to the divergence D of a row and its gradient with respect to the
-student's logits z, where p is the softmax of z:
+Each function in objective/divergences.py returns a value and a slope for every logit. The value is
+the logit's contribution to the divergence D. This module computes D of a row, and its gradient with
+respect to the student's logits z, where p is the softmax of z:
 
     D = Σ_j value_j,    dD/dz_j = slope_j - p_j·Σ_k slope_k
 """
@@ -18,15 +18,15 @@ from grpo_fast.kernels.reference import final_logits, rows_by_length
 from grpo_fast.kernels.teachers import Divergence, DivergenceRows, TeacherTopK
 from grpo_fast.kernels.types import LogitTransform
 
-# Maximum number of logits that are processed at a time. On a CPU, the temporary tensors of one
-# block then fit into the cache.
+# Maximum number of logits that are processed at a time on a CPU and on a GPU. On a CPU, the
+# temporary tensors of one block then fit into the cache.
 BLOCK = 1 << 17
 BLOCK_GPU = 1 << 24
 
 
 def row_divergence_(
-    logits: Tensor,  # (C, V) the student's, raw
-    teacher: Tensor,  # (C, V) raw
+    logits: Tensor,  # (C, V) raw logits of the student
+    teacher: Tensor,  # (C, V) raw logits of the teacher
     weights: Tensor,  # (C,)
     divergence: Divergence,
     transform: LogitTransform,
@@ -34,7 +34,7 @@ def row_divergence_(
     *,
     out: Tensor | None = None,  # (C, V), which may be `teacher`
     known: DivergenceRows | None = None,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> DivergenceRows:
     """Compute the divergence D of every row and, if `out` is given, the gradient of Σ weights·D.
 
@@ -65,8 +65,8 @@ def row_divergence_(
     for rows, at in _blocks(logits) if offsets is None else _ragged_blocks(offsets):
         z, chain = final_logits(logits[at], transform.rows(rows))
         y, _ = final_logits(teacher[at], teacher_transform.rows(rows))
-        # A rank with a vocabulary shard has only part of each row. Use the lse of the full row, so
-        # that its probabilities are those of the full softmax.
+        # A rank with a vocabulary shard has only a part of each row. Use the lse of the full row,
+        # so that the probabilities are those of the full softmax.
         here = known and DivergenceRows(*(x[rows] for x in known))
         lses = (here.lse, here.teacher_lse) if here else (row_lse(z), row_lse(y))
         lp, lq = (_log_probs(x, lse) for x, lse in zip((z, y), lses, strict=True))
@@ -75,8 +75,8 @@ def row_divergence_(
         if out is not None:
             center = here.centers if here else center
             w = weights[rows, None].to(z.dtype)
-            # Select exact zeros for rows with weight 0. A product would keep NaN, because 0·NaN is
-            # NaN.
+            # Set rows with weight 0 to 0 with torch.where. A product would keep NaN, because 0·NaN
+            # is NaN.
             d = torch.where(w == 0, 0.0, _gradient(lp, slope, center) * (w * chain))
             out[at] = d.to(out.dtype)
         for to, x in zip(sums, (value.sum(-1, dtype=torch.float64), center, *lses), strict=True):
@@ -85,7 +85,7 @@ def row_divergence_(
 
 
 def row_topk_divergence_(
-    logits: Tensor,  # (C, V) raw
+    logits: Tensor,  # (C, V) raw logits of the student
     teacher: TeacherTopK,  # of C rows
     weights: Tensor,  # (C,)
     divergence: Divergence,
@@ -113,21 +113,21 @@ def row_topk_divergence_(
     """
     values = []
     for rows, _ in _blocks(logits):
-        # 1. Split the student's logits into those of the K ids and those of the tail.
+        # 1. Separate the student's logits at the K ids from those of the tail, the other ids.
         z, chain = final_logits(logits[rows], transform.rows(rows))
         ids = teacher.ids[rows]
         lq = teacher.logps[rows].double()
         is_one = lq > -torch.inf
-        # Mask unused entries, which have a teacher log-probability of -inf. The student's
+        # Unused entries have a teacher log-probability of -inf. Mask them, so that the student's
         # probability of their ids is part of the tail.
         at = z.gather(1, ids).double().masked_fill(~is_one, -torch.inf)
         left_out = torch.where(is_one, -torch.inf, torch.inf).to(z.dtype)
-        rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf at the K
+        rest = z.scatter_reduce(1, ids, left_out, "amin")  # -inf in columns of the teacher's ids
         # 2. Append the log-probability of the tail as one more category, for student and teacher.
         tail = row_lse(rest)[:, None]
         left = teacher_tail(lq, teacher.floor)[:, None]
-        # If K = V, the student's tail is empty and must not become a category. But keep a NaN tail
-        # even without `has_tail`, so that a NaN among the student's logits reaches the result.
+        # If K = V, the tail of the student is empty and must not become a category. A tail of NaN
+        # must always become one, so that a NaN among the student's logits reaches the result.
         has_tail = tail.isnan() | ((tail > -torch.inf) & teacher.has_tail)
         tails = (x.masked_fill(~has_tail, -torch.inf) for x in (tail, left))
         lp, lq = (torch.cat(x, 1) for x in zip((at, lq), tails, strict=True))
@@ -149,8 +149,8 @@ def row_topk_divergence_(
 def teacher_tail(lq: Tensor, floor: float) -> Tensor:
     """Return the log of the probability that a teacher gives to all ids outside its top k.
 
-    The probability is 1 - Σ exp(lq). It is raised to `floor` if it is smaller, because a small
-    difference is mostly rounding error.
+    The probability is 1 - Σ exp(lq), but at least `floor`, because a very small difference is
+    mostly rounding error.
 
     Args:
         lq: (C, K) fp64 log-probabilities of the top-k ids.
@@ -162,23 +162,22 @@ def teacher_tail(lq: Tensor, floor: float) -> Tensor:
 def row_lse(z: Tensor) -> Tensor:
     """Return the (C,) fp64 logsumexp of the rows.
 
-    The largest term is excluded from the sum and added with log1p. The result is therefore accurate
+    The largest term is left out of the sum and added with log1p. The result is therefore accurate
     even if one logit has nearly all of the probability.
     """
-    # If all logits of a row are -inf, subtract 0 instead of the maximum, because -inf - (-inf) is
-    # NaN.
+    # In a row of -inf, subtract 0 instead of the maximum, because -inf - (-inf) is NaN.
     high, top = z.max(-1, keepdim=True)
     rest = (z - high.masked_fill(high == -torch.inf, 0.0)).exp().scatter(-1, top, 0.0)
     return (high.double() + rest.sum(-1, keepdim=True, dtype=torch.float64).log1p()).squeeze(-1)
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Split the rows of a matrix x into blocks, and yield the row slice of each block twice.
+    """Split the rows of a matrix x into blocks.
 
-    The pair has the form (row numbers, element positions) that `_ragged_blocks` also yields. For a
-    matrix, the row slice serves as both.
+    Each block is yielded as a pair (row numbers, element positions), like those of
+    `_ragged_blocks`. Here, both are the same slice of rows.
     """
-    # Process at least one row at a time, even if a single row exceeds the block size.
+    # A block has at least one row, even if a single row exceeds the block size.
     step = max((BLOCK_GPU if x.is_cuda else BLOCK) // max(x.shape[1], 1), 1)
     for start in range(0, x.shape[0], step):
         rows = slice(start, min(start + step, x.shape[0]))
@@ -186,7 +185,7 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _ragged_blocks(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split ragged rows into blocks of rows of equal length, so that each block is a matrix.
+    """Split rows of unequal length into blocks of rows of equal length, which are matrices.
 
     Yields:
         (row numbers, element positions), (n,) and (n, k) for n rows of length k.
@@ -200,7 +199,7 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
 
     The fp64 lse is subtracted in two steps, so that a log-probability near 0 keeps its digits.
     """
-    # Split the fp64 lse into a part that the dtype of z can represent and a remainder.
+    # Split the fp64 lse into a number that the dtype of z can represent, and a remainder.
     near = lse.to(z.dtype).masked_fill(lse == -torch.inf, 0.0)[:, None]
     rest = (lse[:, None] - near.double()).to(z.dtype)
     return (z - near) - rest.masked_fill(lse[:, None] == -torch.inf, 0.0)
@@ -208,7 +207,7 @@ def _log_probs(z: Tensor, lse: Tensor) -> Tensor:
 
 def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tensor]:
     """Return the value and the slope of the divergence for every logit, (C, V) each."""
-    # Set the difference of equal values to 0, because -inf - (-inf) is NaN.
+    # Where both are -inf, set the difference to 0, because -inf - (-inf) is NaN.
     d = (lp - lq).masked_fill_(lp == lq, 0.0)
     return divergence.function(lp.exp(), lq.exp(), d, torch.expm1(-d.abs()))
 
@@ -216,7 +215,7 @@ def _terms(lp: Tensor, lq: Tensor, divergence: Divergence) -> tuple[Tensor, Tens
 def _gradient(lp: Tensor, slope: Tensor, center: Tensor) -> Tensor:
     """Return the gradient of the divergence with respect to the logits, slope - center·p.
 
-    At the student's most likely logit, a formula that does not cancel is used.
+    For the student's most likely logit, a formula is used that does not cancel.
     """
     d = slope - center[:, None].to(slope.dtype) * lp.exp()
     # (1 - p)·slope - p·(center - slope) equals slope - center·p, but does not cancel as p → 1.

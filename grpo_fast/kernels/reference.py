@@ -45,13 +45,13 @@ def row_logps(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> RowStats:
     """Compute the lse, the target's log-probability and the entropy of every row.
 
-    The log-probability is computed as -log(1 + Σ_{j≠target} e^z_j / e^z_target), which keeps its
-    digits when the model is certain. Columns at -inf contribute exactly 0. If a row contains NaN or
-    +inf, its lse and logp are NaN.
+    The log-probability is computed as -log(1 + Σ_{j≠target} e^z_j / e^z_target), which is accurate
+    even if the target's probability is close to 1. Columns at -inf contribute exactly 0. If a row
+    contains NaN or +inf, its lse and logp are NaN.
 
     Args:
         logits: (C, V) raw logits.
@@ -89,18 +89,18 @@ def row_statistics(
     """
     columns = target_columns(target_ids, z)[:, None]
     z_target = z.gather(-1, columns)
-    # Exclude the target from this sum. The softplus below adds it.
+    # Leave the target out of this sum. The formula for logp adds it without cancellation.
     others = z.scatter(-1, columns, -torch.inf).logsumexp(-1)
     x = others - z_target.squeeze(-1)
-    # Compute logp = -softplus(x) from elementwise functions, because the bits of torch's softplus
-    # depend on the position of an element in the tensor. If x is greater than `limit`, log(1 + e^x)
+    # logp is -softplus(x). Compute it from elementwise functions, because the bits of torch's
+    # softplus depend on the position of an element in the tensor. Above `limit`, log(1 + e^x)
     # rounds to x.
     limit = 40 if x.dtype == torch.float64 else 20
     logps = -torch.where(x > limit, x, torch.log1p(torch.exp(x)))
     # If the target's logit is -inf, z_target - logp would be NaN. Use the logsumexp of the other
-    # columns in this case, because the target has probability 0.
+    # columns instead, because the target has probability 0.
     lse = torch.where(logps == -torch.inf, others, z_target.squeeze(-1) - logps)
-    # If a logit is +inf, the row has no softmax. Return NaN instead of a misleading number.
+    # A row with a logit of +inf has no softmax. Return NaN instead of a misleading number.
     is_sound = lse < torch.inf
     lse = torch.where(is_sound, lse, torch.nan)
     logps = torch.where(is_sound, logps, torch.nan)
@@ -113,17 +113,16 @@ def row_statistics(
 
 
 def target_columns(target_ids: Tensor, logits: Tensor) -> Tensor:
-    """Return the column of each target, (C,). Ids outside [0, V) are clamped."""
+    """Return the column of each target, (C,). Ids outside [0, V) are clamped to this range."""
     return target_ids.clamp(0, logits.shape[-1] - 1)
 
 
 def rows_by_length(offsets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Group ragged rows by length, so that each group forms a matrix.
+    """Group rows of unequal length by their length, so that each group forms a matrix.
 
     Yields:
         (row numbers, element positions), (n,) and (n, k) for n rows of length k.
     """
-    # Process all rows of one length together, so that the caller needs no loop over single rows.
     lengths = offsets.diff()
     for k in lengths.unique().tolist():
         here = (lengths == k).nonzero().squeeze(1)
@@ -139,14 +138,14 @@ def row_grad_(
     transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
-    offsets: Tensor | None = None,  # as in `row_logps`, in place
+    offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:  # (C, V)
     """Write the gradient with respect to the raw logits to `out`, or in place.
 
-    The written gradient is that of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients
-    of a row are 0, its gradient is exactly 0, even if the row contains NaN. In the target column,
-    1 - p is computed as -expm1(logp), which keeps its digits when the model is certain. If a target
-    id is outside [0, V), no column of its row is treated as the target.
+    It is the gradient of Σ grad_logps·logp + grad_entropy·entropy. If both coefficients of a row
+    are 0, its gradient is exactly 0, even if the row contains NaN. In the target column, 1 - p is
+    computed as -expm1(logp), which is accurate even if p is close to 1. If a target id is outside
+    [0, V), no column of its row is treated as the target.
 
     Args:
         logits: (C, V) raw logits.
@@ -180,10 +179,10 @@ def row_grad_(
     g = grad_logps.to(z.dtype)[:, None]
     dz = -g * p
     columns = target_columns(target_ids, logits)[:, None]
-    # Compute 1 - p as -expm1(logp), which keeps its digits as p → 1.
+    # Compute 1 - p as -expm1(logp), which is accurate even if p is close to 1.
     at_target = -g * torch.expm1(logps.to(z.dtype))[:, None]
-    # A target id outside [0, V) was clamped to the column of a different id. Keep -g·p in that
-    # column.
+    # A target id outside [0, V) was clamped to the column of another id, where the gradient is
+    # still -g·p.
     is_here = target_ids[:, None] == columns
     dz.scatter_(-1, columns, torch.where(is_here, at_target, dz.gather(-1, columns)))
     # 3. Add the gradient of the entropy, which is -g_H·p·(log p + H).
@@ -211,7 +210,7 @@ def row_loss_(
     """Compute a token-level loss and its gradient with respect to the raw logits.
 
     The steps are `row_logps`, the loss function and `row_grad_`. A row whose target is outside [0,
-    V) is excluded: its loss and gradient are 0, whatever its logits and terms contain.
+    V) is excluded: its loss and gradient are 0, even if its logits or terms contain NaN.
 
     Args:
         logits: (C, V) raw logits.
@@ -228,8 +227,8 @@ def row_loss_(
     """
     stats = row_logps(logits, target_ids, transform, return_entropy=return_entropy)
     losses, grad = row_coefficients(stats[1], terms, config)
-    # Set the results of excluded rows to 0 by selection instead of multiplication, because they may
-    # be NaN, and 0·NaN is NaN.
+    # Set the results of excluded rows to 0 with torch.where, because they may be NaN, and 0·NaN is
+    # NaN.
     counts = target_ids == target_columns(target_ids, logits)
     losses = torch.where(counts, losses, 0.0)
     grad = torch.where(counts, grad, 0.0)

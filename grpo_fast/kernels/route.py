@@ -1,11 +1,10 @@
-"""Select the kernels that run, by device, dtype and shape.
+"""Selection of the kernels by device, dtype and shape.
 
-All decisions about backends and kernels are made in this module.
+This module makes all decisions about backends and kernels.
 
-Environment:
-    GRPO_FAST_LOG=1: log to stderr which kernels are selected, once per combination
-    GRPO_FAST_GEMM=auto|own|vendor: implementation of matrix products on the CPU, csrc (own) or
-        torch (vendor). `uses_csrc_gemm` describes the choice of auto.
+    GRPO_FAST_LOG=1                 log to stderr which kernels are selected, once per combination
+    GRPO_FAST_GEMM=auto|own|vendor  use the matrix product of csrc (own) or torch (vendor) on the
+                                    CPU; `uses_csrc_gemm` documents the choice of auto
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 GEMMS = ("auto", "own", "vendor")
 # The backend that "auto" selects for each device type, if it is available.
 PREFERRED = {"cpu": "cpu", "cuda": "triton"}
-# Minimum vocabulary size for the C++ kernels that start from hidden states. With a smaller
-# vocabulary, the row kernels are as fast and need fewer Python calls, because they also compute the
+# Minimum vocabulary size for the C++ kernels that start from hidden states. For a smaller
+# vocabulary, the row kernels are as fast, and need fewer Python calls because they also compute the
 # loss.
 FROM_HIDDEN = 2048
 
-# Add a log handler, so that GRPO_FAST_LOG=1 has an effect in a script that does not configure
-# logging. If the application has configured logging, basicConfig does nothing.
+# Configure logging, so that GRPO_FAST_LOG=1 has an effect in a script that does not. basicConfig
+# does nothing if the application has already configured logging.
 if os.environ.get("GRPO_FAST_LOG", "0") not in ("", "0"):
     logging.basicConfig(format="%(message)s")
     logger.setLevel(logging.INFO)
@@ -56,8 +55,8 @@ class Kernels(NamedTuple):
     row_coefficients: Callable[..., tuple[Tensor, Tensor]] = row_coefficients
     head_logps: Callable[..., RowStats] | None = None  # computes logps from hidden states
     head_exponentials: Callable[..., Exponentials] | None = None  # the same for exponentials
-    # The module gpu/gradients.py, whose kernels run before and after the gradient GEMMs. None:
-    # torch computes these steps.
+    # The module gpu/gradients.py, with the kernels that run before and after the gradient GEMMs.
+    # None: torch computes these steps.
     gradients: ModuleType | None = None
 
 
@@ -99,8 +98,8 @@ def rows_route(backend: str, logits: Tensor) -> Route:
 def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route:
     """Return the route for an LM head with this weight.
 
-    A vocabulary shard uses the row kernels. The kernels that start from hidden states scale the
-    exponentials of a row by the logit of its target, which most shards do not contain.
+    A vocabulary shard uses the row kernels. The kernels that start from hidden states divide the
+    exponentials of a row by the exponential of its target, which most shards do not contain.
 
     Raises:
         ValueError: the backend is unknown or cannot run here; the message gives the reason.
@@ -111,8 +110,8 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
     product = "torch" if not is_own else "own, AMX" if gemm.uses_tiles(weight) else "own"
     if is_shard:
         return _route(name, product)
-    # On a GPU, store exponentials in bf16 if the weight is bf16. They are then as precise as bf16
-    # d-logits. With any other dtype of the weight, store logits instead.
+    # On a GPU, store exponentials in bf16 if the weight is bf16, because they are as precise as
+    # bf16 d-logits. With any other dtype, store logits instead.
     if name == "triton":
         return _route(name, product, "gpu", torch.bfloat16 if is_16_bits else None)
     if name == "cpu" and is_own and weight.shape[0] >= FROM_HIDDEN:
@@ -125,12 +124,12 @@ def head_route(backend: str, weight: Tensor, *, is_shard: bool = False) -> Route
 def kernel_module(rows: str, backend: str) -> ModuleType:
     """Return the module with a backend's kernels for `rows`, which is "support" or "divergence".
 
-    support_reference.py and divergence_reference.py document the kernel functions and are the torch
-    implementation. They also replace a C++ library that is unavailable.
+    support_reference.py and divergence_reference.py document the kernels. They are the torch
+    implementation, and also replace a C++ library that is unavailable.
     """
     name = {"cpu": f"cpu.{rows}", "triton": f"gpu.{rows}"}.get(backend, f"{rows}_reference")
-    # Use the torch implementation if this C++ library is missing. It is built separately from the
-    # library of the row kernels.
+    # This C++ library is built separately from that of the row kernels, so it may be missing even
+    # if the backend is "cpu". Use torch then.
     if backend == "cpu" and loader.unavailable(rows) is not None:
         name = f"{rows}_reference"
     logger.info("grpo_fast: %s kernels are in kernels.%s", rows, name)
@@ -153,7 +152,7 @@ def uses_csrc_gemm(x: Tensor) -> bool:
     if not x.is_cpu or gemm_choice() == "vendor" or gemm.unavailable(x.dtype) is not None:
         return False
     is_intel = loader.cpu_vendor() == "GenuineIntel"
-    # With "auto", use torch's fp32 product on Intel CPUs, where MKL uses AVX-512.
+    # MKL uses AVX-512 on Intel CPUs, so "auto" selects torch's fp32 product there.
     is_vendors = x.dtype == torch.float32 and is_intel and gemm_choice() == "auto"
     return not is_vendors or gemm.vendor_rounds()
 
@@ -168,14 +167,13 @@ def gemm_choice() -> str:
 
 
 def _resolved(backend: str, x: Tensor) -> str:
-    """Return the name of the backend to use for a tensor.
+    """Return the name of the backend for a tensor.
 
-    On the CPU, "auto" selects csrc if it can be built. On a GPU, it selects Triton. In all other
-    cases, and always for fp64, it selects torch. A backend that the user names is never replaced:
-    if it cannot run, an error is raised.
+    On a CPU, "auto" selects C++ kernels if they can be built. On a GPU, it selects Triton. In all
+    other cases, and always for fp64, it selects torch. A backend that the user names is never
+    replaced. If it cannot run, an error is raised.
     """
-    # Use the torch backend for fp64, which the other backends do not support. fp64 is used to
-    # compute reference results.
+    # Only the torch backend supports fp64, which is used to compute reference results.
     if x.dtype == torch.float64:
         if backend not in ("auto", "torch"):
             raise ValueError(f"backend: fp64 tensors expect 'auto' or 'torch', got {backend!r}")
@@ -190,10 +188,9 @@ def _resolved(backend: str, x: Tensor) -> str:
 
 @functools.cache
 def fallback_reason(device_type: str) -> str | None:
-    """Return why "auto" falls back to torch on a device type, as a single line.
+    """Return on one line why "auto" falls back to torch on a device type.
 
-    The result is None if the preferred backend is available, or if the device type has no preferred
-    backend.
+    The result is None if the preferred backend is available, or if the device type has none.
     """
     preferred = PREFERRED.get(device_type)
     reason = unavailable(preferred, device_type) if preferred else None
@@ -204,7 +201,7 @@ def fallback_reason(device_type: str) -> str | None:
 def _auto(device_type: str) -> str:
     reason = fallback_reason(device_type)
     if reason:
-        # Do not log a warning on the CPU, because the loader has already done so.
+        # On the CPU, the loader has already logged a warning.
         level = logging.INFO if device_type == "cpu" else logging.WARNING
         logger.log(level, "grpo_fast: backend torch on %s (%s)", device_type, reason)
     return "torch" if reason else PREFERRED.get(device_type, "torch")
@@ -219,7 +216,7 @@ def unavailable(backend: str, device_type: str) -> str | None:
         if device_type != "cpu":
             return f"the tensors are on {device_type}, the C++ kernels read host memory"
         return loader.unavailable()
-    # Look for the package without importing Triton, because it may not be installed.
+    # Search for the package without importing it, because the import takes seconds.
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"

@@ -1,4 +1,4 @@
-"""Helper that runs a self-test of a kernel independently of the caller's torch settings."""
+"""Helper that runs the self-test of a kernel independently of the caller's torch settings."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ class Support(NamedTuple):
         drawn = [one for one in sets if one is not None]
         if not drawn:
             return None
-        # Give every token of a completion without sets an empty set, which means the full
-        # vocabulary.
+        # An empty set means the full vocabulary. Every token of a completion without sets gets one.
         counts = [
             torch.zeros(length, dtype=torch.int64) if one is None else one[1]
             for one, length in zip(sets, lengths, strict=True)
@@ -75,7 +74,7 @@ class Support(NamedTuple):
 
 
 class SupportRows(NamedTuple):
-    """The R active rows that have a token set, and their sets as a ragged list of ids."""
+    """The R active rows that have a token set, and the ids of their sets, one set after another."""
 
     row_index: Tensor | None  # (R,) int64: positions among the T active rows; None: all
     dense_index: Tensor | None  # (T - R,) int64: rows without a set; None: there are none
@@ -102,27 +101,27 @@ class SupportRows(NamedTuple):
         if self.row_index is None:
             return own
         assert self.dense_index is not None and others is not None
-        # Do not initialise the tensor. Each of the T rows is in exactly one of the two index
-        # tensors, so all elements are written.
+        # Leave the tensor uninitialised, because each row is in exactly one of the two index
+        # tensors.
         merged = own.new_empty(len(own) + len(others))
         return merged.index_copy_(0, self.row_index, own).index_copy_(0, self.dense_index, others)
 
 
 def rows_of(offsets: Tensor, count: int) -> Tensor:
-    """Return the row number of each element of a ragged vector, (count,) int64.
+    """Return the row number of each element if rows of unequal length are stored in one vector.
 
     Args:
         offsets: (R+1,) bounds of the rows in the vector.
         count: number of elements of the vector.
     """
-    # With `right=True`, the first element of a row belongs to that row, not to the row before.
+    # With `right=True`, the first element of a row belongs to that row, not to the previous one.
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 
 class HeadRows(NamedTuple):
-    """Results of an LM head for the R rows with a token set: logits, statistics and slopes.
+    """Results of an LM head for R rows with a token set: logits, statistics and slopes.
 
-    A slope is the derivative of a row's logp with respect to its hidden state.
+    A slope is the derivative of a row's logp with respect to the hidden state of the row.
     """
 
     raw: Tensor  # (nnz,) hidden·W[id] + bias[id], in fp32 at least

@@ -14,8 +14,7 @@ from grpo_fast.kernels import reference
 from grpo_fast.kernels.support import HeadRows, SupportRows, rows_of
 from grpo_fast.kernels.types import LogitTransform, add_rows_, scaled_rows
 
-# Maximum number of elements of `weight` or `hidden` that are gathered at a time. It limits the
-# memory for the copies.
+# Maximum number of elements of `weight` or `hidden` that are copied at a time, to limit the memory.
 BLOCK_ELEMENTS = 4 << 20
 
 
@@ -36,7 +35,7 @@ def target_places(
     places = torch.arange(len(ids), device=ids.device) - offsets[rows]
     places = torch.where(ids == target_ids[rows], places, -1)
     of_targets = torch.full_like(target_ids, -1).scatter_reduce_(0, rows, places, "amax")
-    # An id that occurs twice in a set gives two equal keys, which are neighbours after sorting.
+    # If an id occurs twice in a set, two keys are equal, and are neighbours after sorting.
     keys = (rows * vocab_size + ids).sort().values
     again = torch.where(keys[1:] == keys[:-1], keys[1:] % vocab_size, -1)
     return of_targets, torch.nn.functional.pad(again, (1, 0), value=-1).amax()
@@ -44,7 +43,7 @@ def target_places(
 
 def head_rows(
     hidden: Tensor,  # (N, H)
-    index: Tensor | None,  # (R,) int64: the row of `hidden` of each row; None: in order
+    index: Tensor | None,  # (R,) int64 row of `hidden` for each set; None: row r
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
@@ -55,8 +54,8 @@ def head_rows(
 ) -> HeadRows:
     """Compute the logits of all ids in the sets, and the statistics of every row.
 
-    All results have at least fp32 precision. With `return_slopes`, the slopes are also computed.
-    They are the derivatives of the logps with respect to the hidden states.
+    All results are at least fp32. With `return_slopes`, also compute the slopes, the derivatives of
+    the logps with respect to the hidden states.
     """
     raw = _logits(hidden, index, weight, bias, rows)
     slopes = None
@@ -66,7 +65,7 @@ def head_rows(
         raw[None], places, transform, return_entropy=return_entropy, offsets=offsets
     )
     if return_slopes:
-        # Pass a copy of `raw`, because row_grad_ overwrites its input and `raw` is returned.
+        # Pass a copy of `raw`, because `raw` is returned and row_grad_ overwrites its input.
         own = raw[None].clone(), places, stats, torch.ones_like(stats[1]), None, transform
         slopes = head_hidden(reference.row_grad_(*own, offsets=offsets)[0], weight, rows)
     return HeadRows(raw, stats, slopes)
@@ -81,13 +80,13 @@ def _logits(
     for block in _blocks(len(raw), weight):
         h = hidden[sources[block]].to(dtype)
         w = weight[rows.ids[block]].to(dtype)
-        # Use a batched dot product. Its result for a row has the same bits in every block.
+        # Use a batched dot product, which gives a row the same bits in every block.
         raw[block] = (h[:, None, :] @ w[:, :, None])[:, 0, 0]
     return raw if bias is None else raw + bias[rows.ids].to(dtype)
 
 
 def head_hidden(d: Tensor, weight: Tensor, rows: SupportRows) -> Tensor:
-    """Return Σ d·weight[id] over the ids of each row, (R, H) in the dtype of d.
+    """Return the sum of d·weight[id] over the ids of each row, (R, H) in the dtype of d.
 
     Ids with d = 0 contribute nothing, even if their weight row contains NaN.
     """
@@ -108,7 +107,7 @@ def head_weight(
     *,
     add: bool,
 ) -> None:
-    """Compute out[id] = Σ d·hidden over all occurrences of each id in the sets.
+    """Compute out[id], the sum of d·hidden over all occurrences of each id in the sets.
 
     The terms are added in row order. The sums overwrite `out`, or are added to it if `add` is set.
     """

@@ -50,7 +50,7 @@ class TeacherHead(NamedTuple):
         return LogitTransform(self.logit_scale, self.softcap, self.temperature)
 
     def rows(self, rows: Tensor | slice) -> TeacherHead:
-        """Return a teacher that has only the given rows of hidden states."""
+        """Return a teacher with only the given rows of hidden states."""
         return self._replace(hidden=self.hidden[rows])
 
 
@@ -91,7 +91,7 @@ class TeacherTopK(NamedTuple):
     floor: float = 1e-7
 
     def rows(self, rows: Tensor | slice) -> TeacherTopK:
-        """Return a teacher that has only the given rows."""
+        """Return a teacher with only the given rows."""
         return self._replace(ids=self.ids[rows], logps=self.logps[rows])
 
 
@@ -143,7 +143,7 @@ class Divergence(NamedTuple):
 
     @property
     def function(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Return the elementwise function of this divergence, with the parameter `beta` bound."""
+        """Return the function that computes value and slope for each logit, with `beta` bound."""
         return partial(DIVERGENCES[self.kind], beta=self.beta)
 
 

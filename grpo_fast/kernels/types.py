@@ -15,15 +15,14 @@ from grpo_fast.kernels.support import SupportRows
 
 Values = TypeVar("Values", Tensor, Tensor | None)  # None stays None
 Context = Any  # an autograd context, on which torch and our functions set attributes
-# Row statistics (lse, logps, entropy or None), each (C,) fp32.
+# Statistics of rows: lse, logps, and entropy or None, each (C,) fp32.
 RowStats = tuple[Tensor, Tensor, Tensor | None]
 
-# The number of rows of every GEMM is padded to a multiple of this number. Below 8 rows, MKL sums in
-# a different order, so without padding the bits of a row would depend on its batch.
+# The rows of every GEMM are padded to a multiple of this number. With fewer than 8 rows, MKL adds
+# in a different order, so the bits of a row would depend on the size of its batch.
 ROW_MULTIPLE = 32
-# Dtype of tensors that store Positive16 numbers. Positive16 is a 16-bit type of csrc
-# (csrc/vec/storage.h) that torch does not have. Its numbers are between 0 and 2^30 and have ten
-# significant bits.
+# Dtype of torch tensors that store Positive16 numbers, for which torch has no dtype. Positive16 is
+# a 16-bit type of csrc (csrc/vec/storage.h) for numbers from 0 to 2^30, with ten significant bits.
 POSITIVE16 = torch.int16
 
 
@@ -38,9 +37,9 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
     temperature: float | Tensor = 1.0  # or (C,) fp32 with one value per row
 
-    def rows(self, index: slice | Tensor) -> LogitTransform:
-        """Return the transform with the temperatures of the given rows only."""
-        if isinstance(self.temperature, Tensor):
+    def rows(self, index: slice | Tensor | None) -> LogitTransform:
+        """Return the transform with the temperatures of the given rows. None means all rows."""
+        if index is not None and isinstance(self.temperature, Tensor):
             return self._replace(temperature=self.temperature[index])
         return self
 
@@ -64,8 +63,7 @@ class ActiveRows(NamedTuple):
         if index is None:
             return self._replace(support=None)
         indices = self.active_index, self.hidden_index
-        # An index tensor of None means all rows in order, so selecting from it gives `index`
-        # itself.
+        # None means all rows in order, so selecting `index` from it gives `index` itself.
         active, hidden = (index if x is None else x[index] for x in indices)
         transform = self.transform.rows(index)
         targets = self.target_ids[index]
@@ -78,7 +76,7 @@ class ActiveRows(NamedTuple):
     def to_rows(self, x: Any, fill: int = 0) -> Any:
         """Scatter the values of the active rows, (T,), into a tensor with one value per row, (N,).
 
-        The other rows get the value `fill`. If x is None, return None.
+        The other rows get the value `fill`. If x is None, the result is None.
         """
         if self.active_index is None or x is None:
             return x
@@ -86,7 +84,7 @@ class ActiveRows(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """The tensors of an LM head, and the hidden states that it receives."""
+    """The hidden states, and the weight and bias of the LM head that receives them."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
@@ -129,14 +127,15 @@ class Wanted(NamedTuple):
 class AddedRows(NamedTuple):
     """Scaled rows that are added to a matrix in fp32.
 
-    For every t, total[ids[t]] += coefficients[t]·values[rows[t]]. Terms with a coefficient of 0 are
-    skipped, even if `values` contains NaN. Terms with equal ids are added in the order of t.
+    For every t, coefficients[t]·values[rows[t]] is added to row ids[t] of the matrix. Terms with a
+    coefficient of 0 are skipped, even if `values` contains NaN. Terms with equal ids are added in
+    the order of t.
     """
 
     coefficients: Tensor  # (T,) fp32
     values: Tensor  # (R, N)
-    ids: Tensor | None = None  # (T,) int64, None: t
-    rows: Tensor | None = None  # (T,) int64, None: t
+    ids: Tensor | None = None  # (T,) int64; None: ids[t] = t
+    rows: Tensor | None = None  # (T,) int64; None: rows[t] = t
 
     def terms(self) -> Tensor:
         """Return the (T, N) fp32 scaled rows, one for each coefficient."""
@@ -154,10 +153,9 @@ class Dominant(NamedTuple):
     """The fp32 values of the dominant elements of a 16-bit matrix (C, V).
 
     An element is dominant if it makes up more than 1/16 of the sum of its row, so a row has at most
-    16 dominant elements. A row of dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and
-    W_j is close to W_target, the difference nearly cancels, and the rounding error of d_j becomes a
-    large part of the result. Therefore the rounding errors of dominant elements are added to dH in
-    fp32.
+    16 dominant elements. Their rounding errors are added to dH in fp32, for this reason: a row of
+    dH is Σ_j d_j·(W_j - W_target). If one j dominates the row and W_j is close to W_target, the
+    difference nearly cancels, and the rounding error of d_j becomes a large part of the result.
     """
 
     rows: Tensor  # (n,) int64
@@ -167,20 +165,18 @@ class Dominant(NamedTuple):
     def rounding_errors(self, matrix: Tensor) -> Dominant:
         """Return these elements with their rounding errors as values.
 
-        The rounding error of an element is its fp32 value minus the bf16 value that the matrix
-        product uses.
+        A rounding error is the fp32 value minus the bf16 value that the matrix product uses.
         """
         # The matrix product rounds the stored elements to bf16, so apply the same rounding here.
         taken = widened(matrix[self.rows, self.columns]).to(torch.bfloat16).float()
         return self._replace(values=self.values - taken)
 
     def of_rows(self, rows: Tensor, count: int) -> Dominant:
-        """Return the dominant elements that are in the given rows of the matrix.
+        """Return the dominant elements in the given rows of the matrix, which has `count` rows.
 
-        In the result, their row numbers are positions in `rows`. `count` is the number of rows of
-        the matrix.
+        In the result, the row numbers are positions in `rows`.
         """
-        # `places` is the new row number of each element, or -1 if its row was not selected.
+        # The new row number of each element, or -1 if its row was not selected.
         places = torch.full((count,), -1).index_copy_(0, rows, torch.arange(len(rows)))[self.rows]
         return self._replace(rows=places)._where(places >= 0)
 
@@ -215,7 +211,7 @@ class Coefficients(NamedTuple):
     by_row: Tensor  # (padded C,) fp32
     by_target: Tensor  # (padded C,) fp32
     target_ids: Tensor  # (C,)
-    rounding_errors: Dominant | None = None  # of dominant elements in 16 bits
+    rounding_errors: Dominant | None = None  # errors of the dominant 16-bit exponentials
 
     def select(self, rows: Tensor) -> Coefficients:
         """Return the given rows, padded with zeros to a multiple of ROW_MULTIPLE."""
@@ -284,18 +280,13 @@ def detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def vector(x: Tensor | None) -> Tensor | None:
-    """Convert per-row values with `dense_vector`. Return None if x is None."""
-    return None if x is None else dense_vector(x)
-
-
-def dense_vector(x: Tensor) -> Tensor:
-    """Convert a vector of per-row values to the form that the kernels read.
+def vector(x: Values) -> Values:
+    """Convert a vector of per-row values to the form that the kernels read. None stays None.
 
     The result is fp32 and contiguous, and has no autograd history.
     """
     # Return early if nothing must be converted, which is common and saves three torch calls.
-    if x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad:
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad):
         return x
     return detached(x).float().contiguous()
 
@@ -312,7 +303,7 @@ def transform_arguments(
     scale = float(transform.logit_scale)
     softcap = None if transform.softcap is None else float(transform.softcap)
     if isinstance(transform.temperature, Tensor):
-        # Pass 1.0 as temperature. Kernels ignore it if a temperature tensor is given.
+        # Kernels ignore the float (here 1.0) if a temperature tensor is given.
         return scale, softcap, 1.0, vector(transform.temperature)
     return scale, softcap, float(transform.temperature), None
 
@@ -326,8 +317,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """Convert a 16-bit tensor, including POSITIVE16, to fp32. Return other tensors unchanged."""
     if x.dtype == POSITIVE16:
-        # Clear the upper half of the bits. Converting int16 to int32 extends the sign bit, but the
-        # stored numbers are unsigned.
+        # Converting int16 to int32 extends the sign bit, but the stored numbers are unsigned, so
+        # clear the upper half of the bits.
         bits = x.to(torch.int32) & 0xFFFF
         return torch.where(bits == 0, 0, (bits << 14) + (29 << 23)).view(torch.float32)
     return x if x.dtype.itemsize >= 4 else x.float()

@@ -19,11 +19,11 @@ from torch import Tensor
 # Minimum size in bytes of a tensor of zeros that uses fresh memory pages, which Linux has already
 # set to zero. For smaller tensors, torch.zeros is used.
 ZERO_PAGES_FROM = 8 << 20
-# Value of the Linux constant MADV_POPULATE_WRITE, which Python's mmap module does not define.
+# The Linux constant MADV_POPULATE_WRITE, which Python's mmap module does not define.
 MADV_POPULATE_WRITE = 23
-# By default, the workspace may use 1/32 of a GPU's memory. On the smallest H100 (78 GiB), this is
-# 2.4 GiB. A typical micro-batch with 8192 rows of 151936 16-bit logits needs 2.3 GiB, so it fits in
-# one chunk.
+# By default, the workspace may use 1/32 of a GPU's memory, which is 2.4 GiB on the smallest H100
+# (78 GiB). A typical micro-batch of 8192 rows with 151936 16-bit logits takes 2.3 GiB, so it fits
+# in one chunk.
 GPU_SHARE = 32
 
 
@@ -43,8 +43,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     def fault_in(start: int) -> None:
         length = min(ZERO_PAGES_FROM, size - start)
         address = ctypes.c_void_p(x.data_ptr() + start)
-        # Ignore an error of madvise, because old Linux kernels do not support this advice. The
-        # pages are then allocated when they are first written.
+        # Ignore errors, because old Linux kernels do not support this advice. The pages are then
+        # allocated when they are first written.
         libc.madvise(address, ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -61,8 +61,8 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
     arrived = torch.cuda.Event()
-    # Record the event on the stream where the copy runs, which is that of x's device. The current
-    # device may be a different one.
+    # The copy runs on the current stream of x's device. This may not be the current device, so name
+    # the stream.
     arrived.record(torch.cuda.current_stream(x.device))
     return host, arrived
 
@@ -70,7 +70,7 @@ def copy_to_host_async(x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
 def gpu_bytes(device: torch.device) -> int:
     """Return the memory of a GPU in bytes, or 0 if torch finds no GPU.
 
-    It is not an error if there is no GPU, so that a run can be planned on a different machine.
+    A missing GPU is no error, because a run for a GPU can be planned on another machine.
     """
     if not torch.cuda.is_available():
         return 0
@@ -108,11 +108,11 @@ def workspace_bytes(
     return (int(text) << 20) + spared
 
 
-# Maximum size in bytes of a CPU workspace that is kept between calls. If no workspace were kept, a
-# small loss would spend 20% of its time on fresh memory pages.
+# Maximum size in bytes of a CPU workspace that is kept for the next call. Without this, a small
+# loss would spend 20% of its time on fresh memory pages.
 KEPT_BYTES = 128 << 20
-# This list holds at most one workspace. `pop` and slice assignment are atomic, so threads need no
-# lock.
+# The spare workspace, if there is one. The list needs no lock, because `pop` and slice assignment
+# are atomic.
 _spare: list[Tensor] = []
 
 
@@ -122,7 +122,8 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
     On the CPU, the spare workspace is used if it is large enough.
     """
     spare = None
-    # Use the spare workspace on the CPU only. On a GPU, torch's allocator already caches memory.
+    # Use the spare workspace on the CPU only. On a GPU, the allocator of torch already caches
+    # memory.
     if _spare and like.is_cpu:
         try:
             spare = _spare.pop()
@@ -130,17 +131,15 @@ def take_workspace(rows: int, columns: int, like: Tensor, dtype: torch.dtype) ->
             pass  # another thread took it first
     if spare is None or spare.dtype != dtype or spare.numel() < rows * columns:
         return like.new_empty((rows, columns), dtype=dtype)
-    # Return a view of the spare workspace with the requested size.
     return spare.view(-1)[: rows * columns].view(rows, columns)
 
 
 def give_back_workspace(workspace: Tensor | None) -> None:
     """Keep a workspace for the next call. The caller must not use it afterwards.
 
-    On a GPU, and for large workspaces, nothing is kept.
+    Nothing is kept on a GPU, or if the workspace is large.
     """
-    # Do not keep a tensor that was created in inference mode, because the next call may run outside
-    # of inference mode and could not modify the tensor.
+    # Outside of inference mode, the next call could not modify a tensor that was created in it.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.

@@ -27,9 +27,10 @@ EXPLICIT = ATTENTION["explicit"].keywords["kernel"]
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
-    """Check that a bf16 model passes valid spans, windows and lengths to torch's attention kernels.
+    """Check that a bf16 model calls torch's attention kernels with valid arguments.
 
-    The model runs forward and backward on meta tensors, which have shapes but no values.
+    The model runs forward and backward on meta tensors, which have shapes but no values. The test
+    checks the offsets of the sequences, the windows and the maximum lengths.
     """
     calls = []
     fields = {"sliding_window": window} if window else {}
@@ -50,8 +51,9 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     kernel = Kernel(spy, dispatch.cuda.aten_backward)
     provider = dispatch.Provider("spy", lambda kind: True, partial(attend, kernel=kernel))
     monkeypatch.setattr(dispatch, "choose", lambda kind: provider)
-    # transformers searches position_ids for packed sequences, but meta tensors have no values.
-    # Disable the search, because our attention does not use the mask that depends on it.
+    # transformers reads position_ids to find packed sequences, but meta tensors have no values.
+    # Disable this, because only the attention mask depends on it, and our attention does not use
+    # the mask.
     monkeypatch.setattr(
         "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
     )
@@ -63,8 +65,9 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
     assert logits.shape == (1, pack.layout.total, 61) and logits.dtype == torch.bfloat16
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
-    # Without a window, expect two calls per layer: every segment attends to itself, and completions
-    # attend to their prompt. With a window, expect one call, which does both with copied keys.
+    # Without a window, expect two calls in each of the two layers: one in which every segment
+    # attends to itself, and one in which completions attend to their prompt. With a window, expect
+    # one call with copied keys instead.
     per_layer = (
         [(True, (3, 0), 9, 10)] if window else [(True, (-1, 0), 9, 9), (False, (-1, -1), 12, 9)]
     )
@@ -73,6 +76,7 @@ def test_the_aten_calls_on_meta_tensors(monkeypatch, window):
 
 def spans_of(cu_q, cu_k, causal):
     """Convert the arguments of an attention package to the `Spans` of our explicit kernel.
+
     Also check that every span has keys, because the packages do not support queries without keys.
     """
     assert all(k > 0 for k in cu_k.diff().tolist())
@@ -81,6 +85,7 @@ def spans_of(cu_q, cu_k, causal):
 
 def rule_of(spans, scale, left, right, softcap):
     """Convert the arguments of an attention package to `AttentionParams`.
+
     `left` and `right` are the numbers of visible tokens before and after a query. None and -1 mean
     no limit.
     """
@@ -96,10 +101,10 @@ def check_gradient_inputs(q, k, lse, cu_q, cu_k, max_q, max_k):
     assert len(k) == int(cu_k[-1])
 
 
-# Signatures of the attention functions that the fake packages imitate. flash-attn 2.8 (private
-# functions), FA3 (hopper) and FA4 cannot be installed without a GPU, so their signatures are copied
-# from their documentation, without arguments that we never pass. The signatures of torch's CUDA
-# kernels come from their schemas.
+# Signatures of the attention functions that the fake packages replace. flash-attn 2.8 (private
+# functions), FA3 (hopper) and FA4 cannot be installed without a GPU. Their signatures are therefore
+# copied from their documentation, without the arguments that we never pass. The signatures of
+# torch's CUDA kernels come from their schemas.
 FA3_KEYS = "cu_seqlens_q=None, cu_seqlens_k=None, {}max_seqlen_q=None, max_seqlen_k=None, "
 WINDOW = "window_size_left=-1, window_size_right=-1, softcap=0.0"
 FA4_KEYS = "window_size_left=None, window_size_right=None"
@@ -148,15 +153,16 @@ RENAMED = {
     "cum_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
     "is_causal": "causal", "scale": "softmax_scale", "logsumexp": "lse", "softmax_lse": "lse",
 }  # fmt: skip
-# MORE has the results that each fake forward function returns after (out, lse). STATE replaces the
-# random state that torch's forward function returns. The backward function must receive it.
+# MORE contains the results that each fake forward function returns after (out, lse). STATE stands
+# for the random state that torch's forward function returns, and that its backward function must
+# receive.
 STATE = torch.zeros(2, dtype=torch.uint64)
 MORE = {"fa2": (torch.empty(0), torch.empty(2).long()), "fa3": (torch.empty(0), torch.empty(0)),
         "fa4": (), "flash_aten": (STATE, STATE[:0], STATE[:0])}  # fmt: skip
 
 
 def stand_ins(name: str) -> tuple[Callable, Callable]:
-    """Return functions that replace the forward and backward functions of an attention package.
+    """Return fake forward and backward functions of an attention package.
 
     They have the signatures of the package and check their arguments. The explicit kernel computes
     their results, so they also run on a CPU.
@@ -204,7 +210,7 @@ def stand_ins(name: str) -> tuple[Callable, Callable]:
 @pytest.mark.parametrize("name", SIGNATURES)
 @pytest.mark.parametrize("has_window", [False, True])
 def test_the_packages_are_called_by_their_signatures(monkeypatch, name, has_window):
-    """Check that each package receives valid arguments, and that the attention output is right."""
+    """Check that each package receives valid arguments, and that the outputs are right."""
     path, *_ = SIGNATURES[name]
     module_name, _, function_name = path.rpartition(".")
     module = ModuleType(module_name or "aten")

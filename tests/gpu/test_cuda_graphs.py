@@ -40,7 +40,7 @@ class OnGpu(TorchFunctionMode):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Simulate the capture of a CUDA graph, and yield a function that starts or ends the capture.
+    """Simulate the capture of a CUDA graph, and yield a function that switches it on or off.
 
     Tensors appear to be on an sm_90 GPU, and launches of Triton kernels do nothing.
     """
@@ -91,7 +91,7 @@ CONFIGS = {
 
 
 def gradients(total, leaves):
-    """Compute gradients without `torch.autograd.grad`, which would disable the `OnGpu` mode."""
+    """Compute gradients without `torch.autograd.grad`, which would switch the mode `OnGpu` off."""
     leaves = tuple(leaves)
     return _engine_run_backward(
         (total,), (torch.ones_like(total),), False, False, leaves, accumulate_grad=False
@@ -107,8 +107,8 @@ def finish(result, *leaves):
 @pairs(workspace=["1024", "0"], dtype=[torch.bfloat16, torch.float32], name=CONFIGS)
 def test_linear_grpo_loss(recorded, monkeypatch, name, dtype, workspace):
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
-    # Lower two limits, so that the small sizes of this test use the code path of large sizes, in
-    # which a single product writes dW in 16 bits.
+    # With these limits, the small sizes of this test use the code path of large sizes, in which a
+    # single product writes dW in 16 bits.
     monkeypatch.setattr(chunks, "TARGET_SHARE", 1)
     monkeypatch.setattr(products, "NARROW_FROM", 1)
     config, leaves, bias = LossConfig(**CONFIGS[name]), head(dtype), rand(V, dtype=dtype, grad=True)
@@ -147,13 +147,13 @@ def test_logps(recorded, monkeypatch, dtype, return_entropy, workspace):
 
 
 def test_the_test_sees_a_sync(recorded, monkeypatch):
-    """Check that reading a value on the host raises an error in these tests.
+    """Check that the tests of this file notice if the host reads a value of a tensor.
 
-    Without a capture, the same calls read the number of inactive rows or look for targets of -100.
-    On meta tensors, these reads must raise an error.
+    Without a capture, the same calls read the number of inactive rows, or search for targets of
+    -100. On meta tensors, both must raise an error.
     """
     recorded(False)
-    # Disable the value checks, which need a GPU to copy flags to the host asynchronously.
+    # Disable the value checks, because they copy flags to pinned host memory, which needs a GPU.
     monkeypatch.setattr("grpo_fast.loss.values.check_values", lambda checks, validate: None)
 
     def copy_to_host_async(x):  # pinned memory needs a GPU

@@ -18,11 +18,12 @@ from tests.pairs import pairs
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND = "cuda", "triton"
 LENGTHS = (37, 1, 0, 64, 26)
-# Sizes (H, V) of an LM head: unaligned rows of W, a vocabulary of one block, a realistic size, and
-# an odd vocabulary, whose rows of logits are unaligned.
+# Sizes (H, V) of an LM head: a weight with unaligned rows, a vocabulary of one block, a realistic
+# size, and an odd vocabulary size, with which the rows of the logits are unaligned.
 HEADS = ((60, 127), (64, 1024), (896, 32000), (256, 50257))
-# Maximum relative L2 errors of gradients. The bf16 limit comes from the numerical contract. The
-# fp32 limit is twice the contract's, because both the GPU and the CPU reference round.
+# Maximum relative L2 errors of gradients. The bf16 limit is the one that our documentation
+# promises. The fp32 limit is twice the documented one, because the GPU and the CPU reference both
+# round.
 BARS = {torch.float32: 4e-6, torch.bfloat16: 3e-3}
 
 
@@ -93,8 +94,8 @@ def check(positional: dict, keywords: dict, config: LossConfig, dtype, function=
 def test_every_objective(loss_type, dtype):
     """Check that every loss type on the GPU agrees with torch on the CPU.
 
-    Losses with a reference model include a KL term. In kimi, beta is the weight of the squared log
-    ratio.
+    Losses that allow a reference model get a KL term with weight beta. The loss kimi uses beta for
+    its squared log ratio instead.
     """
     positional, keywords = make_batch(64, 1024, dtype)
     has_reference = OBJECTIVES[loss_type].reference
@@ -141,8 +142,8 @@ def problem(n: int, h: int, v: int) -> tuple:
     return hidden, weight, torch.randint(v, (n,), generator=g), torch.randn(n, generator=g)
 
 
-# The sizes are just below, at and above the block sizes of the kernels: a tile (128 x 256, in
-# pieces of 64 columns), a slice (2048 columns) and an aligned row (16 bytes).
+# Sizes just below, at and above the block sizes of the kernels: a tile (128 x 256, in pieces of 64
+# columns), a slice of the vocabulary (2048 columns) and an aligned row (16 bytes).
 @pairs(
     n__h__v=[
         (1, 64, 1), (1, 8, 2), (33, 64, 127), (128, 64, 256), (129, 72, 257), (300, 100, 2047),
@@ -171,8 +172,8 @@ def test_weights_against_fp64(n, h, v, softcap, workspace, monkeypatch):
 def test_weights_of_unlikely_targets_and_of_nan():
     """Check that gradients agree with fp64 if targets are unlikely, and that NaN does not spread.
 
-    Four targets have a -logp of up to 1000. One row has advantage 0. Setting one of its hidden
-    values to NaN must not change any gradient.
+    Four targets have a -logp of up to 1000. One row has an advantage of 0. If one of its hidden
+    values becomes NaN, no gradient may change.
     """
     hidden, weight, target_ids, advantages = problem(300, 64, 5000)
     weight[7], target_ids[:4] = 0.0, 7
@@ -194,8 +195,9 @@ def test_weights_of_unlikely_targets_and_of_nan():
 def test_a_row_does_not_depend_on_its_batch(entropy):
     """Check that the logps of a row have the same bits in every batch, with and without gradients.
 
-    With an entropy, the kernel uses a different tile size, so both cases are tested. dH is not
-    tested, because the vendor's GEMM may split its sums depending on the number of rows.
+    If the entropy is computed, the kernel uses a different tile size, so both cases are tested. dH
+    is not tested, because the GEMM of cuBLAS may add in an order that depends on the number of
+    rows.
     """
     hidden, weight, target_ids, advantages = (x.to(DEVICE) for x in problem(700, 896, 32000))
     given = hidden, weight, target_ids, advantages
@@ -223,8 +225,8 @@ def test_deterministic_algorithms_change_no_bit():
 def test_bad_offsets_leave_the_context_alive():
     """Check that invalid values in `cu_seqlens` do not break the CUDA context.
 
-    The first call finishes, because the GPU clamps the offsets. The next call reports the error of
-    the first call, and the call after that works.
+    The call with invalid offsets finishes, because the GPU clamps them. The next call raises the
+    error for the invalid offsets, and the call after that works.
     """
     logps = torch.zeros(9, device=DEVICE, requires_grad=True)
     for offsets in ([0, 4, 6, 12], [0, 2**62, -(2**62), 9], [9, 0, 0, 0]):

@@ -50,8 +50,9 @@ def test_every_provider_is_the_dense_reference(kind):
     """Check that outputs and gradients of every attention provider agree with the dense reference.
 
     The test covers ragged layouts, grouped heads, windows and soft caps, and reports all failures
-    together. A provider that raises an exception is skipped, as in `choose`, and its name is
-    printed (pytest -rP shows it). flex takes 15 seconds to compile, so it is tested separately.
+    together. If a provider raises an exception, it is skipped, as in `choose`, and its name is
+    printed (`pytest -rP` shows it). flex is tested separately, because it takes 15 seconds to
+    compile.
     """
     wrong, rule = [], rule_of(kind)
     providers = [provider for provider in dispatch.candidates(kind) if provider.name != "flex"]
@@ -83,7 +84,7 @@ def test_every_provider_is_the_dense_reference(kind):
     ids=str,
 )
 def test_flex_is_the_dense_reference(kind, bar):
-    """Check that flex, the fallback on CUDA, agrees with the dense reference.
+    """Check that flex, which CUDA uses if no other provider works, agrees with the dense reference.
 
     The test uses the tiny packed row of the self-test and a long packed row.
     """
@@ -121,9 +122,10 @@ def test_deterministic_where_asked_for(has_window):
 def test_a_bf16_model_shared_packed_and_split(family, checkpointing):
     """Check that sharing prompts and splitting groups hardly increase the error of a bf16 model.
 
-    There are three layouts: shared (one pack, each prompt once), packed (one pack, a prompt copy
-    for each completion) and split (shared prompts in several packs). All are compared with fp32 on
-    the CPU. The errors of shared and split may be at most 1.3 times those of packed.
+    Three layouts are compared with fp32 on the CPU. "shared" is one pack that contains each prompt
+    once. "packed" is one pack that contains a copy of the prompt for each completion. "split"
+    consists of several packs with shared prompts. The errors of "shared" and "split" may be at most
+    1.3 times the errors of "packed".
     """
     g = torch.Generator().manual_seed(1)
     lengths = [(200, (30, 1, 64, 17)), (90, (5, 40))]

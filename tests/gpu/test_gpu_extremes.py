@@ -14,11 +14,11 @@ from grpo_fast import LossConfig, linear_grpo_loss, linear_logps, logits_grpo_lo
 pytestmark = pytest.mark.gpu
 DEVICE, BACKEND, EPSILON = "cuda", "triton", 0.2
 REPEATS = 1000
-# Number of tokens in a long completion, and size of a large vocabulary. It exceeds 65535, the limit
-# of a grid dimension on a GPU.
+# Number of tokens in a long completion. The test of large logits also uses it as vocabulary size.
+# It exceeds 65535, the limit of a grid dimension on a GPU.
 LONG = 131072
-# BAR is the maximum relative L2 error of gradients, the limit of the numerical contract for bf16.
-# LOSS_BAR is the maximum error of the loss, relative to the loss of one token.
+# BAR is the maximum relative L2 error of a gradient, and is the limit that our documentation
+# promises for bf16. LOSS_BAR is the maximum error of the loss, relative to the loss of one token.
 BAR, LOSS_BAR = 3e-3, 2e-6
 CONFIG = LossConfig(loss_type="dapo", epsilon_low=EPSILON, epsilon_high=EPSILON)
 
@@ -87,8 +87,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
     noise, side = torch.randn(2048, 2048, device=DEVICE).bfloat16(), torch.cuda.Stream()
     scratch = torch.empty_like(noise)
     for _ in range(REPEATS):
-        # An independent matrix product at the same time changes the timing of the kernels. A race
-        # would then give different bits.
+        # Run an independent matrix product at the same time, which changes the timing of the
+        # kernels. If they contain a race, their results then get different bits.
         with torch.cuda.stream(side):
             torch.mm(noise, noise, out=scratch)
         for value, expected in zip(call(), first, strict=True):
@@ -99,8 +99,8 @@ def test_the_same_bits_a_thousand_times_beside_a_busy_stream(operation):
 
 @pytest.mark.parametrize(
     ("rows", "vocab"),
-    # The first case is a long completion with an odd vocabulary size, so rows are not aligned. The
-    # second case has 2.16e9 logits (4.3 GB in bf16), more than an int32 index can address.
+    # The first case is a long completion with an odd vocabulary size, so the rows are not aligned.
+    # The second case has 2.16e9 logits (4.3 GB in bf16), which are too many for int32 indices.
     [(LONG, 1003), (16500, LONG)],
     ids=["L131072", "NV-above-2**31"],
 )

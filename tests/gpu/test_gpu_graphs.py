@@ -23,7 +23,8 @@ T, H, V, B = 192, 128, 5000, 3
 def values(seed: int) -> dict[str, torch.Tensor]:
     """Return a random batch in which every row has a nonzero coefficient.
 
-    A normal call therefore skips no row, and its GEMMs have the same shapes as those of a graph.
+    A call outside of a graph then skips no row. Its GEMMs have the same shapes as the GEMMs in a
+    graph, and therefore the same bits.
     """
     g = torch.Generator().manual_seed(seed)
     cut = torch.randint(1, T - 1, (2,), generator=g).sort().values
@@ -42,9 +43,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def loss_of(function: Callable, *names: str, **options) -> Callable[[dict], list]:
-    """Return a step function that calls the loss function `function` on a batch.
+    """Return a function that runs a loss function on a batch.
 
-    The step returns loss, logps, metrics and the gradients of the tensors in `names`.
+    The returned function computes loss, logps, metrics and the gradients of the tensors in `names`.
     """
     config = LossConfig(beta=0.1, **options)
 
@@ -87,7 +88,7 @@ STEPS = {
 
 
 def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUDAGraph, list]:
-    """Capture a step on static inputs in a CUDA graph, after a warm-up on a side stream.
+    """Capture a step with static inputs in a CUDA graph, after a warm-up on a side stream.
 
     Returns:
         The graph, and the outputs of the captured step.
@@ -107,9 +108,9 @@ def recorded(step: Callable[[dict], list], static: dict) -> tuple[torch.cuda.CUD
 @pytest.mark.parametrize("workspace", ["1024", "0"])
 @pytest.mark.parametrize("name", STEPS)
 def test_replay(name, workspace, monkeypatch):
-    """Check that a replay and a normal call give the same bits for new input values.
+    """Check that a replayed graph and a normal call give the same bits for new input values.
 
-    The workspace size selects a single chunk, or chunks of 32 rows.
+    With the workspace size 1024, the call has a single chunk. With 0, its chunks have 32 rows.
     """
     monkeypatch.setenv("GRPO_FAST_WORKSPACE_MIB", workspace)
     step, static = STEPS[name], values(0)
@@ -125,10 +126,11 @@ def test_replay(name, workspace, monkeypatch):
 
 
 def test_rows_without_a_target_or_coefficient():
-    """Check that a replay and a normal call agree if some rows have no target.
+    """Check that a replayed graph and a normal call agree if some rows have no target.
 
     The graph masks these rows, and the normal call skips them. The logps must have the same bits.
-    The gradients may differ by rounding, because the vendor's GEMM adds in a different order.
+    The gradients may differ by rounding, because the GEMMs of different sizes add in different
+    orders.
     """
     static = values(0)
     static["target_ids"][5:60] = -100

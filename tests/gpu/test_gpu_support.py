@@ -14,7 +14,8 @@ from tests.loss_cases import relative_l2
 
 pytestmark = pytest.mark.gpu
 T, V, K = 512, 32000, 50
-# Maximum relative L2 errors of gradients. The bf16 limit comes from the numerical contract.
+# Maximum relative L2 errors of gradients. The bf16 limit is the one that our documentation
+# promises.
 BAR = {torch.float32: 2e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}
 CONFIGS = {
     "plain": LossConfig(epsilon_low=0.9, epsilon_high=9.0),
@@ -27,8 +28,9 @@ CONFIGS = {
 def problem(width: int, dtype: torch.dtype, *, some_dense: bool = False) -> tuple:
     """Return hidden, weight, the other arguments of the loss, and a support of K ids per row.
 
-    One id is in every row's support. Half of the other ids come from a hundred frequent ids. If
-    `some_dense`, the support of every fifth row is empty, that is, unrestricted.
+    Id 7 is in the support of every row. Half of the other ids are among the first hundred ids, so
+    they occur often. With `some_dense`, the support of every fifth row is empty, which means
+    unrestricted.
     """
     g = torch.Generator().manual_seed(width)
     hidden, weight = torch.randn(T, width, generator=g), torch.randn(V, width, generator=g)
@@ -75,8 +77,8 @@ def old_logps(tensors, tokens, support, config) -> torch.Tensor:
         return linear_logps(*tensors, tokens["target_ids"], support=support, **transform)
 
 
-# The hidden sizes are chosen so that the kernel uses 4, 8 and 16 warps. 897 gives unaligned rows.
-# 9000 exceeds SUPPORT_COLUMNS, so the reference implementation is used.
+# The hidden sizes are chosen so that the kernel runs with 4, 8 and 16 warps. 897 gives unaligned
+# rows. 9000 exceeds SUPPORT_COLUMNS, so torch computes this case.
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("width", "dtype"),
@@ -110,7 +112,7 @@ def test_given_logits(dtype):
 
 
 def test_the_same_bits():
-    """Check that repeated runs have the same bits, and that logps do not depend on gradients."""
+    """Check that repeated runs give the same bits, and that gradients do not change the logps."""
     hidden, weight, tokens, support = problem(4096, torch.bfloat16)
     old = old_logps((hidden, weight), tokens, support, CONFIGS["plain"])
     runs = [

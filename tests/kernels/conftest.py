@@ -10,7 +10,7 @@ from grpo_fast.kernels.cpu import gemm, layers
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Make layers use the csrc matrix product on every CPU, and record its calls.
+    """Make the fast layers use the csrc matrix product on every CPU, and record its calls.
 
     Yield a list to which each product appends the shape of its output.
     """

@@ -1,7 +1,7 @@
-"""Expected values of the kernels in fp64, computed with `tests.oracles` and without package code.
+"""Expected results of the kernels in fp64, computed with `tests.oracles` and without package code.
 
-The module also provides `only_memory_of`, which checks memory accesses, and `reversed_programs`,
-which reverses the program order. Both only have an effect in Triton's interpreter (triton_tools).
+In Triton's interpreter, `only_memory_of` checks memory accesses, and `reversed_programs` reverses
+the order of the programs (see triton_tools). In other processes, both do nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def final(
 def statistics(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the statistics of each row of fp64 logits.
 
-    The logp of the target is computed from the other columns. If p is near 1, z_y − lse would lose
-    all digits of 1 − p even in fp64. A row with +inf has no distribution, so its results are NaN.
+    The logp of the target is computed from the other columns. If the target's probability p is
+    close to 1, z_y − lse would lose all digits of 1 − p, even in fp64. A row with +inf has no
+    distribution, so its results are NaN.
 
     Returns:
         lse, logp of the target and entropy, each (C,) fp64.
@@ -101,7 +102,7 @@ def loss_and_slope(
     """Compute the weighted loss of every row, and its derivative with respect to logp.
 
     The weighted loss is policy_weights·ℓ + kl_weights·KL. All rows are passed to the oracle as one
-    completion. This is allowed, because rows do not depend on each other in a token-level loss.
+    completion, because the rows of a token-level loss do not depend on each other.
 
     Returns:
         Losses and derivatives, each (C,) fp64.

@@ -27,7 +27,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 class TinyRMSNorm(nn.Module):
-    """RMSNorm as in Llama, or as in Gemma if `offset` is 1."""
+    """RMSNorm as in Llama. With `offset` 1, it is the RMSNorm of Gemma."""
 
     def __init__(self, size, offset=0):
         super().__init__()
@@ -40,23 +40,14 @@ class TinyRMSNorm(nn.Module):
         return y if gate is None else y * gate
 
 
-def pair_of(family="Llama"):
-    """Return a model with fast CPU layers, and a copy of it with the original layers.
-
-    Both models use eager attention.
-    """
+def pair_of():
+    """Return a Llama model with fast CPU layers, and a copy of it with the original layers."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(
-        **SIZES, pad_token_id=0, attn_implementation="eager"
-    )
-    plain = getattr(transformers, f"{family}ForCausalLM")(config)
+    config = transformers.LlamaConfig(**SIZES, pad_token_id=0, attn_implementation="eager")
+    plain = transformers.LlamaForCausalLM(config)
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model = copy.deepcopy(plain)
     fast_layers(model)
     return model, plain
-
-
-def logits_of(model):
-    return lambda x: model(inputs_embeds=x, use_cache=False).logits

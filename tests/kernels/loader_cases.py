@@ -1,9 +1,9 @@
-"""Script that computes a loss or runs a training on a machine where C++ kernels may be missing.
+"""Script that simulates machines on which C++ kernels may be missing, and runs the package there.
 
-Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case simulates a different
-machine. It runs in a forked process with a separate cache, so that torch is imported only once.
-LIBRARY is a compiled rows.cpp. In cases that need a compiler, the compiler is a script that copies
-LIBRARY, which saves time. Each case writes the files FOLDER/<case>/out, err and statuses.
+Usage: `python -m tests.kernels.loader_cases FOLDER LIBRARY`. Each case simulates one machine, and
+computes a loss or runs a training. It runs in a forked process with an empty cache, so that torch
+is imported only once. LIBRARY is the compiled rows.cpp. To save time, most simulated compilers are
+scripts that copy LIBRARY. Each case writes the files out, err and statuses to FOLDER/<case>.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import pwd
 import shutil
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -84,9 +83,9 @@ def copying(folder: Path, before: str = "true") -> None:
     find_output = 'while [ "$1" != -o ]; do shift; done'
     write = f'echo built >> {folder}/builds; cp {sys.argv[2]} "$2"'
     compiler = " ".join(csrc_loader.compiler() or ["false"])
-    # The fake compiler is a shell script. If it is called to compile rows.cpp, it copies a finished
-    # library instead. For every other source it calls the real compiler, because a training run
-    # also needs the attention library, for which there is no finished copy.
+    # The fake compiler is a shell script. If it must compile rows.cpp, it copies a finished library
+    # instead. For every other source, it calls the real compiler. A training run needs this,
+    # because it also uses the attention library.
     others = f'case "$*" in */rows.cpp*) ;; *) exec {compiler} "$@";; esac'
     os.environ["CXX"] = script(folder, f"{before}; {others}; {find_output}; {write}")
     os.environ["GRPO_FAST_GEMM"] = "vendor"  # a loss must not build the gemm library
@@ -123,7 +122,7 @@ def nobody(folder: Path) -> None:
 def give_away(path: Path) -> None:
     """Make `path` belong to a different user.
 
-    Without root, the owner cannot be changed. Then `os.geteuid` is replaced, so that all files
+    Only root can change the owner of a file. Without root, replace `os.geteuid`, so that all files
     appear to belong to a different user.
     """
     if os.geteuid() == 0:
@@ -175,17 +174,6 @@ def one_bit_changed(folder: Path) -> None:
 
 
 @case(one_loss)
-def leftovers(folder: Path) -> None:
-    copying(folder)
-    for name in ("build-old_0old", "build-new_0new", "build-notes.txt", "notes"):
-        path = folder / "cache" / f"grpo-fast-{name}"
-        path.mkdir(parents=True)
-        (path / "loss_functions.h").write_text("")
-        if "new" not in name:
-            os.utime(path, (time.time() - 7200,) * 2)
-
-
-@case(one_loss)
 def three_builds(folder: Path) -> None:
     copying(folder, before="sleep 1")
 
@@ -213,7 +201,6 @@ def a_fast_run(folder: Path) -> None:
 
 
 def child(folder: Path, prepare: Prepare, work: Work) -> None:
-    """Prepare and run one case in this forked process, and exit."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     status = 1

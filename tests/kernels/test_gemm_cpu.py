@@ -23,11 +23,11 @@ REASON = csrc_loader.unavailable("gemm")
 pytestmark = pytest.mark.skipif(
     REASON is not None, reason=f"no C++ kernels here: {(REASON or '').splitlines()[:1]}"
 )
-# True if this CPU can run the product with AMX tiles, which needs bf16 instructions.
+# Whether the bf16 product can also run with AMX tiles on this CPU.
 HAS_TILES = bool({"avx512_bf16", "amx_bf16"} & set(csrc_loader.cpu_flags()))
 KINDS = [(torch.float32, False), (torch.bfloat16, False)] + [(torch.bfloat16, True)] * HAS_TILES
-# The sizes leave a partial last block in every dimension. The micro-kernel has 6 rows (32 with
-# AMX), panels have 16 or 64 columns, and slices have 256 words of k.
+# Sizes (M, N, K) that leave an incomplete last block in every dimension. The micro-kernel computes
+# 6 rows (32 with AMX), panels have 16 or 64 columns, and slices of K have 256 words.
 SHAPES = [
     (1, 1, 1), (5, 7, 3), (6, 64, 16), (13, 65, 17), (14, 70, 9), (100, 130, 700), (257, 33, 1025),
     (700, 20, 5), (33, 600, 511),
@@ -36,7 +36,7 @@ SHAPES = [
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Clear the cached decisions about which product to use, before and after the test."""
+    """Clear the cached choice of the matrix product before and after the test."""
 
     def clear() -> None:
         for cache in (gemm_cpu.unavailable, gemm_cpu.has_tiles, route.gemm_choice):
@@ -55,8 +55,8 @@ def test_fp64_is_left_alone_whatever_the_name_of_fp32_means(fresh, monkeypatch):
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Tensor:
     """Return a random (rows, columns) matrix as a view of a larger matrix of NaN.
 
-    If the product reads outside the view, its result becomes NaN. If `transposed`, the larger
-    matrix stores the transpose.
+    A product that reads outside of the view gets NaN. With `transposed`, the larger matrix stores
+    the transpose.
     """
     stored = (columns, rows) if transposed else (rows, columns)
     x = torch.full((stored[0] + 2, stored[1] + 3), torch.nan, dtype=dtype)[1:-1, 1:-2]
@@ -67,7 +67,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool) -> Ten
 def positive16(x: Tensor) -> Tensor:
     """Round x ≥ 0 to Positive16, an unsigned 16-bit float format with ten significant bits.
 
-    Return a view of a larger matrix, in the layout of x.
+    The result is a view of a larger matrix, and has the same layout as x.
     """
     stored = x if x.stride(1) == 1 else x.t()
     out = torch.full((stored.shape[0] + 2, stored.shape[1] + 3), -1, dtype=torch.int16)[1:-1, 1:-2]
@@ -79,23 +79,11 @@ def positive16(x: Tensor) -> Tensor:
     return out if x.stride(1) == 1 else out.t()
 
 
-def multiply(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    add: bool = False,
-    tiles: bool = False,
-    scales: Tensor | None = None,
-) -> Tensor:
-    (a, a_transposed), (b, b_transposed) = gemm_cpu._as_stored(a), gemm_cpu._as_stored(b)
-    # A matrix with one row or one column can be read in both layouts. Scales are only supported in
-    # the transposed layout, so use this layout if `scales` are given.
-    if a.shape[0] == 1 or a.shape[1] == 1:
-        a, a_transposed = (a, a_transposed) if scales is None or a_transposed else (a.t(), True)
-    layout = a_transposed, b_transposed, add, tiles
-    torch.ops.grpo_fast_gemm.mm_(a, b, out, *layout, scales, *[None] * 5)
-    return out
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, tiles: bool = False, **options) -> Tensor:
+    """Call `mm_` with or without AMX. Otherwise, `mm_` uses AMX on every CPU that has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_cpu, "uses_tiles", lambda x: tiles)
+        return gemm_cpu.mm_(a, b, out, **options)
 
 
 @pairs(dtype__tiles=KINDS, out_dtype=[torch.float32, torch.bfloat16], shape=SHAPES)
@@ -136,22 +124,22 @@ def test_bits_depend_on_the_row_the_column_and_nothing_else(
     some = (slice(1), slice(None)), (slice(7, 8), slice(1100, 1101)), (slice(3, 40), slice(65, 900))
     for rows, columns in some:
         assert torch.equal(product(a[rows], b[:, columns]), results[0][rows, columns])
-    # Storing the operands in the opposite layout must not change the bits of the result.
+    # Check that the layout of the operands in memory does not change the bits of the result.
     assert torch.equal(product(a.t().contiguous().t(), b.t().contiguous().t()), results[0])
 
 
 @pytest.mark.parametrize(("dtype", "tiles"), KINDS)
 def test_an_fp32_operand_beside_a_bf16_one_and_scaled(dtype: torch.dtype, tiles: bool) -> None:
-    """Check that a product of an fp32 matrix a with a bf16 or fp32 matrix b is accurate.
+    """Check that the product of an fp32 matrix a with a bf16 or fp32 matrix b is accurate.
 
-    If a is transposed, also check a product in which the columns of a are multiplied by scales.
+    If a is transposed, also check the product in which each column of a is multiplied by a scale.
     """
     torch.manual_seed(0)
     bound = 1e-6 if dtype == torch.float32 else 2**-15
     for (m, n, k), is_transposed in itertools.product(SHAPES, (False, True)):
         a, straight = matrix(m, k, torch.float32, is_transposed), matrix(k, n, dtype, False)
         scales = torch.randn(k).index_fill(0, torch.tensor(0), 0.0)
-        # A transposed b supports no scales, so test it without scales.
+        # Test scales only with a straight b, because a transposed b does not support them.
         for by, b in ((None, straight), (scales, straight), (None, matrix(k, n, dtype, True))):
             if by is None or (is_transposed and not tiles):
                 out = multiply(a, b, torch.empty(m, n), tiles=tiles, scales=by)
@@ -175,7 +163,8 @@ def test_a_number_without_a_sign_has_two_digits_more() -> None:
 def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
     """Check that a Positive16 matrix gives the same bits as the same matrix rounded to bf16.
 
-    Rows with dominant elements are excluded, because the product corrects their rounding errors.
+    Rows with dominant elements are excluded, because the product corrects the rounding errors of
+    these elements.
     """
     torch.manual_seed(0)
     for m, n, k in SHAPES:
@@ -201,11 +190,10 @@ def test_ten_digits_beside_a_bf16_operand(tiles: bool) -> None:
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 @pytest.mark.parametrize("count", [1, 10])
 def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool) -> None:
-    """Check that elements that dominate their row are not rounded to bf16.
+    """Check that the product corrects the bf16 rounding of elements that dominate their row.
 
-    bf16 would round these elements from 1.006 to 1.0078, and the product corrects this error. If 10
-    elements are equal, each has only a tenth of the row's sum of squares and must still be
-    corrected.
+    bf16 would round these elements from 1.006 to 1.0078. If 10 of them are equal, each has only a
+    tenth of the row's sum of squares, and its rounding must still be corrected.
     """
     torch.manual_seed(0)
     m, n, k = 300, 150, 700
@@ -222,7 +210,7 @@ def test_elements_that_dominate_a_row_keep_their_digits(count: int, tiles: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) -> None:
-    """Check that rows with an id are added to the product before it is rounded.
+    """Check that the additional rows are added before the result of a product is rounded.
 
     Rows with the same id are added in order, for any blocks and threads. A row with coefficient 0
     is not added, even if it is NaN.
@@ -249,7 +237,7 @@ def test_rows_on_top_are_added_before_the_result_is_rounded(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype) -> None:
-    """Check that the product for dH scales its rows, and then adds one row of W to each row.
+    """Check that the product for dH scales its rows, and then adds a row of W to each of them.
 
     A scale of 0 must give zeros, even if the row is NaN.
     """
@@ -271,9 +259,9 @@ def test_rows_of_the_result_are_scaled_before_rows_are_added(dtype: torch.dtype)
 
 @pytest.mark.parametrize("tiles", [False] + [True] * HAS_TILES)
 def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
-    """Check that a NaN affects only its row of the product, and no later product.
+    """Check that a NaN affects only one row of its product, and no later product.
 
-    All calls share scratch memory, in which the NaN remains after the first call.
+    All calls share the same scratch memory. It still contains the NaN after the first call.
     """
     a, b = torch.ones(40, 30), torch.ones(30, 70)
     a[17, 3] = torch.nan
@@ -290,22 +278,18 @@ def test_a_nan_stays_in_its_row_and_its_product(tiles: bool) -> None:
 def test_what_it_does_not_take() -> None:
     a, b, out = torch.zeros(4, 3), torch.zeros(3, 5), torch.zeros(4, 5)
     ones, rows, bf16 = torch.ones(4), torch.arange(4), torch.bfloat16
-    transposed = positive16(torch.zeros(3, 4).t())
-    scaled = "scales: expected a transposed a that is float32 or int16"
+    narrow = a.to(bf16).t().contiguous().t()
     for operands, options, message in [
         ((a, torch.zeros(2, 5), out), {}, "b: expected K = 3 as in a, got 2"),
         ((a.bfloat16(), b, out), {}, "b: expected bfloat16 if a has 16 bits"),
         ((a, b, torch.zeros(4, 4)), {}, r"out: expected \(4, 5\)"),
         ((a.double(), b.double(), out), {}, "a: expected float32 or bfloat16"),
-        ((a, b, out), {"scales": torch.ones(3)}, scaled),
-        ((a.to(bf16).t().contiguous().t(), b.to(bf16), out), {"scales": torch.ones(3)}, scaled),
-        ((transposed, torch.zeros(5, 3, dtype=bf16).t(), out), {}, "b: expected contiguous rows"),
+        ((narrow, b.to(bf16), out), {"scales": torch.ones(3)}, "scales: expected a transposed a"),
         ((a, b, out), {"tiles": True}, "tiles: expected a bfloat16 b"),
+        ((a, b, out), {"out_scales": torch.ones(3)}, "out_scales: expected one value for each"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             multiply(*operands, **options)
-    with pytest.raises(RuntimeError, match="out_scales: expected one value for each of 4 rows"):
-        gemm_cpu.mm_(a, b, out, out_scales=torch.ones(3))
     more, shifted = torch.zeros(5, 5), rows + 1
     for added, message in [
         (AddedRows(ones, torch.zeros(4, 6)), "added: expected 5 columns, got 6"),
@@ -320,7 +304,7 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_whose_product_is_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """Check that the CPU vendor, the dtype and GRPO_FAST_GEMM select the matrix product.
+    """Check that the CPU's vendor, the dtype and GRPO_FAST_GEMM select the matrix product.
 
     By default, fp32 uses the csrc product except on Intel CPUs. bf16 needs 16-bit instructions.
     """
@@ -373,9 +357,10 @@ def test_a_wrong_bf16_product_is_not_used(
 def test_the_self_check_does_not_see_the_modes_of_the_first_call(
     mode: Callable[[], AbstractContextManager[object]], fresh: None
 ) -> None:
-    """Check that autocast and other modes of the caller do not change the product's self-check.
+    """Check that autocast and other modes of the caller do not affect the product's self-check.
 
-    The result of the self-check is cached, so it also applies to later calls without these modes.
+    The result of the self-check is cached, so it must also be right for later calls without these
+    modes.
     """
     expected = gemm_cpu.unavailable(torch.bfloat16)
     gemm_cpu.unavailable.cache_clear()
@@ -384,9 +369,9 @@ def test_the_self_check_does_not_see_the_modes_of_the_first_call(
 
 
 def test_16_bit_products_are_widened_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that W is converted to fp32 in blocks if no 16-bit product is available.
+    """Check that W is converted to fp32 block by block if no 16-bit product is available.
 
-    The results must equal those of a conversion in one block.
+    The results must be equal to the results with a single block.
     """
     torch.manual_seed(0)
     h, weight, d = torch.randn(8, 20).half(), torch.randn(50, 20).half(), torch.randn(8, 50)

@@ -77,7 +77,7 @@ def test_every_gpu_has_the_blocks_of_its_own_architecture(gpus, monkeypatch):
     ("gib", "mib"), [(139.8, 4473), (79.25, 2536), (32.5, 1040), (32, 1024), (15, 1024), (0, 1024)]
 )
 def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
-    """Check that the workspace has a fixed fraction of the GPU's memory, but at least 1 GiB.
+    """Check that the workspace takes a fixed share of the GPU's memory, but at least 1 GiB.
 
     If torch sees no GPU, the workspace has 1 GiB. GRPO_FAST_WORKSPACE_MIB overrides the size.
     """
@@ -92,9 +92,9 @@ def test_the_workspace_is_a_share_of_the_gpu(monkeypatch, gib, mib):
 
 
 def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
-    """Check that the product dH = d·W, a sum over the vocabulary, returns fp32.
+    """Check that the product dH = d·W, which sums over the vocabulary, returns fp32.
 
-    A GPU product that returns 16 bits may also round its partial sums to 16 bits.
+    If a GPU product returns 16 bits, it may also round its partial sums to 16 bits.
     """
     with OnGpu():
         d, weight = (
@@ -107,7 +107,7 @@ def test_a_sum_over_the_vocabulary_leaves_its_product_in_fp32():
 def test_powers_of_two_are_exact(monkeypatch):
     """Check that `half_range.power_of_two` is exact even on devices whose `pow` is not exact.
 
-    torch.ldexp would not be exact on such devices, because it calls `pow`.
+    torch.ldexp calls `pow`, so it is not exact on such devices.
     """
     monkeypatch.setattr(torch, "ldexp", lambda x, e: x * 2.0**e * (1 + 2**-23))
     exponents = torch.arange(-126, 128, dtype=torch.int32)
@@ -127,7 +127,7 @@ def test_powers_of_two_are_exact(monkeypatch):
 def test_the_large_tile_of_hopper(monkeypatch, softcap, bias, entropy, stored):
     """Check that the large tile of sm_90 is used unless its code would spill registers.
 
-    test_triton_compile.py checks which combinations of options spill.
+    test_triton_compile.py checks for each combination of options whether registers spill.
     """
     from grpo_fast.kernels.gpu import linear
     from grpo_fast.kernels.types import LogitTransform

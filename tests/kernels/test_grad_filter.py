@@ -53,10 +53,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
 
 @pairs(rows=ROWS, tolerance=[1e-1, 1e-2, 1e-4], config=CONFIGS.items())
 def test_bounds(config, tolerance, rows, monkeypatch):
-    """Check that the filter drops at most the tolerated share of the logits' gradient.
+    """Check that the filter skips at most the tolerated share of the gradient of the logits.
 
-    The metric "dropped_mass" is the dropped share of Σ|d-logits|. The error of dH must not exceed
-    the dropped sum times the largest norm of a row of W. The bound of dW uses rows of `hidden`.
+    The metric "dropped_mass" is the skipped share of Σ|d-logits|. The error of dH must be at most
+    the skipped sum times the largest norm of a row of W. For dW, rows of `hidden` replace the rows
+    of W.
     """
     monkeypatch.setattr("grpo_fast.kernels.head.loop.workspace_bytes", lambda *_: rows * V * 8)
     leaves, ids, advantages = problem(12)
@@ -92,10 +93,10 @@ def test_backends(dtype, backend, config, rows, monkeypatch):
 
 @pairs(backend=BACKENDS, dtype=DTYPES)
 def test_the_reported_share_counts_the_target(backend, dtype):
-    """Check that the metric "dropped_mass" is the fraction of the gradient that is missing from db.
+    """Check that the metric "dropped_mass" is the share of the gradient that is missing in db.
 
-    With a single row, db equals the gradient of its logits. Half of this gradient belongs to the
-    target, which must be counted.
+    With a single row, db is the gradient of the row's logits. Half of this gradient belongs to the
+    target, and the metric must include it.
     """
     (hidden, weight, bias), _, _ = problem(12, dtype)
 
@@ -127,8 +128,8 @@ def test_a_flat_softmax_keeps_everything():
 def test_masses_hold_the_coefficients():
     """Check the mass of each vocabulary column, and which columns `heavy_columns` keeps.
 
-    The mass of a column is the sum over all rows of |d-logit| times the absolute scale of the row.
-    `heavy_columns` must drop the columns with the smallest masses, but keep a column of mass NaN.
+    The mass of a column is Σ |d-logit|·|scale of the row| over all rows. `heavy_columns` must drop
+    the columns with the smallest masses, but must keep every column if a mass is NaN.
     """
     d = torch.zeros(70, 5)
     d[:, 0], d[0, 1:] = 1.0, torch.tensor([0.5, -0.25, 0.01, 0.0])

@@ -39,15 +39,15 @@ else:
 STORED, ROUNDING = (torch.bfloat16, 2.0**-8) if IS_INTERPRETER else (torch.float32, 0.0)
 DTYPES = [torch.bfloat16] if IS_INTERPRETER else [torch.float32, torch.bfloat16]
 T = 37
-# Each shape is (rows, hidden size, vocabulary). A tile has 64 rows, so the numbers of rows are
-# below, at and above 64. Most hidden sizes and vocabularies leave partial tiles, vectors and
-# slices.
+# Each shape is (rows, hidden size, vocabulary size). A tile has 64 rows, so there are fewer, as
+# many and more rows than in a tile. 1030 rows are more than the 1024 rows of a group of tiles. Most
+# of the other sizes leave an incomplete last tile, vector or slice.
 SHAPES = [(1, 1, 1), (5, 33, 127), (65, 40, 257), (T, 48, 1031)]
-SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129)]
+SHAPES += [] if IS_INTERPRETER else [(3, 17, 2), (64, 64, 129), (1030, 8, 300)]
 TRANSFORMS = {
     "plain": LogitTransform(), "temperature": LogitTransform(1.3, None, 0.7),
     "softcap": LogitTransform(-0.9, 4.0, 1.1),
-    "by row": LogitTransform(0.7, None, torch.linspace(0.5, 2, 65)),
+    "by row": LogitTransform(0.7, None, torch.linspace(0.5, 2, 1030)),
 }  # fmt: skip
 
 
@@ -74,9 +74,9 @@ def raw_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weigh(head, hidden, weight, bias, ids, transform, **options) -> tuple:
-    """Call `head.weights`, and check that it writes no memory outside of its output.
+    """Call `head.weights`, and check that it writes only to its output.
 
-    The exponentials are a view of a larger buffer of NaN, and the rest of the buffer must stay NaN.
+    The output is a view of a larger buffer of NaN. The rest of the buffer must stay NaN.
 
     Returns:
         The statistics, the factors of the gradient (2, T), and the exponentials (T, V).
@@ -99,10 +99,10 @@ def d_logits(out: Tensor, units: Tensor, ids: Tensor, g: Tensor) -> Tensor:
 
 
 def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
-    """Check the gradient of the logits against fp64, both for each element and in the L2 norm.
+    """Check the gradient of the logits against fp64, for each element and in the L2 norm.
 
-    The bound allows one rounding of each stored exponential and the fp32 error of the logit. The
-    gradient in the target's column is computed without an exponential, so no rounding is allowed.
+    The limit allows one rounding of each stored exponential, and the fp32 error of the logit. No
+    rounding is allowed in the column of the target, where no exponential is stored.
     """
     g = torch.linspace(-1, 1, len(ids) + 1)[1:]
     z, slope = formulas.final(raw_of(hidden, weight, bias), *transform)
@@ -118,8 +118,7 @@ def check_gradient(out, units, hidden, weight, bias, ids, transform) -> None:
 def test_values_against_fp64(head, shape, name, dtype) -> None:
     """Check that lse, logps and entropy agree with fp64.
 
-    Requesting the entropy, or storing logits or exponentials, must not change a bit of the
-    statistics.
+    Their bits must not change if the entropy is requested, or if logits or exponentials are stored.
     """
     transform = transform_of(name, shape[0])
     hidden, weight, bias, ids = problem(*shape, dtype)
@@ -148,7 +147,7 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
     check_gradient(out, units, *given)
     bare, _, again = weigh(head, *given)
     assert bare[2] is None and torch.equal(again, out)
-    # If statistics are known, computing the exponentials of only some rows must give the same bits.
+    # Check that some of the rows get the same bits if their statistics are already known.
     index = torch.arange(rows).flip(0)[: max(rows // 2, 1)]
     part = hidden[index], weight, bias, ids[index], transform.rows(index)
     _, part_units, again = weigh(head, *part, known=tuple(x[index] for x in stats))
@@ -157,9 +156,10 @@ def test_values_against_fp64(head, shape, name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_itself_only(head, dtype) -> None:
-    """Check that the bits of a row do not depend on anything but this row.
+    """Check that the bits of a row depend only on this row.
 
-    The test changes strides, threads, the program order and other rows. One other row becomes NaN.
+    The test changes strides, the number of threads, the order of the programs and the other rows.
+    One of the other rows becomes NaN.
     """
     hidden, weight, bias, ids = problem(70, 33, 300, dtype)
     transform, order = LogitTransform(1.0, 15.0, torch.linspace(0.5, 2.0, 70)), torch.randperm(70)
@@ -185,7 +185,7 @@ def test_a_row_depends_on_itself_only(head, dtype) -> None:
 def test_any_strides_of_the_weight(head) -> None:
     """Check that a transposed or strided weight gives the same results as a contiguous weight.
 
-    Their bits may differ, because unaligned rows may use a smaller tile.
+    The bits may differ, because a weight with unaligned rows may use a smaller tile.
     """
     hidden, weight, bias, ids = problem(5, 24, 100)
     wide = torch.full((100, 61), math.nan, dtype=weight.dtype)[:, 3:51:2].copy_(weight)
@@ -198,10 +198,11 @@ def test_any_strides_of_the_weight(head) -> None:
 @pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("nats", [19.9, 20.1, 90.0, 200.0, 1000.0])
 def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) -> None:
-    """Check that exponentials stay finite and accurate if a row's target is very unlikely.
+    """Check that exponentials are finite and accurate if the target of a row is very unlikely.
 
-    Exponentials are usually relative to the target. In these rows they must be relative to the lse.
-    Gradients and statistics must agree with fp64, and other rows must keep their bits.
+    Exponentials are usually relative to the logit of the target. In these rows, they must be
+    relative to the lse. Gradients and statistics must agree with fp64, and the other rows must keep
+    their bits.
     """
     vocab, ids = 300, torch.arange(T) % 300
     weight, hidden = torch.zeros(vocab, 8), torch.zeros(T, 8)
@@ -224,9 +225,9 @@ def test_targets_far_below_the_rest(head, nats: float, softcap: float | None) ->
 
 
 def test_confident_tokens(head) -> None:
-    """Check that 1 − p is accurate for target probabilities p up to 1 − 1e-7.
+    """Check that 1 − p is accurate for target probabilities p of up to 1 − 1e-7.
 
-    The difference z[target] − lse would lose all digits of 1 − p.
+    If logp were computed as z[target] − lse, 1 − p would have no correct digit.
     """
     margins = torch.linspace(5, 16, 12)
     hidden = torch.stack([margins, torch.full_like(margins, 2.0)], 1).bfloat16()
@@ -254,7 +255,7 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
         bad = hidden.clone()
         bad[3, column] = value
         stats, units, out = weigh(head, bad, weight, bias, ids, transform, return_entropy=True)
-        # A soft cap makes all logits finite, even those of a row with an infinite hidden state.
+        # A soft cap makes all logits finite, even if a hidden state of the row is infinite.
         z, _ = formulas.final(raw_of(bad, weight, bias), *transform)
         expected = formulas.statistics(z, ids)[1]
         assert torch.equal(stats[1].isnan(), expected.isnan()) and expected[others].isfinite().all()
@@ -270,7 +271,8 @@ def test_a_bad_row_shows_and_stays_inert_without_a_coefficient(
 def test_a_row_without_a_target(head, level: float) -> None:
     """Check that the lse is correct for a row without a target.
 
-    The kernels usually compute exponentials relative to the target's logit, which this row lacks.
+    The kernels usually compute exponentials relative to the logit of the target, which is missing
+    here.
     """
     hidden, weight, bias, ids = problem(T, 48, 700, torch.float32)
     ids[3], ids[5] = -100, 700
@@ -334,10 +336,10 @@ def test_weights_in_16_bits_are_those_in_fp32_rounded_to_ten_digits(V: int, name
 @NO_CPP
 @pairs(name=TRANSFORMS, is_known=[False, True], spread=[1, 8])
 def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: bool, name) -> None:
-    """Check that exponentials above 1/16 of their row's sum, and only these, are returned in fp32.
+    """Check that exclusively exponentials above 1/16 of their row's sum are returned in fp32.
 
-    The other exponentials are stored in 16 bits. Some rows have an unlikely target, for which the
-    kernels take a different path.
+    The other exponentials are stored in 16 bits only. Some rows have an unlikely target. The
+    kernels compute such rows twice.
     """
     V, transform = 1031, transform_of(name, T)
     hidden, weight, _, ids = problem(T, 48, V)
@@ -356,17 +358,6 @@ def test_weights_that_dominate_their_row_come_in_fp32(spread: float, is_known: b
     assert is_dominant.any(1).sum() > (5 if spread == 1 else 30) or name == "softcap"
     assert torch.equal(dominant.values, wide[places])
     assert ((dominant.rows * V + dominant.columns).diff() > 0).all()
-
-
-@NO_CPP
-def test_more_rows_than_a_group() -> None:
-    """Check that all rows are computed if there are more rows than one group of 1024 rows."""
-    hidden, weight, _, _ = problem(1030, 8, 300, torch.float32)
-    given = hidden, weight, None, torch.arange(1030) % 300, LogitTransform()
-    found = linear_cpu.head_logps(*given, return_entropy=False)
-    exact = formulas.statistics(raw_of(*given[:3]), given[3])
-    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-6, atol=2e-6)
 
 
 @NO_CPP
@@ -405,9 +396,9 @@ def test_what_it_does_not_take() -> None:
 
 @NO_CPP
 def test_which_heads_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the head kernels are used only for vocabularies of at least 2048 columns.
+    """Check when the kernels that start from hidden states are used.
 
-    The dtype must also be one for which the csrc product is used.
+    The vocabulary must have at least 2048 ids, and the dtype must use the csrc product.
     """
     monkeypatch.setattr(route, "uses_csrc_gemm", lambda x: x.dtype == torch.float32)
     for columns, dtype in ((2048, torch.float32), (2047, torch.float32), (2048, torch.bfloat16)):

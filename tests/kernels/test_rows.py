@@ -23,9 +23,9 @@ from tests.kernels.formulas import only_memory_of
 from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
-# Row lengths to test. 1 and 2 are smaller than a vector. 127, 129 and 2051 leave a partial vector
-# at the end. 512 is the number of columns that one partial sum has, and 5000 has several blocks.
-# 151936 is the size of a real vocabulary.
+# Row lengths to test. 1 and 2 are smaller than a vector. 127, 129 and 2051 leave an incomplete
+# vector at the end. 512 columns have one partial sum. 5000 columns have several blocks. 151936 is
+# the size of a real vocabulary.
 SIZES = [1, 127, 2051, 5000, *([] if IS_INTERPRETER else [2, 129, 512, 151936])]
 ROWS, MANY = (5, 12) if IS_INTERPRETER else (33, 64)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,8 +34,8 @@ TRANSFORMS = {
     "negative_scale": (-1.0, None, 1.3), "softcap": (1.0, 30.0, 1.0), "all": (0.5, 20.0, 0.9),
     "per_row": (1.0, None, "rows"), "per_row_softcap": (1.5, 25.0, "rows"),
 }  # fmt: skip
-# The kernels compute the loss of a token and do not average. Losses that differ only in their
-# average use the same kernel function, so test one loss for each function.
+# The kernels compute the loss of each token, but no mean over tokens. Losses that differ only in
+# the mean share one kernel function, so test one loss for each function.
 LOCAL = [x for x in OBJECTIVES if LossConfig(x, max_completion_length=8).is_token_local]
 LEAVES = list({OBJECTIVES[name].function: name for name in LOCAL}.values())
 OPTIONS: dict[str, dict] = {
@@ -63,7 +63,7 @@ def make_rows(count: int, columns: int, dtype=torch.float32):
     """Return random logits and target ids.
 
     The logits are a view of a larger buffer of NaN, with an odd row stride and an odd offset. The
-    targets are in the first, the last, the middle and random columns.
+    targets include the first, the last and the middle column.
     """
     logits = torch.full((count, columns + 3), math.nan, dtype=dtype)[:, 1 : columns + 1]
     logits.copy_(torch.randn(count, columns) * 4)
@@ -84,8 +84,9 @@ def check_statistics(stats, logits, targets, transform) -> None:
 def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
     """Check the gradient of each row against fp64, in the L2 norm.
 
-    The logp term and the entropy term of the gradient may cancel, so the error is compared with the
-    sum of their norms. The bound also allows for the spacing of fp32 numbers.
+    The gradient is the sum of a logp term and an entropy term, which may cancel. The error is
+    therefore compared with the sum of the norms of both terms. The limit also allows for the
+    spacing of fp32 numbers of the size of the logits.
     """
     ge = torch.zeros_like(g) if ge is None else ge
     z, slope = formulas.final(logits, *transform)
@@ -103,8 +104,8 @@ def check_gradient(gradient, logits, targets, transform, g, ge) -> None:
 def test_numerics(rows, columns, transform_name, dtype) -> None:
     """Check that statistics and gradients of rows of logits agree with fp64.
 
-    A 16-bit gradient must be the fp32 gradient, rounded once. Requesting the entropy, or an entropy
-    coefficient of 0, must not change a bit. Memory around the views must not be written.
+    A 16-bit gradient must be the fp32 gradient, rounded once. No bit may change if the entropy is
+    requested, or if its coefficients are 0. Memory outside of the views must not be written.
     """
     count = 4 if columns > 10_000 else ROWS
     logits, targets = make_rows(count, columns, dtype)
@@ -135,8 +136,8 @@ def test_numerics(rows, columns, transform_name, dtype) -> None:
 def test_numerics_store_rounds_like_torch(rows) -> None:
     """Check that gradients are rounded to 16 bits exactly as torch rounds them.
 
-    The gradients cover 40 orders of magnitude, with subnormals and overflow, and a row ends with a
-    partial vector.
+    The gradients cover 40 orders of magnitude, with subnormals and overflow. The rows end with an
+    incomplete vector.
     """
     for dtype in DTYPES[1:]:
         logits = torch.linspace(-100.0, 0.0, 4099).repeat(6, 1).to(dtype)
@@ -151,9 +152,9 @@ def test_numerics_store_rounds_like_torch(rows) -> None:
 
 @pytest.mark.parametrize("transform_name", ["plain", "temperature", "negative_scale"])
 def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None:
-    """Check that vocabulary columns at −inf have gradient 0 and do not affect other columns.
+    """Check that vocabulary columns at −inf have gradient 0 and do not affect the other columns.
 
-    The gradient must have the same bits as with very small logits in these columns.
+    The other columns must have the same bits if the −inf is replaced by very small logits.
     """
     logits, targets = make_rows(6, 4096)
     transform = make_transform(transform_name, 6)
@@ -173,9 +174,9 @@ def test_numerics_infinite_columns_are_absent(rows, transform_name: str) -> None
 
 @pytest.mark.parametrize("gap", [0.1, 5.0, 14.0, 16.0, 25.0])
 def test_numerics_confident_tokens(rows, gap: float) -> None:
-    """Check that the gradient 1 − p of the target's logit is accurate if p is close to 1.
+    """Check the gradient of the target's logit, 1 − p, for target probabilities p close to 1.
 
-    The logp must never exceed 0.
+    It must be accurate, and the logp must never exceed 0.
     """
     logits, every = torch.full((3, 1000), 3.0), torch.arange(3)
     targets = torch.tensor([0, 700, 999])
@@ -321,8 +322,8 @@ def check_loss(rows, x: dict, config: LossConfig, transform: LogitTransform | No
 def test_every_leaf(rows, loss_type: str) -> None:
     """Check every loss function against the oracle with three logit transforms.
 
-    Each transform is checked with all inputs, without old_logps, and without a reference. Some
-    weights are 0.
+    One transform is tested with all inputs, one without old_logps, and one without a reference.
+    Some weights are 0.
     """
     x = make_loss(MANY)
     x["policy_weights"][3] = x["kl_weights"][3] = x["policy_weights"][5] = x["kl_weights"][6] = 0.0
@@ -371,7 +372,8 @@ def test_joins_the_two_doors_bit_for_bit(rows, dtype: torch.dtype, columns: int)
 def test_a_row_depends_on_itself_only(rows, transform_name: str) -> None:
     """Check that the bits of a row depend only on this row.
 
-    The test changes the order of rows, neighbours, chunk size, threads and program order.
+    The test changes the order of the rows, their neighbours, the number of threads and the order of
+    the programs.
     """
     x, config = make_loss(ROWS, 4500), LossConfig(loss_type="dapo", beta=0.1)
     transform = make_transform(transform_name, ROWS)
@@ -400,7 +402,7 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
     clean, d_clean = call(rows, x, config)
     dead, live = torch.tensor([1, 4, 6]), torch.tensor([0, 2, 3, 5, 7])
     bad_ids = torch.tensor([-100, 131, 2**40])
-    # The weights of a row without a target may be 0 or not, so test both.
+    # The weights of a row without a target may be zero or nonzero, so test both.
     for weights in ((), ("policy_weights", "kl_weights", "grad_entropy")):
         y = {name: value.clone() for name, value in x.items()}
         y["target_ids"][dead] = bad_ids
@@ -412,7 +414,7 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
         for value, expected in ((d, d_clean), (result.losses, clean.losses),
                                 (result.grad_logps, clean.grad_logps)):  # fmt: skip
             assert (value[dead] == 0).all() and torch.equal(value[live], expected[live])
-    # A weight of 0 must remove a NaN from the term that it multiplies, and from no other term.
+    # A weight of 0 must remove a NaN in the term that it multiplies, but not a NaN in another term.
     x["policy_weights"][2], x["advantages"][2] = 0.0, math.nan
     x["kl_weights"][3], x["ref_logps"][3] = 0.0, math.nan
     result, d = call(rows, x, config)
@@ -421,9 +423,9 @@ def test_rows_that_do_not_count_are_inert(rows, loss_type: str) -> None:
 
 
 def test_on_policy_is_exact(rows) -> None:
-    """Check that on policy the ratio is exactly 1, so that loss and slope are exactly −A.
+    """Check that loss and slope are exactly −A on policy, because the ratio is exactly 1.
 
-    The old_logps come from `row_logps`, or are not given.
+    The old_logps are the result of `row_logps`, or are not passed.
     """
     x = {**make_loss(), "kl_weights": None, "grad_entropy": None}
     config = LossConfig(loss_type="grpo", epsilon_low=0.0, epsilon_high=0.0)
@@ -451,7 +453,7 @@ def test_far_ratios_stay_finite(rows) -> None:
 
 
 def test_a_boundary_is_on_the_side_that_the_torch_reader_says(rows) -> None:
-    """Check that kernels and torch agree which tokens are clipped, that is, exceed the bound 1±ε.
+    """Check that kernels and torch agree which tokens are clipped (ratio beyond 1±ε).
 
     They may disagree only if the ratio is within two ulps of the bound.
     """
@@ -477,27 +479,18 @@ def test_refusals() -> None:
         pytest.skip(route.unavailable("cpu", "cpu"))
     logits, targets = make_rows(4, 10)
     transform, vector = LogitTransform(), torch.zeros(4)
-    for bad_logits, bad_targets, bad_transform, message in [
-        (logits.double(), targets, transform, "logits: expected float32, bfloat16 or float16"),
-        (
-            logits.t(),
-            torch.zeros(10).long(),
-            transform,
-            "logits: expected a contiguous last dimension",
-        ),
-        (logits[0], targets, transform, r"logits: expected \(C, V\)"),
-        (logits, targets.int(), transform, "target_ids: expected int64"),
-        (logits, targets[:3], transform, "target_ids: expected one value for each of 4 rows"),
-        (logits, targets, LogitTransform(1.0, -1.0), "softcap: expected a positive number"),
-        (
-            logits,
-            targets,
-            LogitTransform(1.0, None, vector[:3]),
-            "temperature: expected one value for",
-        ),
+    given = {"logits": logits, "target_ids": targets, "transform": transform}
+    for name, bad, message in [
+        ("logits", logits.double(), "logits: expected float32, bfloat16 or float16"),
+        ("logits", logits.t(), "logits: expected a contiguous last dimension"),
+        ("logits", logits[0], r"logits: expected \(C, V\)"),
+        ("target_ids", targets.int(), "target_ids: expected int64"),
+        ("target_ids", targets[:3], "target_ids: expected one value for each of 4 rows"),
+        ("transform", LogitTransform(1.0, -1.0), "softcap: expected a positive number"),
+        ("transform", LogitTransform(1.0, None, vector[:3]), "temperature: expected one value for"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            rows.row_logps(bad_logits, bad_targets, bad_transform, return_entropy=False)
+            rows.row_logps(**given | {name: bad}, return_entropy=False)
     stats = vector, vector, None
     for out, message in [
         (torch.empty(4, 9), r"out: expected \(4, 10\), got \(4, 9\)"),

@@ -24,8 +24,8 @@ from tests.loss_cases import ENGINES, IS_INTERPRETER
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-# Numbers of ids in the support of each row: one id, less than a tile of 8 ids, exactly a tile, one
-# id more, several tiles, and the full vocabulary of 70 ids.
+# Numbers of ids in the sets of the rows: one id, less than a tile of 8 ids, exactly a tile, one id
+# more, several tiles, and the full vocabulary of 70 ids.
 LENGTHS = (1, 3, 8, 9, 32, 33, 70, 2)
 V, N, R = 70, 11, len(LENGTHS)
 TRANSFORMS = {"plain": LogitTransform(), "all": LogitTransform(0.8, 3.0, 0.7),
@@ -50,9 +50,9 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_rows() -> SupportRows:
-    """Return the support of each row, with ids in random order.
+    """Return token sets whose ids are in random order.
 
-    The targets are at the start, at the end and in the middle of their rows.
+    The targets are at the start, at the end and in the middle of their sets.
     """
     g = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randperm(V, generator=g)[:k] for k in LENGTHS])
@@ -104,13 +104,13 @@ def of_head(support_kernels, tensors: tuple, transform: LogitTransform, *, slope
         )
 
 
-# The widths are around the sizes of vectors and blocks. For the width 300, the test limits a Triton
-# program to 128 columns, so that several programs compute one row.
+# The widths are around the sizes of vectors and blocks. For width 300, the test lowers the maximum
+# width of the Triton kernel to 128, so that the reference implementation is used.
 @pairs(name=TRANSFORMS, width=[1, 15, 64, 131, 300], dtype=DTYPES)
 def test_a_head(support_kernels, width, dtype, name, monkeypatch):
     """Check that logits, statistics and slopes agree with fp64.
 
-    Sums of 16-bit inputs must be computed in fp32. Also computing slopes must not change a bit of
+    Sums of 16-bit inputs must be computed in fp32. Requesting slopes must not change the bits of
     the statistics.
     """
     if IS_INTERPRETER and width == 300:
@@ -129,7 +129,7 @@ def test_a_head(support_kernels, width, dtype, name, monkeypatch):
 def test_any_strides(support_kernels):
     """Check that the kernels accept a transposed weight, as in tied embeddings, and strided hidden.
 
-    `hidden` is every second column of a wider tensor.
+    `hidden` consists of every second column of a wider tensor.
     """
     hidden, index, weight, bias = tensors_of(20)
     wide = torch.full((N, 40), math.nan)
@@ -143,9 +143,9 @@ def test_any_strides(support_kernels):
 
 
 def test_a_certain_token_keeps_its_digits(support_kernels):
-    """Check that log p is accurate near 0, and that slopes are accurate for p near 1.
+    """Check that logps near 0 are accurate, and that slopes are accurate for probabilities near 1.
 
-    A support with one id must have logp 0 and a slope of exactly 0.
+    A set with one id must have a logp of 0 and a slope of exactly 0.
     """
     hidden, index, weight, bias = tensors_of(20)
     bias = torch.zeros(V).index_fill(0, TARGETS, 18.0)
@@ -172,7 +172,7 @@ def test_nan_stays_in_its_row(support_kernels):
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["entropy", "logp"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_ragged_rows(kernels, transform, has_entropy):
-    """Check that the row kernels accept concatenated rows of unequal length."""
+    """Check that the row kernels accept rows of unequal length, stored one after another."""
     tensors, g = tensors_of(20), numbers(R, seed=5)
     g_entropy = numbers(R, seed=6) if has_entropy else None
     for x in (g, g_entropy):
@@ -197,9 +197,9 @@ def test_ragged_rows(kernels, transform, has_entropy):
 
 @pytest.mark.parametrize("width", [20, 1030])
 def test_dh_from_d_logits(support_kernels, width):
-    """Check that dH is the sum of d·W over each support, with exact zeros where d is 0.
+    """Check that a row of dH is the sum of d·W over its token set, and exactly 0 where d is 0.
 
-    A NaN in W must not count if its factor d is 0. A NaN in d must reach dH.
+    If d is 0, a NaN in W must have no effect. A NaN in d must reach dH.
     """
     weight, d = tensors_of(width)[2], numbers(len(ROWS.ids), seed=7)
     d[ROWS.ids == 5] = 0.0
@@ -216,8 +216,8 @@ def test_dh_from_d_logits(support_kernels, width):
 def test_dw(support_kernels, width, dtype, indexed):
     """Check that dW is correct for ids that occur often or never.
 
-    A factor of 0 must hide NaN and inf in `hidden`. With `add`, dW is added to the existing values.
-    The program order must not change a bit.
+    If d is 0, NaN and inf in `hidden` must have no effect. With `add`, the result is added to the
+    existing values. The order of the programs must not change a bit.
     """
     count, hidden = 8 * 19, torch.cat([tensors_of(width, dtype)[0]] * 2)
     ids = torch.randint(V // 2, (count,), generator=torch.Generator().manual_seed(8))
@@ -248,8 +248,8 @@ def test_dw(support_kernels, width, dtype, indexed):
 def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
     """Check that the terms of dW are added in the order of the rows.
 
-    In fp32, 1 + 1e8 − 1e8 is 0 in this order, but 1 in the opposite order. For torch, the test
-    limits a block to one row.
+    In fp32, 1 + 1e8 − 1e8 is 0 in this order, but 1 in the opposite order. The test lowers the
+    block size of the torch implementation to one row.
     """
     monkeypatch.setattr(support_reference, "BLOCK_ELEMENTS", 2)
     rows = SupportRows(None, None, torch.tensor([3, 3, 3]), torch.arange(4), torch.zeros(3).long())
@@ -262,7 +262,7 @@ def test_terms_are_added_in_the_order_of_the_rows(support_kernels, monkeypatch):
 def test_many_rows_may_have_one_id(support_kernels):
     """Check that dW is exact if all 700 rows have the same id, which takes several partial sums.
 
-    All terms are 1, and fp32 adds such integers exactly.
+    All terms are 1, and fp32 adds small integers exactly.
     """
     ids, count = torch.full((700,), 40), 700
     rows = SupportRows(None, None, ids, torch.arange(count + 1), torch.zeros(count).long())
@@ -286,20 +286,16 @@ def test_where_targets_stand(engine):
 
 
 @pytest.mark.skipif(route.unavailable("cpu", "cpu") is not None, reason="no C++ kernels here")
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("ids", lambda rows: {"ids": rows.ids + V}),
-        ("ids", lambda rows: {"ids": rows.ids - V}),
-        ("offsets", lambda rows: {"offsets": rows.offsets + 1}),
-        ("offsets", lambda rows: {"offsets": rows.offsets.flip(0)}),
-    ],
-)
-def test_the_kernels_read_nothing_outside(name, change):
+def test_the_kernels_read_nothing_outside():
     """Check that the kernels reject invalid ids and offsets, even if earlier checks missed them."""
     d, weight = torch.ones(len(ROWS.ids)), torch.ones(V, 4)
-    with pytest.raises(RuntimeError, match=f"{name}: expected"):
-        route.kernel_module("support", "cpu").head_hidden(d, weight, ROWS._replace(**change(ROWS)))
+    ids, offsets = ROWS.ids, ROWS.offsets
+    wrong = [("ids", ids + V), ("ids", ids - V), ("offsets", offsets + 1)]
+    for name, value in [*wrong, ("offsets", offsets.flip(0))]:
+        with pytest.raises(RuntimeError, match=f"{name}: expected"):
+            route.kernel_module("support", "cpu").head_hidden(
+                d, weight, ROWS._replace(**{name: value})
+            )
 
 
 def test_the_reference_is_taken_without_a_compiler(monkeypatch):

@@ -57,7 +57,7 @@ def check(arch: str, other_triton: str | None = None) -> None:
 
 
 def test_the_entropy_changes_no_sum():
-    """Check that requesting the entropy, which needs a heavier tile, changes no other sum.
+    """Check that the entropy changes no other sum, although it needs a different tile.
 
     The light and the heavy tile of a device must add columns and hidden units in the same order.
     """
@@ -80,7 +80,7 @@ def test_compiled_code(arch):
 def test_the_candidate_loop_compiles():
     """Check that a candidate for the loop of `slice_kernel` compiles without register spills.
 
-    The candidate is not shipped. Its tile is 128 x 256.
+    The candidate is not part of the package. Its tile is 128 x 256.
     """
     config = tuple(configs._LIGHT["sm_90", True, True])
     code = f"""

@@ -48,7 +48,7 @@ def test_the_next_call_gets_the_same_memory():
 def test_what_does_not_fit_is_allocated():
     """Check that new memory is allocated if the spare memory cannot be used.
 
-    The spare memory cannot be used if a tensor still uses it, or if its dtype or size does not fit.
+    The spare memory may be in use by a tensor, have a different dtype, or be too small.
     """
     memory.give_back_workspace(take(8, 8))
     one, other = take(8, 8), take(8, 8)
@@ -69,7 +69,7 @@ def test_large_ones_are_not_kept(monkeypatch):
 def test_none_of_inference_mode_is_kept():
     """Check that the workspace does not keep a tensor that was created in inference mode.
 
-    Such a tensor could not be written outside of inference mode.
+    Outside of inference mode, such a tensor cannot be modified.
     """
     with torch.inference_mode():
         memory.give_back_workspace(take(8, 8))
@@ -90,7 +90,7 @@ def test_zeros_are_zeros_that_can_be_written(shape, dtype):
 
 
 def test_memory_of_zeros_is_given_back():
-    """Check that memory that `memory.zeros` allocates returns to the system after use."""
+    """Check that the system gets the memory of `memory.zeros` back when the tensor is freed."""
 
     def resident() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -19,7 +19,6 @@ uses it on objective/, loss/ and attention/.
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import importlib
 import importlib.util
@@ -41,8 +40,8 @@ from tests.mutation.suites import SUITES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("grpo_fast", "csrc", "tests", "benchmarks", "pyproject.toml")
-# These modules take seconds to import. A process imports them once and then forks for every run of
-# pytest, so that each run starts quickly.
+# These modules take seconds to import. One process imports them, and forks for every run of pytest,
+# so that each run starts quickly.
 PRELOADED = "pytest hypothesis torch torch._dynamo numpy pydantic transformers".split()
 REQUIRED_SHARE = 0.95
 TIMEOUT_S = 600
@@ -71,37 +70,10 @@ def all_plants() -> list[Plant]:
     return [Plant(file, *p) for files in lists for file, plants in files.items() for p in plants]
 
 
-def test_paths(words: list[str]) -> list[str]:
-    """Return the files and folders of a suite, which are the words before `-k`."""
-    before = words[: words.index("-k")] if "-k" in words else words
-    return [f"tests/{word}" for word in before]
-
-
-def selection(words: list[str]) -> list[str]:
-    """Return `-k` and its expression, or an empty list if the suite has no `-k`."""
-    return words[words.index("-k") :] if "-k" in words else []
-
-
 def problems(plants: list[Plant]) -> list[str]:
-    """Return one sentence for each error in the lists of bugs, such as a wrong pattern."""
-    found = []
-    names = [p.name for p in plants]
-    for plant in plants:
-        text = (ROOT / plant.file).read_text()
-        count = text.count(plant.old)
-        tests = test_paths(shlex.split(SUITES.get(plant.suite, "")))
-        if names.count(plant.name) > 1:
-            found.append(f"{plant.name}: the name occurs twice")
-        if not tests or not all((ROOT / test).exists() for test in tests):
-            found.append(f"{plant.name}: the suite {plant.suite} has no tests")
-        if count != 1:
-            found.append(f"{plant.name}: {plant.old!r} occurs {count} times in {plant.file}")
-        elif plant.file.endswith(".py"):
-            try:
-                ast.parse(text.replace(plant.old, plant.new))
-            except SyntaxError as error:
-                found.append(f"{plant.name}: {error}")
-    return found
+    """Return one sentence for each bug whose original text does not occur exactly once."""
+    counts = [(p, (ROOT / p.file).read_text().count(p.old)) for p in plants]
+    return [f"{p.name}: {p.old!r} occurs {n} times in {p.file}" for p, n in counts if n != 1]
 
 
 def environment(engine: str, cache: Path) -> dict[str, str]:
@@ -119,7 +91,7 @@ def environment(engine: str, cache: Path) -> dict[str, str]:
 
 
 class Copy:
-    """Copy of the repository in which one bug at a time is planted and tested."""
+    """A copy of the repository, in which one bug at a time is planted and tested."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,8 +108,8 @@ class Copy:
     def write(self, file: str, text: str) -> None:
         """Write a file, and give it a modification time that no earlier write has.
 
-        Python compares only size and time in seconds to detect an outdated .pyc file. Without
-        distinct times, it could use the .pyc file of an earlier bug.
+        Python compares only the size and the time in seconds to detect an outdated .pyc file. If
+        two writes had the same time, Python could run the .pyc file of an earlier bug.
         """
         path = self.folder / file
         path.write_text(text)
@@ -154,8 +126,8 @@ class Copy:
         handle = os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        # Import the tests and the package from the copy instead of the original repository, in this
-        # process and in its children.
+        # In this process and its children, import the tests and the package from the copy instead
+        # of the original repository.
         os.chdir(self.folder)
         folders = [str(self.folder), str(self.folder / "tests")]
         sys.path[:] = folders + [path for path in sys.path if path not in ("", str(ROOT))]
@@ -164,9 +136,8 @@ class Copy:
             del sys.modules[name]
         import pytest
 
-        words = shlex.split(SUITES[suite])
         options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
-        status = int(pytest.main([*options, *test_paths(words), *selection(words)]))
+        status = int(pytest.main([*options, *shlex.split(SUITES[suite])]))
         sys.stdout.flush()
         os._exit(status)
 
@@ -329,8 +300,9 @@ def main() -> int:
           f"{outcomes.count('SURVIVED')} survived, {errors} errors")  # fmt: skip
     if errors:
         return 2
-    # Surviving generated bugs do not change the exit status, because some of them do not change any
-    # result. An example is x <= y instead of x < y if x never equals y. A person must judge them.
+    # Generated bugs that survive do not change the exit status, because some of them cannot change
+    # any result. For example, x <= y and x < y are equivalent if x never equals y. A person must
+    # judge them.
     return 0 if chosen.library or share >= REQUIRED_SHARE else 1
 
 

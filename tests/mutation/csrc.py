@@ -1,4 +1,7 @@
-"""Bugs that are planted in the C++ kernels. The kernels are rebuilt for each bug."""
+"""Bugs that are planted in the C++ kernels. The kernels are compiled again for each bug.
+
+Faults that any test of values detects, such as a wrong sign or a lost bias, are not planted.
+"""
 
 # Each bug has a name, a suite of suites.SUITES, the fault, the original text and its replacement.
 PLANTS = {
@@ -9,14 +12,8 @@ PLANTS = {
          "causal ? key * repeats : 0;", "causal ? (key + 1) * repeats : 0;"),
         ("packed-heads-share-a-row", "csrc_attention", "all queries that share a key head use the first query",
          "body(row, first_q + query, head * repeats + repeat);", "body(row, first_q + query, head * repeats);"),
-        ("packed-lse-of-the-largest", "csrc_attention", "the log-sum-exp lacks its shift",
-         "s.largest + std::log(s.sum);", "std::log(s.sum);"),
-        ("packed-no-delta", "csrc_attention", "the gradient of the softmax lacks its mean",
-         "e * (load(slopes + t) - block.delta[i])", "e * load(slopes + t)"),
         ("packed-unseen-weigh", "csrc_attention", "dV includes keys that a query does not see",
          "store(weights + t, keep_where(is_seen, e));", "store(weights + t, e);"),
-        ("packed-dq-unscaled", "csrc_attention", "dq lacks the scale",
-         "depth, p.scale, depth, to.dq.at(token, of));", "depth, 1, depth, to.dq.at(token, of));"),
         ("packed-second-block", "csrc_attention", "keys after the first block have no gradient",
          "const int64_t last = span.seen(block.begin + block.rows - 1);", "const int64_t last = std::min(kBackwardKeys, span.seen(block.begin + block.rows - 1));"),
         ("packed-keys-of-the-block", "csrc_attention", "later keys use the weights of the first keys",
@@ -25,18 +22,12 @@ PLANTS = {
     "csrc/api/decoder.cpp": [
         ("decoder-part-of-the-rows", "csrc_decoder", "rows of other threads are not computed",
          "(begin * shares / parts, end * shares / parts)", "(0, shares / parts)"),
-        ("decoder-bias", "csrc_decoder", "biases of queries, keys and values are lost",
-         "if (bias) add_scaled", "if (false) add_scaled"),
-        ("decoder-keys-unturned", "csrc_decoder", "keys are not rotated",
-         "head < heads + keys; ++head", "head < heads; ++head"),
-        ("decoder-scales-of-queries", "csrc_decoder", "keys use the norm of the queries",
-         "head < heads ? q_norm : k_norm", "q_norm"),
     ],
     "csrc/api/divergence.cpp": [
         ("divergence-cpp-zero-weight", "csrc_divergence", "the gradient of a row with weight 0 contains its slopes",
          "if (out && w[row] == 0) write_zeros(to_row, chunk.width(row));\n", ""),
         ("divergence-cpp-offsets", "csrc_divergence", "the sets are read as one row",
-         "if (offsets) chunk.offsets = checked_offsets", "if (false) chunk.offsets = checked_offsets"),
+         "if (offsets) chunk.offsets = checked", "if (false) chunk.offsets = checked"),
     ],
     "csrc/api/rows.cpp": [
         ("csrc-no-target-counts", "csrc", "a row without a target gets the gradient of its entropy",
@@ -47,10 +38,6 @@ PLANTS = {
          "to[row] = i - sets.offsets[row];", "to[row] = i;"),
         ("support-csrc-duplicates", "csrc_support", "an id in two neighbouring rows counts as a duplicate",
          "if (last[id] == row)", "if (last[id] == row - 1)"),
-        ("support-csrc-bias", "csrc_support", "a logit has the bias of the next id",
-         "(bias ? bias[id] : 0)", "(bias ? bias[sets.next(i)] : 0)"),
-        ("support-csrc-source", "csrc_support", "the row index of hidden is ignored",
-         "head.logits(h.row(sources[row]), row", "head.logits(h.row(row), row"),
         ("support-csrc-last-block", "csrc_support", "the last row of dW is not written",
          "std::min(vocabulary, (block + 1) * kVocabularyBlock)", "std::min(vocabulary - 1, (block + 1) * kVocabularyBlock)"),
         ("support-csrc-zeros", "csrc_support", "rows of dW without terms are not written",
@@ -90,10 +77,6 @@ PLANTS = {
         ("support-csrc-tail", "csrc_support", "the last column of hidden is skipped",
          "for (; k < depth; ++k)", "for (; k + 1 < depth; ++k)"),
     ],
-    "csrc/gemm/head.h": [
-        ("csrc-linear-bias", "csrc_linear", "every block uses the bias of the first block",
-         "add_scaled(bias + block.column,", "add_scaled(bias,"),
-    ],
     "csrc/gemm/micro_kernels.h": [
         ("csrc-gemm-edge-rows", "csrc_gemm", "the last of 6 i + 2 rows is skipped",
          "case 2: return multiply_rows<2, kAcross>(p, row);", "case 2: return multiply_rows<1, kAcross>(p, row);"),
@@ -129,16 +112,10 @@ PLANTS = {
     "csrc/gemm/result.h": [
         ("csrc-gemm-added-first-row", "csrc_gemm", "no row is added to the first row of a block",
          "return id(t) < row;", "return id(t) <= row;"),
-        ("csrc-gemm-added-column", "csrc_gemm", "every block adds the first columns",
-         "* stride + block.column;", "* stride;"),
         ("csrc-gemm-added-poison", "csrc_gemm", "a row of NaN is multiplied by 0, not skipped",
          "      if (factor == 0) continue;\n", ""),
-        ("csrc-gemm-out-scale-block", "csrc_gemm", "every block uses the scales of the first block",
-         "scales[block.row + row]", "scales[row]"),
     ],
     "csrc/rows/chunk.h": [
-        ("csrc-temperature-in-gradient", "csrc", "the temperature is not applied in the gradient",
-         "return {static_cast<float>(scale), 0.0f, scale};", "return {static_cast<float>(scale), 0.0f, logit_scale};"),
         ("csrc-row-stride", "csrc", "the row stride is ignored",
          "offsets[row] : numbers.row(row);", "offsets[row] : numbers.data + row * columns;"),
         ("support-csrc-width", "csrc_support", "the last id of a row is skipped",
@@ -151,8 +128,6 @@ PLANTS = {
          "values += keep_where(is_one, of.value)", "values += of.value"),
         ("divergence-cpp-rest", "csrc_divergence", "lse is rounded to fp32",
          "return below(raw) - rest;", "return below(raw);"),
-        ("divergence-cpp-bend", "csrc_divergence", "softcap is not differentiated",
-         "store_up_to(out + column, d * p_.tanh_slope(raw), n)", "store_up_to(out + column, d, n)"),
     ],
     "csrc/rows/dominant.h": [
         ("csrc-linear-dominant-late", "csrc_linear", "elements that dominate only the first slices are kept",
@@ -165,12 +140,6 @@ PLANTS = {
     "csrc/rows/gradient.h": [
         ("csrc-target-column", "csrc", "the target column is off by one",
          "store_up_to(out + columns.target, splat(", "store_up_to(out + std::max<int64_t>(columns.target - 1, 0), splat("),
-        ("csrc-target-sign", "csrc", "1 - p of the target with the wrong sign",
-         "double dz = -g * std::expm1(logp)", "double dz = g * std::expm1(logp)"),
-        ("csrc-softcap-at-target", "csrc", "tanh' = 1 - tanh",
-         "dz * transform.chain * (1 - capped * capped)", "dz * transform.chain * (1 - capped)"),
-        ("csrc-entropy-mean", "csrc", "log p + H without H",
-         "g_entropy * (entropy + (shift - lse))", "g_entropy * (shift - lse)"),
         ("csrc-skips-entropy", "csrc", "rows with only an entropy coefficient are skipped",
          "(g == 0 && g_entropy == 0)", "(g == 0)"),
         ("csrc-poison-multiplies", "csrc", "a row without coefficient is multiplied by 0, not replaced",
@@ -181,28 +150,18 @@ PLANTS = {
     "csrc/rows/layers.h": [
         ("csrc-norm-tail", "csrc_layers", "the first column is added again after the last column",
          "sums = fma(first(product, count), load_up_to", "sums = fma(product, load_up_to"),
-        ("csrc-norm-mean", "csrc_layers", "the gradient through the norm of a row lacks a factor",
-         "static_cast<float>(-mean * r * r * r)", "static_cast<float>(-mean * r * r)"),
-        ("csrc-swiglu-slope", "csrc_layers", "the slope of SiLU is wrong",
-         "s.value * fma(g, s.rest, 1.0f)", "s.value * fma(g, s.value, 1.0f)"),
         ("csrc-sigmoid-overflow", "csrc_layers", "SiLU of large numbers overflows",
          "exp_floored(floor_exponent(-size))", "exp_floored(-size)"),
-        ("csrc-rotary-high-half", "csrc_layers", "both halves use the angles of the first half",
-         "fma(low, sin_high, cos_high)", "fma(low, sin, cos_high)"),
     ],
     "csrc/rows/loss.h": [
         ("csrc-nan-hidden", "csrc_nan", "an active row's NaN is lost in a comparison",
          "  if (std::isnan(logp)) return {logp, logp};\n", ""),
-        ("csrc-kl-times-ratio", "csrc", "no gradient through the ratio that multiplies the KL",
-         "(term.slope + term.value) * ratio", "term.slope * ratio"),
         ("csrc-overflow", "csrc", "exp(logp - old_logp) overflows",
          "if (log_ratio > kLogRatioMax) log_ratio = kLogRatioMax;", ""),
     ],
     "csrc/rows/statistics.h": [
         ("csrc-moment-shift", "csrc", "Σ e·t is not moved to the new maximum",
          "totals.moment = (totals.moment + totals.sum * change) * factor;", "totals.moment = totals.moment * factor;"),
-        ("csrc-sum-shift", "csrc", "the sum is not rescaled to the new maximum",
-         "totals.sum = totals.sum * factor;", ""),
         ("csrc-linear-closed-slice", "csrc_linear", "a slice of -inf columns gives inf - inf",
          "if (largest == -kInfinity)\n    return", "if (false)\n    return"),
         ("csrc-linear-join-scale", "csrc_linear", "slices with different maxima are added unscaled",
@@ -223,8 +182,6 @@ PLANTS = {
          "if (!chunk_.has_target(row) || !(", "if (!("),
         ("csrc-linear-far-sum", "csrc_linear", "a sum that overflowed is not computed again",
          "if (!is_known)\n      each(high_nll,", "if (false)\n      each(high_nll,"),
-        ("csrc-linear-group-rows", "csrc_linear", "every group computes the rows of the first group",
-         "head_.multiply(group, count,", "head_.multiply(rows.data(), count,"),
         ("csrc-linear-group-seam", "csrc_linear", "later groups write to the rows of the first group",
          "const int64_t row = group[i], target", "const int64_t row = rows[i], target"),
         ("csrc-linear-target-column", "csrc_linear", "the column that is 0 is in the first block",
@@ -233,12 +190,6 @@ PLANTS = {
          "each(is_known ? all : high_nll, false,", "each(is_known ? all : Rows{}, false,"),
         ("csrc-linear-known-target", "csrc_linear", "with known statistics, the target's slope assumes a logit of 0",
          "if (is_here) targets_[row] = logits[target];", "if (is_here && joins) targets_[row] = logits[target];"),
-        ("csrc-linear-unit-chain", "csrc_linear", "the temperature is not applied to the weights",
-         "std::exp(shifts_[row] - lse) * transform.chain)", "std::exp(shifts_[row] - lse))"),
-        ("csrc-linear-target-slope", "csrc_linear", "tanh' = 1 - tanh",
-         "* (1 - capped * capped) * transform.chain", "* (1 - capped) * transform.chain"),
-        ("csrc-linear-target-sign", "csrc_linear", "1 - p of the target with the wrong sign",
-         "const double one_minus_p = -std::expm1(", "const double one_minus_p = std::expm1("),
     ],
     "csrc/vec/storage.h": [
         ("csrc-gemm-tenth-digit", "csrc_gemm", "the last digit is lost",

@@ -17,7 +17,7 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-# For each folder, the suite of `suites.SUITES` that tests its bugs. These suites are quick, and
+# Maps each folder to the suite of `suites.SUITES` that tests its bugs. These suites are quick, and
 # check numbers, gradients and error messages.
 SUITES = {
     "grpo_fast/objective": "python_objective",
@@ -45,7 +45,7 @@ class Behaviour(ast.NodeTransformer):
 def behaviour(code: str) -> str | None:
     """Return the syntax tree of the code without annotations as text, or None for invalid code.
 
-    Two versions of the code with the same tree give the same results.
+    Two versions of the code with the same tree behave in the same way.
     """
     try:
         return ast.dump(Behaviour().visit(ast.parse(code)))

@@ -1,4 +1,4 @@
-"""bf16 autocast on a CPU: whether the fast layers use it, and bf16 copies of fp32 weights."""
+"""bf16 autocast of the fast CPU layers: when it applies, and bf16 copies of fp32 weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_fast.kernels.cpu import gemm
 
 BF16 = torch.bfloat16
 
-# Maps the id of a weight to the weight, its (version, address), and its bf16 copy. The variable is
-# None outside of `shared_copies`, where no copies are stored.
+# Cached bf16 copies. The dict maps id(weight) to (weight, (version, address), copy). Outside of
+# `shared_copies`, the variable is None and no copies are stored.
 _copies: ContextVar[dict[int, tuple[Tensor, tuple[int, int], Tensor]] | None]
 _copies = ContextVar("_copies", default=None)
 
@@ -24,8 +24,8 @@ _copies = ContextVar("_copies", default=None)
 def shared_copies() -> Iterator[None]:
     """Convert each weight to bf16 only once while this context is open.
 
-    A copy takes 2 bytes per weight until the context ends. Do not change weights through
-    `.data` while the context is open, because the layers would still use the old copies.
+    The copies take 2 bytes per element until the context ends. Do not write to `weight.data` while
+    the context is open, because the layers would still use the old copies.
     """
     token = _copies.set({})
     try:
@@ -38,7 +38,7 @@ def in_bf16() -> bool:
     """Return whether the fast layers of fp32 models multiply in bf16.
 
     They do under autocast to bf16, if our bf16 matrix product runs on this CPU and is enabled.
-    Otherwise, models under autocast use their original layers.
+    Otherwise, a model under autocast uses its original layers.
     """
     return (
         torch.is_autocast_enabled("cpu")
@@ -49,7 +49,7 @@ def in_bf16() -> bool:
 
 
 def narrow_copy(weight: Tensor) -> Tensor:
-    """Return a bf16 copy of a weight. Inside of `shared_copies`, store the copy and reuse it."""
+    """Return a bf16 copy of a weight. Inside of `shared_copies`, the copy is stored and reused."""
     stored = _copies.get()
     state = weight._version, weight.data_ptr()
     if stored is not None and id(weight) in stored:

@@ -1,7 +1,8 @@
-"""Cache folder for compiled C++ libraries, with checks of its owner and of its files.
+"""Cache folder of the compiled C++ libraries, with checks of its owner and of its files.
 
-A library's file name ends in the sha256 of its content, which is checked before the library is
-loaded. Loading a file that a crash or a full disk has truncated would kill the process with SIGBUS.
+The file name of a library ends with the sha256 of its content. The hash is checked before the
+library is loaded, because loading a truncated file (after a crash or on a full disk) would kill the
+process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -10,21 +11,11 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
-import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 logger = logging.getLogger("grpo_fast")
-
-_SCRATCH = "grpo-fast-build-"
-_SCRATCH_NAME = re.compile(_SCRATCH + r"[a-z0-9_]{8}")  # tempfile appends eight characters
-# Age in seconds after which a scratch folder counts as a leftover of a killed build. A check of the
-# build's process id would not suffice: on a network drive, the build may run on a different
-# machine.
-SWEPT_AFTER_S = 3600
 
 
 def cache_folder() -> Path:
@@ -61,34 +52,23 @@ def find_or_build(folder: Path, stem: str, build: Callable[[Path], None]) -> Pat
     if not _is_trusted(folder):
         came = f"{folder}, which belongs to uid {folder.stat().st_uid}"
         raise ValueError(f"GRPO_FAST_CACHE: expected a folder of this user, got {came}")
-    _sweep(folder)
     libraries = list(folder.glob(f"{stem}-*.so"))
     for path in libraries:
         if _is_intact(path, stem):
             return path
         logger.warning("grpo_fast: %s is damaged or another user's, compiling again", path)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="grpo-fast-build-") as scratch:
         output = Path(scratch) / f"{stem}.so"
         build(output)
         target = folder / _name(output, stem)
         # os.replace is atomic, so other processes see either no file or the complete file.
         os.replace(output, target)
-    # Remove damaged libraries only now that the new library exists. If the build had failed, they
-    # would still be there.
+    # Remove damaged libraries after the build, so that a build that fails removes nothing.
     for path in libraries:
         if path != target and not _is_intact(path, stem):
             with contextlib.suppress(OSError):
                 path.unlink()
     return target
-
-
-def _sweep(folder: Path) -> None:
-    """Remove scratch folders older than SWEPT_AFTER_S. Their builds were probably killed."""
-    for entry in folder.iterdir():
-        if _SCRATCH_NAME.fullmatch(entry.name):
-            with contextlib.suppress(OSError):
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime > SWEPT_AFTER_S:
-                    shutil.rmtree(entry)
 
 
 def _is_intact(path: Path, stem: str) -> bool:

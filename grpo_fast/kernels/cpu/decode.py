@@ -19,15 +19,15 @@ from grpo_fast.kernels.types import contiguous_rows
 
 TILE = 16  # tokens
 
-# A pair (keys, values) of N sequences, with the shapes (N, H_kv, tiles, D, TILE) and (N, H_kv,
-# tiles, TILE, D).
+# A pair (keys, values) for N sequences. The keys are (N, H_kv, tiles, D, TILE), and the values are
+# (N, H_kv, tiles, TILE, D).
 Tiles = tuple[Tensor, Tensor]
 
 
 def runs(x: Tensor) -> bool:
-    """Return whether the C++ decoding step is available and supports the device and dtype of x.
+    """Return whether the C++ decoding step supports the device and dtype of x, and can be loaded.
 
-    The supported dtypes are fp32 and bf16. For bf16 tensors, the step computes in fp32.
+    The supported dtypes are fp32 and bf16. With bf16 tensors, the step computes in fp32.
     """
     is_supported = x.is_cpu and x.dtype in (torch.float32, torch.bfloat16)
     return is_supported and loader.unavailable("decode") is None
@@ -40,13 +40,12 @@ def tiles_of(k: Tensor, v: Tensor) -> Tiles:
         k: (N, H_kv, L, D) keys.
         v: (N, H_kv, L, D) values.
     """
-    # Pad the token dimension to full tiles.
     k, v = (F.pad(x, (0, 0, 0, -x.shape[2] % TILE)).unflatten(2, (-1, TILE)) for x in (k, v))
     return k.mT.contiguous(), v.contiguous()
 
 
 def grow_tiles(old: Tiles | tuple[()], prompts: Tiles, rows: int, tokens: int) -> Tiles:
-    """Allocate tiles for B completions, and copy the tiles of their tokens so far into them.
+    """Allocate larger tiles for B completions, and copy the existing tiles into them.
 
     Args:
         old: tiles of the completions so far, or ().
@@ -95,7 +94,8 @@ def decode_(
     Returns:
         (B, H, D) fp32 attention outputs.
     """
-    # The kernel requires a contiguous last dimension. The other strides are arbitrary.
+    # Copy a tensor whose last dimension is not contiguous, because the kernel accepts any other
+    # strides but not these.
     q, k, v = map(contiguous_rows, (q, k, v))
     return loader.operator("decode", "decode_")(
         q, k, v, *prompts, *completions, lengths, counts, time, scale, window
@@ -103,7 +103,7 @@ def decode_(
 
 
 class LayerWeights(NamedTuple):
-    """Weights of one decoder layer. `pack` has packed the weights of its linear layers."""
+    """Weights of one decoder layer. The weights of its linear layers were packed by `pack`."""
 
     norm: Tensor  # (hidden,) RMSNorm before the attention
     qkv: Tensor  # queries, keys and values, concatenated
@@ -115,7 +115,7 @@ class LayerWeights(NamedTuple):
     gate_up: Tensor
     down: Tensor
     heads: int
-    inner: int  # number of columns of gate, which up has, too
+    inner: int  # number of columns of gate and of up
     eps: float  # epsilon of all norms
     tiles: bool = False  # True multiplies bf16 weights with AMX
 
@@ -123,7 +123,7 @@ class LayerWeights(NamedTuple):
 def pack(*weights: Tensor) -> Tensor:
     """Concatenate fp32 or bf16 weights (N, K) along N, and pack them into one tensor for `linear`.
 
-    The packed layout makes products with few rows of x fast.
+    The packed layout makes products with few rows of activations fast.
 
     Raises:
         CsrcUnavailable: the C++ kernels cannot be loaded.

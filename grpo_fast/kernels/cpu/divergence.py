@@ -21,7 +21,7 @@ def row_divergence_(
     *,
     out: Tensor | None = None,  # (C, V), which may be `teacher`
     known: DivergenceRows | None = None,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> DivergenceRows:
     """Compute divergences and their gradient, like `divergence_reference.row_divergence_`.
 

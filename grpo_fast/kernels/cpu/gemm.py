@@ -14,7 +14,8 @@ from grpo_fast.kernels.types import POSITIVE16, AddedRows, detached
 
 logger = logging.getLogger("grpo_fast")
 
-# Bind the accepted dtypes at import. Some tests patch torch.float32, which must not change them.
+# Store the accepted dtypes when the module is imported, because a test replaces torch.float32 by
+# torch.float64.
 DTYPES = torch.float32, torch.bfloat16
 
 
@@ -32,8 +33,8 @@ def unavailable(dtype: torch.dtype) -> str | None:
         return None if has_fma else "it was compiled without AVX2 and FMA"
     if not has_dot16 and not has_tiles():
         return "this CPU has neither AVX512_BF16 nor AMX"
-    # Test in a new thread, because the result is cached: the autocast mode or default device of the
-    # first caller must not influence it.
+    # Test in a new thread, because the result is cached. It must not depend on the autocast mode or
+    # the default device of the first caller.
     is_right = in_fresh_thread(lambda: _is_right(has_tiles()))
     return None if is_right else "its bf16 product failed its self-check"
 
@@ -45,27 +46,27 @@ def vendor_rounds() -> bool:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether bf16 products can use AMX.
+    """Return whether bf16 products can use AMX, the matrix instructions of some CPUs.
 
-    The AMX product is an internal function of libtorch_cpu, which the C++ library looks up.
+    AMX is used through an internal function of libtorch_cpu, which a torch release may lack.
     """
     has_amx = {"amx_bf16", "amx_tile"} <= set(loader.cpu_flags())
     return has_amx and loader.operator("gemm", "features")()[2]
 
 
 def uses_tiles(x: Tensor) -> bool:
-    """Return whether products with x as the second operand run on AMX (bf16 on a CPU with AMX)."""
+    """Return whether a product whose second operand is x runs on AMX (bf16 on a CPU with AMX)."""
     return x.dtype == torch.bfloat16 and has_tiles()
 
 
 def _is_right(tiles: bool) -> bool:
     """Return whether a small bf16 product agrees with the same product in fp32.
 
-    With AMX, the bf16 product calls a function of torch that is not part of the public API, so a
-    torch release may change it.
+    With AMX, the bf16 product calls a function of torch that is not part of the public API. A torch
+    release may change this function.
     """
     generator = torch.Generator().manual_seed(0)
-    # Choose sizes that are not multiples of a tile, so that full tiles and edge tiles are tested.
+    # Choose sizes that are not multiples of a tile, so that full and incomplete tiles are tested.
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (130, 70))
     out = torch.empty(130, 70, dtype=torch.float32)
     loader.operator("gemm", "mm_")(a, b, out, False, True, False, tiles, *[None] * 6)
@@ -115,11 +116,11 @@ def mm_(
     Returns:
         `out`.
     """
-    # The operator accepts `scales` only with a transposed `a`. `_as_stored` cannot tell a matrix of
-    # one row or column from its transpose, so pass the transpose explicitly.
+    # The operator accepts `scales` only with a transposed `a`. Pass the transpose explicitly,
+    # because `_as_stored` cannot tell a matrix of one row or one column from its transpose.
     a, a_transposed = (a.t(), True) if scales is not None else _as_stored(a)
-    # For a transposed POSITIVE16 `a`, the kernel corrects the rounding of large elements by adding
-    # rows of `b`. It requires that these rows are contiguous.
+    # If `a` is a transposed POSITIVE16 matrix, the kernel corrects the rounding of large elements
+    # by adding rows of `b`. These rows must be contiguous.
     keeps_heavy = a.dtype == POSITIVE16 and a_transposed
     b, b_transposed = (b.contiguous(), False) if keeps_heavy else _as_stored(b)
     extra: tuple[Tensor | None, ...] = (None,) * 4
@@ -127,7 +128,7 @@ def mm_(
         values = detached(added.values)
         values = values if values.stride(1) == 1 else values.contiguous()
         extra = detached(added.coefficients), values, added.ids, added.rows
-    # Pass the matrices as they are stored in memory, with flags that say which ones are transposed.
+    # Pass each matrix in its layout in memory, with a flag that says whether this is the transpose.
     layout = a_transposed, b_transposed, add, uses_tiles(b)
     loader.operator("gemm", "mm_")(
         detached(a), detached(b), detached(out), *layout, scales, out_scales, *extra
@@ -136,7 +137,7 @@ def mm_(
 
 
 def _as_stored(x: Tensor) -> tuple[Tensor, bool]:
-    """Return (matrix, is_transposed), where matrix is x or its transpose with contiguous rows."""
+    """Return (matrix, is_transposed), where `matrix` is x or its transpose with contiguous rows."""
     if x.stride(1) == 1 or x.shape[1] == 1:
         return x, False
     return (x.t(), True) if x.stride(0) == 1 else (x.contiguous(), False)

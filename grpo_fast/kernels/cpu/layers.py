@@ -1,16 +1,14 @@
 """Fast CPU layers of a model, with first-order reverse-mode gradients.
 
-Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++ and read
-and write each tensor once in forward and once in backward. transformers makes 5 to 12 passes.
+Linear layers use the csrc matrix product. RMSNorm, SwiGLU and rotary embeddings run in C++. They
+read and write each tensor once in the forward and once in the backward pass. The same layers of
+transformers make 5 to 12 passes over their tensors.
 
-Under autocast to bf16, linear layers multiply in bf16 and sum the gradient of the fp32 weight in
-fp32. Norms and SwiGLU compute in fp32 and round their result to bf16 once.
+Under autocast to bf16, linear layers multiply in bf16, but sum the gradient of the fp32 weight in
+fp32. Norms and SwiGLU compute in fp32, and round their result to bf16 once.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,8 @@ from grpo_fast.kernels.cpu import gemm, loader
 from grpo_fast.kernels.cpu.autocast import BF16, in_bf16, narrow_copy
 from grpo_fast.kernels.types import Context, contiguous_rows
 
-# With fewer rows, packing the weight takes longer than the faster product saves.
+# Minimum number of rows for the csrc product. With fewer rows, packing the weight takes longer than
+# the faster product saves.
 LEAST_ROWS = 24
 PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subclasses
 
@@ -30,9 +29,9 @@ PLAIN = (Tensor, nn.Parameter)  # excludes DTensor, fake tensors and other subcl
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear`, with the csrc matrix product if it is faster (fp32 on a CPU).
 
-    If `in_bf16` is true, the csrc product is used for all sizes. Torch's bf16 product would cache
-    compiled kernels for each number of rows that occurs. For a model of 135M parameters, this
-    takes about 6 MiB for each number.
+    If `in_bf16` is true, the csrc product is used for any number of rows. Torch's bf16 product
+    would cache a compiled kernel for each number of rows that occurs. In a model of 135M
+    parameters, each of these numbers takes about 6 MiB.
 
     Args:
         x: (…, K).
@@ -44,8 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if in_bf16() and is_plain(weight) and (is_plain(x) or is_plain(x, dtype=BF16)):
         return _Linear16.apply(x, weight, bias)
-    # Check the cheapest conditions first, because in a rollout a product takes only tens of
-    # microseconds.
+    # Check the cheapest conditions first. In a rollout, a product takes only tens of microseconds.
     if (
         x.numel() < LEAST_ROWS * weight.shape[-1]
         or not is_plain(x, weight)
@@ -54,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not route.uses_csrc_gemm(weight)
     ):
         return F.linear(x, weight, bias)
-    # Without gradients, skip the overhead of an autograd Function.
+    # If no gradient is needed, skip the overhead of an autograd Function.
     needs_grad = _needs_grad(x, weight) or (bias is not None and _needs_grad(bias))
     return (_Linear.apply if needs_grad else _product)(x, weight, bias)
 
@@ -62,8 +60,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight · x / √(mean(x²) + eps) over the last dimension.
 
-    The tensors must satisfy `is_plain`. Under autocast to bf16, the result is bf16, to which the
-    next linear layers would convert it anyway.
+    The tensors must satisfy `is_plain`. Under autocast to bf16, the result is bf16, because the
+    next linear layers would convert it to bf16 anyway.
 
     Args:
         x: (…, H).
@@ -133,19 +131,24 @@ def is_plain(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return not (torch.compiler.is_compiling() or _in_transform())
 
 
-def _in_transform(grad: Tensor | None = None) -> bool:
+def _in_transform() -> bool:
     """Return whether tensors may be batched by vmap or carry forward-mode tangents.
 
     The C++ operators would ignore the batch dimension and the tangents.
-
-    Args:
-        grad: gradient in a backward pass, which `is_grads_batched` may batch without `torch.func`.
     """
-    # `torch.func` wraps tensors, and custom operators do not see the wrappers.
+    # `torch.func` wraps tensors, but a custom operator does not see the wrappers.
     in_func: bool = torch._C._are_functorch_transforms_active()
-    if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
-        return True
     return in_func or forward_ad._current_level >= 0
+
+
+def _refuse_transforms(*grads: Tensor) -> None:
+    """Raise RuntimeError if upstream gradients are batched or carry forward-mode tangents."""
+    if _in_transform() or any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):
+        raise RuntimeError(
+            "grad: the fast CPU layers expect one plain gradient, got batched gradients or "
+            "tangents (is_grads_batched, torch.func, forward-mode AD); "
+            "call torch.autograd.grad once for each gradient"
+        )
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -156,9 +159,7 @@ def _rows(x: Tensor) -> Tensor:
     return contiguous_rows(x.reshape(-1, x.shape[-1]))
 
 
-def _mm(a: Tensor, b: Tensor, by_torch: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    if by_torch:
-        return (a.float() @ b.float()).to(dtype or a.dtype)
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return gemm.mm_(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 
 
@@ -166,15 +167,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = _mm(x.reshape(-1, x.shape[-1]), weight.t(), dtype=torch.float32)
     out = out if bias is None else out.add_(bias)
     return out.view(*x.shape[:-1], len(weight))
-
-
-def _torch_gradients(
-    formula: Callable[..., Any], inputs: Sequence[Tensor], grads: Any
-) -> tuple[Tensor, ...]:
-    """Compute the gradients of `formula` with torch, for batched gradients (`is_grads_batched`)."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        return torch.autograd.grad(formula(*leaves), leaves, grads)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -190,24 +182,14 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 def _rotated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    # Move the token axis before the head axis, because the kernel requires that the heads of a
-    # token are adjacent. Models compute q and k in this layout, so usually nothing is copied.
+    # The kernel requires that the heads of a token are adjacent, so move the token axis to the
+    # front. Models compute q and k in this layout, so usually nothing is copied.
     by_token = [x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k)]
     by_token = [x if x.stride(2) == 1 else x.contiguous() for x in by_token]
     angles = [_rows(x.expand(len(q), -1, -1)) for x in (cos, sin)]
     rotated = loader.operator("layers", "rotary")(*by_token, *angles, inverse)
     out_q, out_k = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in rotated)
     return out_q, out_k
-
-
-def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
-
-
-def _torch_rotated_back(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # The gradient of a rotation is its transpose, applied to the upstream gradient.
-    low, high = (grad * sin).chunk(2, -1)
-    return grad * cos + torch.cat([high, -low], -1)
 
 
 class _Linear(torch.autograd.Function):
@@ -222,20 +204,20 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        by_torch = _in_transform(grad)
+        _refuse_transforms(grad)
         rows = grad.reshape(-1, grad.shape[-1])
         dx = dw = None
         if weight is not None:
-            dx = _mm(rows, weight, by_torch, ctx.dtype).view(ctx.shape)
+            dx = _mm(rows, weight, ctx.dtype).view(ctx.shape)
         if x is not None:
-            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), by_torch, torch.float32)
+            dw = _mm(rows.t(), x.reshape(-1, x.shape[-1]), torch.float32)
         return dx, dw, rows.float().sum(0) if ctx.needs_input_grad[2] else None
 
 
 class _Linear16(_Linear):
-    """Linear layer in bf16 with fp32 weights. The gradients of weight and bias are summed in fp32.
+    """Linear layer that multiplies in bf16 with fp32 weights.
 
-    Only the forward pass differs from `_Linear`.
+    The gradients of weight and bias are summed in fp32. Only the forward differs from `_Linear`.
     """
 
     @staticmethod
@@ -255,16 +237,13 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scales = _norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scales)
-        ctx.eps = eps
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scales = ctx.saved_tensors
-        if _in_transform(grad):
-            dx, dw = _torch_gradients(lambda x, w: _torch_norm(x, w, ctx.eps), (x, weight), grad)
-            return dx, dw, None
+        _refuse_transforms(grad)
         operator = loader.operator("layers", "rms_norm_backward")
         dx, dw = operator(_rows(grad), _rows(x), weight.detach(), scales)
         return dx.view(x.shape), dw if ctx.needs_input_grad[1] else None, None
@@ -280,9 +259,7 @@ class _SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if _in_transform(grad):
-            dgate, dup = _torch_gradients(lambda g, u: F.silu(g) * u, (gate, up), grad)
-            return dgate, dup
+        _refuse_transforms(grad)
         operator = loader.operator("layers", "swiglu_backward")
         dgate, dup = operator(*map(_rows, (grad, gate, up)))
         return dgate.view(gate.shape), dup.view(up.shape)
@@ -300,8 +277,5 @@ class _Rotary(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        if _in_transform(dq) or _in_transform(dk):
-            # The gradient of a rotation is linear in dq and dk, so it needs neither q nor k.
-            dq, dk = (_torch_rotated_back(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (dq, dk))
-            return dq, dk, None, None
+        _refuse_transforms(dq, dk)
         return *_rotated(dq, dk, cos, sin, True), None, None

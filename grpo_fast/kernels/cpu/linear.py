@@ -2,14 +2,14 @@
 
     raw = hidden · Wᵀ + bias,  z = transform(raw)  ->  lse, logp, entropy, optionally exponentials
 
-The kernel sums the softmax statistics of a block of logits while the block is in cache, so a pass
-without gradients stores no logits. A pass with gradients writes one exponential per logit. The
-exponential is the d-logit divided by a factor that is the same for the whole row
-(gpu/exponentials.py derives this).
+The kernel sums the softmax statistics of a block of logits while the block is in cache. A pass
+without gradients therefore stores no logits. A pass with gradients writes one exponential per
+logit. It is the d-logit divided by a factor that all columns of the row share (gpu/exponentials.py
+has the derivation).
 
 Each block of W is read from memory once per group of rows. A stored exponential takes 4 bytes for
-fp32 inputs and 2 bytes for bf16 inputs (POSITIVE16, which has two more significant bits than bf16).
-Exponentials that make up more than 1/16 of their row are also returned in fp32.
+fp32 inputs, and 2 bytes for bf16 inputs (POSITIVE16, which has two more significant bits than
+bf16). Exponentials that make up more than 1/16 of their row are also returned in fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rows(
     known: RowStats | None,
     return_entropy: bool,
 ) -> tuple[Tensor, ...]:
-    """Call the C++ operator `linear_rows`, with its arguments in the types that it requires."""
+    """Call the C++ operator `linear_rows` with arguments of the types that it requires."""
     lse, logps = (None, None) if known is None else (vector(x) for x in known[:2])
     hidden = contiguous_rows(hidden)
     weight = contiguous_rows(weight)

@@ -14,7 +14,6 @@ Environment:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -44,15 +43,15 @@ _FLAGS = [
 ]  # fmt: skip
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
-# For each value of GRPO_FAST_CPU: the compiler flags, and the CPU features that /proc/cpuinfo must
-# list for the compiled code to run.
+# Maps each value of GRPO_FAST_CPU to compiler flags, and to the CPU features that /proc/cpuinfo
+# must list so that the compiled code can run.
 _INSTRUCTION_SETS: dict[str, tuple[list[str], set[str]]] = {
     "native": (["-march=native"], set()),
     "avx512": (["-march=skylake-avx512"], _AVX2 | _AVX512),
     "avx2": (["-march=haswell"], _AVX2),
     "generic": ([], set()),
 }
-# Instruction sets for which a wheel contains compiled libraries, fastest first. They correspond to
+# Instruction sets of the compiled libraries in a wheel, fastest first. They correspond to
 # x86-64-v4, x86-64-v3 and the x86-64 baseline.
 SHIPPED = ("avx512", "avx2", "generic")
 _COMPILE_TIMEOUT_S = 300
@@ -71,12 +70,12 @@ class CsrcUnavailable(RuntimeError):
 def unavailable(library: str = "rows") -> str | None:
     """Return why a C++ library cannot be used, or None if it can.
 
-    The first call builds and loads the library, once per process. Afterwards, its operators are in
+    The first call in a process builds and loads the library. Afterwards, its operators are in
     `torch.ops.<NAMESPACE>_<library>`. The first missing library is logged at WARNING level, because
     the torch implementation that replaces it is slower.
     """
-    # Hold a lock, because torch raises an error if two threads register the operators of one
-    # library.
+    # Hold a lock. If two threads registered the operators of one library, torch would raise an
+    # error.
     with _lock:
         return _unavailable_once(library)
 
@@ -85,7 +84,8 @@ def unavailable(library: str = "rows") -> str | None:
 def _unavailable_once(library: str) -> str | None:
     reason = _load(library)
     if reason:
-        # Warn only once, because usually all libraries are missing for the same reason.
+        # Warn only about the first missing library, because all are usually missing for the same
+        # reason.
         level = logging.INFO if _warned or reason == _DISABLED else logging.WARNING
         if level == logging.WARNING:
             _warned.append(library)
@@ -118,7 +118,7 @@ def operator(library: str, name: str) -> Operator:
 
 
 def _load(library: str) -> str | None:
-    """Build and load a library. Return None on success, and otherwise the reason of the error."""
+    """Build and load a library. Return None on success, and otherwise the reason why it failed."""
     if os.environ.get("GRPO_FAST_DISABLE_CSRC", "0") not in ("", "0"):
         return _DISABLED
     wanted = os.environ.get("GRPO_FAST_CPU") or "native"
@@ -136,17 +136,7 @@ def _load(library: str) -> str | None:
         text = "grpo_fast: C++ kernels '%s' come from the wheel, for %s: %s"
         logger.info(text, library, shipped.parent.name, one_line(reason or ""))
         return _open(shipped)
-    reason = _open(path)
-    # If the library does not load, build it again. It may come from a machine with the same home
-    # folder but different system libraries.
-    if reason is not None:
-        logger.warning("grpo_fast: compiling again: %s", one_line(reason))
-        with contextlib.suppress(OSError):
-            path.unlink()
-        path, reason = compile_library(library, wanted)
-        if path is not None:
-            reason = _open(path)
-    return reason
+    return _open(path)
 
 
 def _open(path: Path) -> str | None:
@@ -158,7 +148,7 @@ def _open(path: Path) -> str | None:
 
 
 def shipped_library(library: str, instruction_set: str = "native") -> Path | None:
-    """Return the fastest library of the wheel that this CPU can run, or None if there is none."""
+    """Return the wheel's fastest library that this CPU can run, or None if the wheel has none."""
     for name in SHIPPED if instruction_set == "native" else (instruction_set,):
         path = _PACKAGE / "csrc" / "built" / name / f"{library}.so"
         if path.is_file() and _INSTRUCTION_SETS[name][1] <= set(cpu_flags()):
@@ -167,7 +157,7 @@ def shipped_library(library: str, instruction_set: str = "native") -> Path | Non
 
 
 def source_folder() -> Path | None:
-    """Return the folder of the C++ sources, or None if there is none.
+    """Return the folder of the C++ sources, or None if it does not exist.
 
     In a checkout, the folder is csrc/. In an installed wheel, it is grpo_fast/csrc.
     """
@@ -225,14 +215,15 @@ def compile_library(
 ) -> tuple[Path | None, str | None]:
     """Compile csrc/api/<library>.cpp, unless the cache already contains the result.
 
-    The file name contains a hash of everything that determines the code: the sources, flags,
-    compiler, CPU and torch version.
+    The file name contains a hash of everything that the compiled library depends on: the sources,
+    flags, compiler, CPU, C library and torch version. Machines that differ in one of them can
+    therefore share a home folder.
 
     Returns:
         (path, None), or (None, reason) if the library cannot be compiled.
     """
     try:
-        # 1. Compute the file name from all inputs of the build.
+        # 1. Compute the file name of the library from everything on which the library depends.
         if platform.machine() not in ("x86_64", "AMD64"):
             raise CsrcUnavailable(f"the machine is {platform.machine()}, expected x86_64")
         source, printed, texts = _read_sources(library)
@@ -242,13 +233,13 @@ def compile_library(
             raise CsrcUnavailable(f"no C++ compiler: {tried}")
         flags = [*_FLAGS, *_INSTRUCTION_SETS[instruction_set][0]]
         flags.append(f"-DGRPO_FAST_LIBRARY={NAMESPACE}_{library}")
-        # Hash the repr of the tuple instead of the joined strings, because joining different inputs
-        # could give the same string.
-        parts = repr((texts, flags, command, cpu_flags(), torch.__version__))
+        # Hash the repr of the tuple. Joining the strings could give the same text for different
+        # inputs.
+        machine = cpu_flags(), platform.libc_ver(), torch.__version__
+        parts = repr((texts, flags, command, machine))
         stem = f"{library}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}"
 
-        # 2. Define the build as a function, because it must run only if the cache does not have the
-        # library.
+        # 2. Define the build, which runs only if the cache does not contain the library.
         def build(output: Path) -> None:
             (output.parent / "loss_functions.h").write_text(printed, encoding="utf-8")
             includes = f"-I{source.parents[1]}", f"-I{output.parent}"
@@ -301,7 +292,8 @@ def _run_compiler(command: list[str], flags: list[str], source: Path, output: Pa
     if done.returncode == 0 and output.is_file():
         return None
     said = done.stderr.strip()
-    # Put the first line that contains "error" first, because logs show only the first line.
+    # Begin with the first line that contains "error", because logs show only the first line of a
+    # reason.
     errors = [text for text in said.splitlines() if "error" in text.lower()]
     outcome = f"status {done.returncode}: {errors[0] if errors else 'it names no error'}"
     return f"the compiler failed with {outcome}\n{shlex.join(line)}\n{said[-4000:]}"

@@ -28,8 +28,8 @@ WORDS = {
     "maximum": "maximum",
 }  # fmt: skip
 VECTOR_WORDS = {"abs": "magnitude", "where": "where", "clamp": "clamp"}
-# Helper functions of kl.py and divergences.py that are not translated. Each of them has an
-# implementation in C++, whose name is the value.
+# Helper functions of kl.py and divergences.py that are not translated, with the names of their C++
+# implementations.
 HELPERS = {"expm1": "std::expm1", "expm1_minus": "expm1_minus"}
 VECTOR_HELPERS = {"expm1_minus": "expm1_minus", "log1p": "log1p_above"}
 
@@ -90,16 +90,15 @@ def print_header(
 ) -> str:
     """Return the text of a C++ header with the formulas of losses, KL estimators and divergences.
 
-    The header defines one C++ function for each of the three lists. The first argument of the
-    function is the index of the formula in the list. For divergences, the index is a template
-    argument.
+    The header defines one C++ function for each of the three lists. Its first argument is the index
+    of a formula in the list. For divergences, the index is a template argument.
     """
     tables = [
         table("objective", ("logp", "log_ratio", "advantage"), objectives),
         table("kl_estimator", ("d",), estimators),
         vector_table("divergence", ("p", "q", "d", "near", "beta"), divergences),
     ]
-    # Format the limit with repr(), which gives all digits of a float.
+    # repr() gives all digits of a float.
     limit = f"constexpr double kLogRatioMax = {LOG_RATIO_MAX!r};\n"
     return "\n".join([PRELUDE, limit, *tables, "}  // namespace grpo_fast\n"])
 
@@ -112,7 +111,7 @@ def table(name: str, arguments: tuple[str, ...], formulas: Sequence[TokenFunctio
     """
     cases = []
     for index, formula in enumerate(formulas):
-        # Count the hyperparameters of the formula, which follow the common `arguments`.
+        # The arguments of a formula after the common `arguments` are its hyperparameters.
         extra = formula.__code__.co_argcount - len(arguments)
         if not 0 <= extra <= MAX_PARAMS:
             expected = f"the arguments {', '.join(arguments)} and at most {MAX_PARAMS} more"
@@ -147,7 +146,7 @@ def body(
     helpers: dict[str, str],
     constant: str = "{!r}",
 ) -> str:
-    """Translate a formula into the body of a C++ function, which returns the formula's two results.
+    """Translate a formula into the body of a C++ function that returns both of its results.
 
     Args:
         formula: the Python function to translate.
@@ -177,7 +176,8 @@ def body(
             return function(words[word])
 
     own = {name: function(word) for name, word in helpers.items()}
-    # Call a copy of the formula in which bind() has replaced the module `tl` and the helpers.
+    # Call a copy of the formula in which bind() has replaced the module `tl` and the helper
+    # functions.
     printed = bind(formula, Vocabulary(), words=own)
     try:
         pair = ", ".join(map(text, printed(*(Variable(name, write) for name in arguments))))
@@ -187,7 +187,7 @@ def body(
 
 
 class Variable:
-    """A C++ variable. Its operators emit a statement and return a new variable."""
+    """A C++ variable. Each of its operators writes a C++ statement and returns a new variable."""
 
     def __init__(self, name: str, write: Callable[..., Variable]) -> None:
         self.name = name
@@ -208,7 +208,7 @@ def _operator(sign: str) -> tuple[Operator, Operator]:
     return lambda x, y: x.write(form, x, y), lambda x, y: x.write(form, y, x)
 
 
-# Define __add__, __radd__ and so on, each of which emits one C++ statement.
+# Define __add__, __radd__ and so on, each of which writes one C++ statement.
 for _word, _sign in OPERATORS.items():
     _forward, _reflected = _operator(_sign)
     setattr(Variable, f"__{_word}__", _forward)

@@ -3,8 +3,8 @@
 `fast_layers` assigns a new `forward` to each module for which a fast layer exists. The module's
 class, weights, names, hooks and submodules do not change.
 
-A fast layer is used only after a trial has shown that it gives the same outputs and gradients as
-the module, with random inputs and weights. The trial runs once for each combination of class,
+A fast layer is used only after a trial. The trial shows that it gives the same outputs and
+gradients as the module, with random inputs and weights. It runs once for each combination of class,
 forward and settings (attributes such as eps). Every call of a fast layer checks that the
 combination is unchanged. If hooks, replaced submodules or patched classes were added later, the
 call uses the original forward.
@@ -29,10 +29,10 @@ from grpo_fast.kernels.self_test import in_fresh_thread
 CLOSE = 1e-5  # relative tolerance of a trial, for two fp32 results of the same formula
 # Name of the function with which the attention modules of transformers rotate queries and keys.
 ROTARY = "apply_rotary_pos_emb"
-# Types of the attributes that count as settings, because they may change the formula of a module.
+# Attributes of these types are the settings of a module. They may change its formula.
 SETTINGS = frozenset((bool, int, float, str, type(None)))
-# Scales of the random input rows with which a norm is tested. For the smallest rows, eps is larger
-# than the mean square, so these rows show whether eps is used in the same way.
+# Scales of the random input rows with which a norm is tested. In the smallest rows, eps is larger
+# than the mean square, so these rows show whether eps is used as in `layers.rms_norm`.
 SCALES = (0.0, 1e-4, 1e-2, 1.0, 100.0)
 
 LINEAR_FORWARD = nn.Linear.forward
@@ -58,9 +58,8 @@ def fast_layers(model: nn.Module) -> None:
     """Replace layers of a CPU model with fast layers, except modules with a patched forward."""
     for module in model.modules():
         first = next(module.parameters(), None)
-        # Skip a module that has a `forward` attribute on the instance, because the user has patched
-        # it. Also skip modules on other devices. Accept the meta device, because its weights are
-        # loaded later.
+        # Skip a module with a `forward` attribute, because the user has patched it, and modules on
+        # other devices. Accept the meta device, because the weights of the module are loaded later.
         if "forward" in vars(module) or first is None or first.device.type not in ("cpu", "meta"):
             continue
         ours = _layer_of(module)
@@ -71,8 +70,7 @@ def fast_layers(model: nn.Module) -> None:
 def is_untouched(module: nn.Module) -> bool:
     """Return whether a module has no hooks and no `forward` that the user patched."""
     forward = vars(module).get("forward")
-    # Look for hooks. A fused layer does not call the submodule, so it would bypass the submodule's
-    # hooks.
+    # A fused layer does not call its submodules, so it would skip their hooks.
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
         module._backward_pre_hooks,
@@ -83,7 +81,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def settings_of(module: nn.Module) -> Hashable:
-    """Return the key under which the trial of a module is cached: class, forward and settings."""
+    """Return the class, the forward and the settings of a module, the key of its cached trial."""
     kind = type(module)
     return kind, kind.forward, *[v for v in vars(module).values() if type(v) in SETTINGS]
 
@@ -105,7 +103,7 @@ def _layer_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
-    """Run the trial of a fast layer and return whether it passed. Cache the result under `key`."""
+    """Return whether the trial of a fast layer passes. The result is cached under `key`."""
     if key not in _verdicts:
         _verdicts[key] = loader.unavailable("layers") is None and in_fresh_thread(
             lambda: _passes(trial)
@@ -116,8 +114,8 @@ def _verdict(key: Hashable, trial: Callable[[], bool]) -> bool:
 def _passes(trial: Callable[[], bool]) -> bool:
     try:
         return trial()
-    # Catch every exception, because the forward of an unknown class may not accept the trial's
-    # inputs. The trial then fails, and the original layer is used.
+    # The forward of an unknown class may raise any exception for the inputs of the trial. The trial
+    # then fails, and the original layer is used.
     except Exception:
         return False
 
@@ -183,19 +181,18 @@ def _norm_layer(module: nn.Module, x: Tensor, *rest: Any, **options: Any) -> Any
 def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
     """Return whether a norm and `layers.rms_norm` give the same outputs and gradients.
 
-    Both functions get the same random weights, and random inputs of several scales.
+    Both get the same random weights, and random inputs of several scales.
     """
     # Test a shallow copy, so that the parameters of the original module do not change.
     twin = copy.copy(norm)
     fields = vars(twin)
     extras = fields["_buffers"] or fields["_modules"]
-    # Reject a module that has buffers, submodules or attributes of types that are not in SETTINGS.
-    # They could change the formula, but are not part of the key under which the trial is cached.
+    # Reject a module that has buffers, submodules or attributes of other types than SETTINGS. They
+    # could change the formula, but are not part of the key under which the trial is cached.
     known = (*SETTINGS, OurForward, *(type(v) for v in vars(nn.Module()).values()))
     if extras or not all(type(value) in known for value in fields.values()):
         return False
-    # Use rows of different scales, which distinguish eps inside the square root from eps outside of
-    # it.
+    # Small rows show whether eps is inside or outside of the square root.
     x = torch.cat([scale * _draw(2, width, seed=i) for i, scale in enumerate(SCALES)])
 
     def theirs(x: Tensor, weight: Tensor) -> Any:
@@ -214,8 +211,8 @@ def _is_plain_norm(norm: nn.Module, width: int, eps: float) -> bool:
 # The bytecode of an MLP's forward is compared with the bytecode of this function. A trial is not
 # possible, because it would call the submodules and their hooks.
 def _plain_mlp(self: Any, x: Any) -> Any:
-    # This is a copy of LlamaMLP.forward in transformers. Do not simplify the assignment to a direct
-    # return, because the bytecode would differ.
+    # This is a copy of LlamaMLP.forward in transformers. Keep the assignment, because a direct
+    # return would have a different bytecode.
     down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
     return down_proj
 
@@ -247,8 +244,7 @@ def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
 class _Rotated(NamedTuple):
     """A copy of an attention module's forward that calls `layers.rotary`.
 
-    `names` contains the global variables that the original forward uses, with their values at the
-    time of the copy.
+    `names` contains the global variables that the original forward used at the time of the copy.
     """
 
     forward: Callable[..., Any]
@@ -257,13 +253,13 @@ class _Rotated(NamedTuple):
 
 def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     forward = type(module).forward
-    # Do not use the copy under torch.compile, which cannot guard a function whose globals do not
-    # belong to a module.
+    # torch.compile cannot guard a function whose globals do not belong to a module, so do not use
+    # the copy there.
     ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
     if ours is not None:
         names = inspect.unwrap(forward).__globals__
-        # Use the copy only if the globals of the original are unchanged, because the copy would not
-        # see a global that was patched later.
+        # The copy does not see a global variable that was patched later, so use it only if the
+        # globals of the original are unchanged.
         if all(names.get(name) is value for name, value in ours.names.items()):
             return ours.forward(module, *inputs, **options)
     return forward(module, *inputs, **options)
@@ -273,7 +269,7 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
 def _rotated_by_ours(forward: Any) -> _Rotated | None:
     """Return a copy of an attention forward that calls `layers.rotary`.
 
-    Return None if the module's rotary function uses a different formula.
+    The result is None if the module's rotary function uses a different formula.
     """
     # Since transformers 5.24, a decorator for deprecated arguments wraps the forward of a model.
     inner = inspect.unwrap(forward)

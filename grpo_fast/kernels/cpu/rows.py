@@ -1,8 +1,8 @@
 """Row kernels in C++ for the CPU (csrc/api/rows.cpp), with the interface of reference.py.
 
 `row_logps` reads each logit once. `row_grad_` and `row_loss_` read and write each logit once. Each
-pass evaluates one exponential per logit, or two with a soft cap. The result of a row depends bit
-for bit on that row only.
+pass computes one exponential per logit, or two with a soft cap. The bits of a row depend on that
+row only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def row_logps(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> RowStats:
     """Compute lse, logps and entropies of logits in C++, like `reference.row_logps`.
 
@@ -62,8 +62,7 @@ def row_grad_(
     """Write the gradient with respect to the logits in C++, like `reference.row_grad_`."""
     out = logits if out is None else out
     lse, logps, entropy = (vector(x) for x in stats)
-    # Drop the entropies if no entropy has a coefficient, because the kernel does not need them
-    # then.
+    # The kernel reads the entropies only to compute their gradient.
     entropy = None if grad_entropy is None else entropy
     loader.operator("rows", "row_grad_")(
         detached(logits), detached(out), target_ids.contiguous(), lse, logps, entropy,
@@ -85,7 +84,7 @@ def loss_arguments(key: str) -> tuple[float, ...]:
     config = LossConfig.from_key(key)
     objective = loss_codegen.objective_functions().index(OBJECTIVES[config.loss_type].function)
     estimator = loss_codegen.kl_functions().index(KL_ESTIMATORS[config.kl_estimator])
-    # Pad the hyperparameters with zeros, because the operator expects MAX_PARAMS of them.
+    # The operator expects exactly MAX_PARAMS hyperparameters, so append zeros.
     params = (*config.params, *[0.0] * loss_codegen.MAX_PARAMS)[: loss_codegen.MAX_PARAMS]
     return objective, estimator, config.kl_times_ratio, *params, *config.kl_limits
 
@@ -102,9 +101,9 @@ def row_loss_(
 ) -> RowLoss:
     """Compute the loss of every row and its gradient in C++, like `reference.row_loss_`.
 
-    All steps of a row run while the row is in cache. The results are bitwise equal to those of
-    separate calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated
-    C++ code and runs in double precision.
+    All steps of a row run while the row is in cache. The results have the same bits as separate
+    calls of `row_logps`, the loss function and `row_grad_`. The loss function is generated C++
+    code, and runs in double precision.
     """
     lse, logps, entropy, losses, grad_logps = loader.operator("rows", "row_loss_")(
         detached(logits), detached(out), target_ids.contiguous(), *(vector(x) for x in terms),

@@ -1,8 +1,8 @@
 """Detect CUDA graph capture, and reject arguments that cannot be used during capture.
 
-A graph contains kernel launches but no decisions of the host, so the host must not read tensor
-values during capture. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`, `linear_logps`,
-`logits_logps`, their gradients and `LossOutput.metrics` then behave as follows:
+A graph contains kernel launches but no decisions of the host. During capture, the host must
+therefore not read tensor values. `linear_grpo_loss`, `logits_grpo_loss`, `grpo_loss`,
+`linear_logps`, `logits_logps`, their gradients and `LossOutput.metrics` then behave as follows:
 
     no compaction    rows with coefficient 0 stay in the GEMMs as exact zeros, so their inputs must
                      be finite; targets of -100 are masked
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def is_capturing(x: Tensor) -> bool:
-    """Return whether work on x is being captured into a CUDA graph."""
+    """Return whether operations on x are being captured into a CUDA graph."""
     if not x.is_cuda:
         return False
     with torch.cuda.device_of(x):  # the query below uses the stream of the current device
@@ -30,7 +30,7 @@ def is_capturing(x: Tensor) -> bool:
 
 
 def refuse(name: str, x: Tensor, value: object, expected: object = None) -> None:
-    """Raise ValueError if x is being captured and `value` differs from `expected`.
+    """Raise ValueError if operations on x are being captured and `value` differs from `expected`.
 
     Call this for an argument whose value the host would have to read.
     """

@@ -1,10 +1,11 @@
 """Triton kernel that computes the loss of each token and its derivative dL/dlogp.
 
-    losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,    grad_logps[t] = d losses[t] / d logp[t]
+    losses[t] = policy_weights[t]·ℓ + kl_weights[t]·KL,  grad_logps[t] = d losses[t] / d logp[t]
 
-The functions of objective/losses.py and objective/kl.py are compiled from their Python source.
-`row_coefficients` computes them in one launch instead of about twenty torch operations, with 24 to
-36 bytes of HBM traffic per row. rows.py calls `loss_and_slope` between its two passes over a row.
+The kernel contains the functions of objective/losses.py and objective/kl.py, which Triton compiles
+from their Python source. `row_coefficients` launches it once instead of about twenty torch
+operations, and causes 24 to 36 bytes of HBM traffic per row. The loss kernel in rows.py calls
+`loss_and_slope` between its two passes over a row.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ def call_objective(
 ):
     """Call the loss function with the first N_PARAMS of the hyperparameters p0 to p3.
 
-    Returns:
-        The loss and its derivative with respect to the logp.
+    Returns: The loss and its derivative with respect to the logp.
     """
     tl.static_assert(N_PARAMS <= 4)  # MAX_PARAMS
     # Triton cannot unpack a list of arguments, so select the call by N_PARAMS at compile time.
@@ -61,8 +61,8 @@ def loss_and_slope(
 ):  # fmt: skip
     """Return policy_weight·ℓ + kl_weight·KL and its derivative with respect to the logp.
 
-    `lp` is the logp of the row, and ℓ is the policy loss of its token. `at` is the index of the
-    row, or a block of row indices.
+    ℓ is the policy loss of a token, whose logp is `lp`. `at` is the index of its row. Both may also
+    be blocks of several rows.
     """
     lr = tl.zeros_like(lp)
     if old_logps_ptr is not None:
@@ -72,7 +72,7 @@ def loss_and_slope(
     weight = tl.load(policy_weights_ptr + at, mask=mask, other=0.0)
     advantage = tl.load(advantages_ptr + at, mask=mask, other=0.0)
     loss, slope = call_objective(lp, lr, advantage, p0, p1, p2, p3, OBJECTIVE, N_PARAMS)
-    # Select 0 for rows with weight 0. A product would keep NaN, because 0·NaN is NaN.
+    # Set the loss to 0 in rows with weight 0. The product would keep a NaN, because 0·NaN is NaN.
     loss = tl.where(weight == 0.0, 0.0, weight * loss)
     g = tl.where(weight == 0.0, 0.0, weight * slope)
     if kl_weights_ptr is not None:
@@ -86,14 +86,14 @@ def loss_and_slope(
             kl *= ratio
         loss += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl)
         g += tl.where(kl_weight == 0.0, 0.0, kl_weight * kl_slope)
-    # If the logp is NaN, return NaN. Otherwise a comparison in the loss function or a weight of 0
-    # would turn the NaN into a number.
+    # If the logp is NaN, return NaN. A comparison in the loss function or a weight of 0 could have
+    # turned the NaN into a number.
     return tl.where(lp != lp, lp, loss), tl.where(lp != lp, lp, g)
 
 
 @functools.cache
 def device_function(function: TokenFunction) -> TokenFunction:
-    """Compile a function of objective/ for Triton, with `tl` bound to triton.language."""
+    """Compile a function of the folder objective for Triton, with `tl` bound to triton.language."""
     words = {"expm1": expm1, "expm1_minus": expm1_minus, "log1p": log1p}
     return bind(function, tl, triton.jit, words)
 

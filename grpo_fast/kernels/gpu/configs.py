@@ -1,8 +1,9 @@
 """Block sizes of the Triton kernels, by vocabulary size, dtype and architecture.
 
-The block sizes are constants and not tuned by timing. With such tuning, noise in the first step
-would change the block sizes, and with them the order of sums. The entries were chosen from the
-compiler's reports (registers, spills, tensor-core instructions).
+The block sizes are constants, because they determine the order of sums. If they were tuned by
+timing at run time, noise in the timings could change the bits of the results. The constants were
+chosen from the compiler's reports (registers, spills, tensor-core instructions).
+
 tests/kernels/test_triton_compile.py compiles every entry for sm_80, 90, 100, 120 and gfx942. The
 test requires zero register spills and checks that the shared memory does not exceed the limit.
 """
@@ -15,18 +16,19 @@ from typing import NamedTuple
 
 import torch
 
-# Number of vocabulary columns that one program processes for a block of 128 rows (a slice). It is
-# constant, so that the order of sums, and with it every bit of a log-probability, does not depend
-# on the number of rows. The value is a compromise: larger slices leave more multiprocessors idle in
-# the last wave of programs, and smaller slices need more programs. For example, a 1 GiB chunk at
-# V = 151936 has 2752 rows. On 132 multiprocessors, slices of 4096 columns give 6.2 waves of
-# programs, so the seventh wave is nearly empty. Slices of 2048 columns take 5% less time. Slices of
-# 1024 columns would save another 3%, but would double the number of programs.
+# Number of vocabulary columns that one program processes for a block of rows. These columns are
+# called a slice. The number is constant, so that the order of sums, and with it every bit of a
+# log-probability, does not depend on the number of rows. The value is a compromise: larger slices
+# leave more multiprocessors idle in the last wave of programs, and smaller slices need more
+# programs. For example, a 1 GiB chunk at V = 151936 has 2752 rows. On 132 multiprocessors, slices
+# of 4096 columns give 6.2 waves of programs, so the seventh wave is nearly empty. Slices of 2048
+# columns take 5% less time. Slices of 1024 columns would save another 3%, but would double the
+# number of programs.
 SLICE_COLUMNS = 2048
 
-# Maximum size of the hidden states that are processed concurrently. They are read again for every
-# tile of W, so they must stay in L2 together with the tiles of W in use (11 MB at H = 4096). L2 has
-# 50 MB on an H100 and 60 MB on an H200. 24 MiB hold 3072 rows of 4096 16-bit elements.
+# Maximum size of the hidden states that are processed concurrently. Every tile of W reads them
+# again, so they must stay in L2 together with the tiles of W in use (11 MB at H = 4096). L2 has 50
+# MB on an H100 and 60 MB on an H200. 24 MiB hold 3072 rows of 4096 16-bit elements.
 GROUP_BYTES = 24 << 20
 
 
@@ -40,7 +42,7 @@ class RowConfig(NamedTuple):
 class SupportConfig(NamedTuple):
     """Block sizes of a kernel for token sets.
 
-    One program processes one row of hidden states, and reads BLOCK_K weight rows at a time.
+    One program processes one row of hidden states, and reads BLOCK_K rows of W at a time.
     """
 
     block_k: int
@@ -53,7 +55,7 @@ class LinearConfig(NamedTuple):
 
     A program computes BLOCK_T rows of one vocabulary slice. A tile of logits has BLOCK_V columns,
     and the GEMM advances by BLOCK_H elements of the hidden size. The epilogue processes a tile in
-    pieces of `piece` columns, so that it needs registers for one piece only. The bits of a
+    pieces of `piece` columns, so that only one piece needs additional registers. The bits of a
     log-probability depend on `piece` and `block_h`, but not on the other fields.
     """
 
@@ -80,7 +82,7 @@ def architecture(device: torch.device) -> str:
 def _architecture(index: int) -> str:
     from triton.runtime import driver
 
-    with torch.cuda.device(index):  # Triton reports the current device; -1 keeps it
+    with torch.cuda.device(index):  # Triton reports the current device
         target = driver.active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
@@ -88,8 +90,8 @@ def _architecture(index: int) -> str:
 def row_config(vocab: int) -> RowConfig:
     """Return the block sizes of all row kernels. Equal block sizes give equal bits.
 
-    With eight warps, a thread processes 8 columns, which it loads with one vector load in 16 bits
-    and with two in fp32. With 16 columns per thread, registers would spill: with fp32 logits on
+    With eight warps, a thread processes 8 columns. It needs one vector load for 16-bit logits and
+    two for fp32 logits. With 16 columns per thread, registers would spill: with fp32 logits on
     sm_80, and with 16-bit logits on sm_120 and Triton 3.6. A small vocabulary uses a smaller block,
     because the lanes of a large block would mostly process padding.
     """
@@ -99,14 +101,12 @@ def row_config(vocab: int) -> RowConfig:
 # Block sizes that `linear_config` returns. The key is (architecture or "other", whether inputs have
 # 16 bits, whether W is aligned). W is aligned if the size of a row is a multiple of 16 bytes, which
 # tensor descriptors (TMA) and vector loads require. The tile sizes were chosen so that registers do
-# not spill:
-# - A tile of 128 x 128 is used on sm_90 and gfx942 only, because it spills on other architectures.
-#   The exception is sm_100, where it spills only with a soft cap and Triton 3.6. But there, Triton
-#   3.9 cannot compile the pieces of a tile with 8 warps.
-# - Unaligned rows are loaded element by element, and large tiles then spill. In fp32, even a tile
-#   of 32 x 64 spills.
-# - sm_120 uses pointers instead of TMA, because with TMA, Triton 3.6 uses local memory there.
-# fp32 inputs are multiplied by FMA units, in IEEE precision.
+# not spill: - A tile of 128 x 128 would spill on all architectures except sm_90, gfx942 and sm_100.
+# On sm_100, it spills only with a soft cap and Triton 3.6. It is not used there, because Triton 3.9
+# cannot compile the pieces of a tile with 8 warps. - Unaligned rows are loaded element by element,
+# and large tiles then spill. In fp32, even a tile of 32 x 64 spills. - sm_120 uses pointers instead
+# of TMA, because with TMA, Triton 3.6 uses local memory there. fp32 inputs are multiplied by FMA
+# units, in IEEE precision.
 _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 128, 64, 8, 3, 32, use_tma=True),
     ("sm_100", True, True): LinearConfig(128, 64, 64, 4, 3, 32, use_tma=True),
@@ -116,10 +116,10 @@ _LINEAR: dict[tuple[str, bool, bool], LinearConfig] = {
     ("other", False, True): LinearConfig(64, 64, 16, 8, 3, 64),
     ("other", False, False): LinearConfig(32, 32, 16, 4, 2, 32),
 }
-# Tiles for epilogues that need few registers. They have twice as many columns, which reduces the L2
-# traffic from 1/64 to 1/85 byte per flop. On Hopper, the L2 traffic limits the speed of a 128 x 128
-# tile. The large tile is not used if exponentials are stored and there is a soft cap, or both a
-# bias and an entropy, because registers would spill.
+# Larger tiles for epilogues that need few registers. They have twice as many columns, which reduces
+# the L2 traffic from 1/64 to 1/85 byte per flop. On Hopper, the L2 traffic limits the speed of a
+# 128 x 128 tile. The larger tile would spill registers if exponentials are stored and there is a
+# soft cap, or both a bias and an entropy. It is not used then.
 _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
     ("sm_90", True, True): LinearConfig(128, 256, 64, 8, 4, 32, use_tma=True)
 }
@@ -128,7 +128,7 @@ _LIGHT: dict[tuple[str, bool, bool], LinearConfig] = {
 def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) -> LinearConfig:
     """Return the block sizes of the kernel that computes logps from hidden states.
 
-    They do not depend on the batch. `light` selects the large tile of `_LIGHT`, for epilogues that
+    They do not depend on the batch. `light` selects the larger tile of `_LIGHT`, for epilogues that
     need few registers. It gives the same bits as the corresponding entry of `_LINEAR`, because
     `piece` and `block_h` are equal.
     """
@@ -136,7 +136,7 @@ def linear_config(dtype: torch.dtype, arch: str, *, aligned: bool, light: bool) 
     return (_LIGHT.get(key) if light else None) or _LINEAR.get(key) or _LINEAR[("other", *key[1:])]
 
 
-# Block sizes for the rows of token sets, which have tens to hundreds of logits.
+# Block sizes for the rows of token sets, which have tens to hundreds of logits each.
 RAGGED = RowConfig(256, 2)
 # Maximum hidden size of the token-set kernel. One row of `hidden` and one row of slopes must fit
 # into the registers of 16 warps.
@@ -146,9 +146,9 @@ SUPPORT_COLUMNS = 8192
 def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
     """Return the block sizes of the kernel that reads the weight rows of a token set.
 
-    `width` is the hidden size. A thread loads 128 bytes of W at a time, so two programs with 4096
-    columns have 64 KiB of loads in flight per multiprocessor. If W is unaligned, a thread loads
-    only a quarter of this, because every element needs a separate address.
+    `width` is the hidden size. A thread loads 128 bytes of W at a time. Two programs with 4096
+    columns thus have 64 KiB of loads in flight per multiprocessor. If W is unaligned, a thread
+    loads only a quarter of this, because every element needs a separate address.
     """
     # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)
@@ -160,7 +160,7 @@ def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportC
 def sums_config(*, aligned: bool) -> SupportConfig:
     """Return the block sizes of the kernel that sums listed rows, 1024 columns at a time.
 
-    The columns of one row of dW are divided among several programs. A common token, such as a line
-    break, may occur in every set, and one program would take too long for its row.
+    Several programs share one row of dW, each with 1024 of its columns. A common token, such as a
+    line break, may occur in every set, and one program would take too long for its row.
     """
     return SupportConfig(8 if aligned else 4, 1024, 4)

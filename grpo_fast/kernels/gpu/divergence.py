@@ -1,24 +1,20 @@
-"""Triton kernel for divergences from a teacher.
+"""Triton kernel for divergences from a teacher. One program processes one row of both models:
 
-One program processes one row of student and teacher:
-
-    z = transform(logits), y = transform(teacher); lp = z - lse(z), lq = y - lse(y)
-    D = Σ_j value_j(p_j, q_j),    dD/dz_j = slope_j - p_j·Σ_k slope_k
+    z = transform(logits), y = transform(teacher);   lp = z - lse(z), lq = y - lse(y)
+    D = Σ_j value_j(p_j, q_j),  dD/dz_j = slope_j - p_j·center,  center = Σ_k slope_k
 
 The kernel makes four passes over a row:
 
-1. Find the largest logit of the student and of the teacher.
-2. Sum the exponentials of the other logits, which gives both lse.
-3. Compute values and slopes, and store the slopes in the gradient buffer.
-4. Subtract center·p from the slopes.
+1. Find the largest logit of the student and of the teacher. 2. Sum the exponentials of the other
+logits, which gives both lse. 3. Compute values and slopes, and store the slopes in the gradient
+buffer. 4. Replace the slopes in the buffer with the gradient.
 
 HBM traffic is 12 bytes per pair of logits: the first pass reads both in fp32, and the last pass
-writes the gradient. Later reads hit L2.
+writes the gradient. All other reads hit L2. For the student's most likely logit, the gradient is
+computed as (1 - p)·slope - p·(center - slope), which does not cancel if p is close to 1.
 
-For the student's most likely logit, the gradient is computed as (1 - p)·slope - p·(center - slope),
-which does not cancel if the student is certain. The divergence functions come from
-objective/divergences.py. Sums are fp32 per lane and are reduced in a fixed order. Rows of unequal
-length use divergence_reference.py.
+The divergence functions come from objective/divergences.py. Sums are fp32 per lane and are reduced
+in a fixed order. Rows of unequal length use divergence_reference.py.
 """
 
 from __future__ import annotations
@@ -36,16 +32,15 @@ from grpo_fast.kernels.teachers import Divergence, DivergenceRows
 from grpo_fast.kernels.types import LogitTransform, transform_arguments, vector
 from grpo_fast.objective.divergences import DIVERGENCES
 
-# Number of columns and of warps per block. A thread then processes two columns. With these values,
-# the kernel compiles without register spills on all architectures with Triton 3.6 and 3.9. It would
-# spill with four columns per thread on sm_80 and sm_100, and with eight warps on sm_100 with Triton
-# 3.6.
+# Number of columns and of warps per block, which gives each thread two columns. With these values,
+# registers do not spill on any architecture with Triton 3.6 or 3.9. They would spill with four
+# columns per thread on sm_80 and sm_100, and with eight warps on sm_100 with Triton 3.6.
 BLOCK_V, WARPS = 256, 4
 
 
 @triton.jit
 def load_final_logits(row_ptr, cols, V, logit_scale, softcap, inv_temperature):
-    """Load raw logits of one row. Return the final logits z and their derivatives d z/d raw.
+    """Load raw logits of one row. Return the final logits z and their derivatives dz/draw.
 
     Columns that are not in [0, V) get z = -inf.
     """
@@ -109,8 +104,8 @@ def row_divergence_kernel(
     inv_other = inverse_temperature(None, teacher_temperature, row)
     top, lse_high_p, lse_low_p = row_normaliser(row_ptr, V, logit_scale, softcap, inv_t, BLOCK_V)
     lse_p = lse_high_p.to(tl.float64) + lse_low_p.to(tl.float64)
-    # `known` has the shape (4, C). Its rows are the values, the centers, the lse and the teacher's
-    # lse.
+    # `known` has the shape (4, C). Its rows are: values, centers, lse of the student, lse of the
+    # teacher.
     if known_ptr is None:
         unused_q, lse_high_q, lse_low_q = row_normaliser(
             other_ptr, V, teacher_logit_scale, teacher_softcap, inv_other, BLOCK_V
@@ -126,8 +121,8 @@ def row_divergence_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     values = tl.zeros([BLOCK_V], tl.float32)
     slope_sum = tl.zeros([BLOCK_V], tl.float32)
-    # 2. Compute the terms of the student's most likely logit now. If `out` is the teacher's row,
-    # step 3 overwrites the teacher's logits.
+    # 2. Compute value and slope of the student's most likely logit now, because step 3 may
+    # overwrite the teacher's logits with slopes.
     z_top, chain_top = load_final_logits(row_ptr, top, V, logit_scale, softcap, inv_t)
     y_top, chain_other = load_final_logits(
         other_ptr, top, V, teacher_logit_scale, teacher_softcap, inv_other
@@ -155,8 +150,8 @@ def row_divergence_kernel(
         slope_sum += tl.where((cols < V) & (cols != top), slope, 0.0)
         if out_ptr is not None:
             tl.store(out_ptr + row * stride_out_t + cols, slope, mask=cols < V)
-    # 4. Sum over the row. These reductions contain barriers, which order the stores of the slopes
-    # before the loads of other threads in step 5.
+    # 4. Sum values and slopes over the row. These reductions contain barriers, which order the
+    # stores of slopes in step 3 before the loads by other threads in step 5.
     center_others = tl.sum(slope_sum, 0).to(tl.float64)
     center = center_others + slope_top.to(tl.float64)
     if known_ptr is not None:
@@ -179,7 +174,7 @@ def row_divergence_kernel(
             slope = tl.load(to_ptr, mask=cols < V, other=0.0)
             p = exp_fp32((z - lse_high_p) - lse_low_p)
             d = tl.where(cols == top, d_top, slope - c * p) * (weight * chain)
-            # Select 0 for a row with weight 0, which may contain NaN. 0·NaN would be NaN.
+            # Write 0 in a row with weight 0. The product would keep a NaN, because 0·NaN is NaN.
             tl.store(to_ptr, tl.where(weight == 0.0, 0.0, d), mask=cols < V)
 
 

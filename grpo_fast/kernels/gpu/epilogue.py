@@ -1,7 +1,7 @@
 """Epilogue of the LM head GEMM, which computes online softmax statistics of a tile in registers.
 
 It can also store the tile. A tile is processed from left to right, in pieces with a fixed number of
-columns, for two reasons. Only one piece at a time needs registers in addition to the tile, so a 128
+columns, for two reasons: only one piece at a time needs registers in addition to the tile, so a 128
 x 256 tile does not spill. And the order of the sums does not depend on the tile size.
 """
 
@@ -41,8 +41,9 @@ def fold(
     STORE: tl.constexpr, ENTROPY: tl.constexpr, STORE_TMA: tl.constexpr, CLEAN: tl.constexpr,
     BLOCK_T: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Add COLS columns of logits to the running sums of their rows, and store them if requested.
+    """Add COLS columns of logits to the running sums of their rows.
 
+    With STORE = "logits" or "exponentials", the logits or their exponentials are also stored.
     `sums` contains the running sums (row_max, exp_sum, exp_z_sum, z_target), and the updated sums
     are returned. The caller sets CLEAN if all columns are inside the vocabulary and none of them is
     a target. The function then skips the masks for both cases, which does not change the bits of
@@ -58,8 +59,8 @@ def fold(
     if STORE == "logits":
         store_tile(out, raw, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     z, tanh_slope = capped_logits(raw, logit_scale, softcap, inv_temperature)
-    # 2. Exclude the target's column from the sums. The sums then give 1 - p of the target with all
-    # digits, even if p is close to 1.
+    # 2. Exclude the target's column from the sums. 1 - p of the target then follows from the sums
+    # without cancellation, even if p is close to 1.
     if not CLEAN:
         is_target = cols[None, :] == target[:, None]
         z_target += tl.sum(tl.where(is_target, z, 0.0), 1)
@@ -77,13 +78,13 @@ def fold(
         )
     exp_sum = exp_sum * rescale + tl.sum(e, 1)
     if STORE == "exponentials":
-        # 4. Rescale the exponentials from the running maximum to the row's normaliser, and store
-        # them.
+        # 4. Make the exponentials relative to the row's `normaliser` instead of the running
+        # maximum, and store them.
         e *= exp_fp32(new_max - normaliser)[:, None]
         if softcap is not None:
             e *= tanh_slope
-        # Replace NaN with 0, as tl.maximum does. Otherwise a NaN in a row with coefficient 0 would
-        # make all of dW NaN, because 0·NaN is NaN.
+        # Replace NaN with 0, which tl.maximum does. Otherwise a NaN in a row with coefficient 0
+        # would make all of dW NaN, because 0·NaN is NaN.
         e = tl.maximum(e, 0.0)
         store_tile(out, e, row_start, n_rows, start, V, stride_out_t, STORE_TMA, BLOCK_T, COLS)
     return new_max, exp_sum, exp_z_sum, z_target
@@ -124,8 +125,8 @@ def fold_tile(
 
     The shorter path needs 8 instead of 17 instructions per logit. At V = 151936, four of five 128 x
     256 tiles contain no target. The caller does not set BRANCH with an entropy, a bias, a soft cap
-    or fp32 operands, because the two code paths would then need too many registers. BRANCH also has
-    a cost: Triton does not warp-specialise a loop with a branch.
+    or fp32 operands, because the two code paths would then need too many registers. A branch also
+    prevents Triton from warp-specialising the loop.
     """
     if BRANCH:
         target, _, _ = row

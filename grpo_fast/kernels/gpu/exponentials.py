@@ -11,16 +11,16 @@ factor g·unit scales the rows of dH = E·W and the rows of `hidden` in dW = E�
 modified. In addition to the HBM traffic of linear.py, the kernel writes 2 bytes per logit.
 
 The d-logit of the target is the largest of its row, so the target is excluded from E. Its
-contribution is added in fp32: one row of W to each row of dH, and one row of `hidden` to a row of
-dW. Nothing cancels when p_y is close to 1.
+contribution is added in fp32: each row of dH gets a multiple of one row of W, and one row of dW
+gets a multiple of a row of `hidden`. Nothing cancels when p_y is close to 1.
 
 The exact value of s does not matter, because bf16 has the same relative precision everywhere.
-However, s must be known before the row is computed, and must be close to lse. The kernel uses
-s = z[target], which costs one dot product per row (target_kernel). The distance lse - s is then
--logp. Rows with -logp > MAX_NLL and rows with NaN are computed a second time with s = lse. The host
-need not know which rows these are, because the second launch covers all rows, and the programs of
-all other rows return immediately. All elements of E are finite, even in rows with NaN, so a row
-with g = 0 contributes nothing.
+However, s must be close to lse, and must be known before the row is computed. The kernel uses s =
+z[target], which costs one dot product per row (target_kernel). The distance lse - s is then -logp.
+Rows with -logp > MAX_NLL and rows with NaN are computed a second time with s = lse. The host need
+not know which rows these are, because the second launch covers all rows, and the programs of all
+other rows return immediately. All elements of E are finite, even in rows with NaN, so a row with g
+= 0 contributes nothing.
 
 The lse, logp and entropy are bitwise equal to those of `head_logps`, because the same kernel
 computes them.
@@ -40,8 +40,8 @@ from grpo_fast.kernels.types import (
     Exponentials,
     LogitTransform,
     RowStats,
-    dense_vector,
     transform_arguments,
+    vector,
 )
 
 
@@ -54,7 +54,7 @@ def target_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
-    depth = tl.where(inside, H, 0)  # an invalid id reads nothing
+    depth = tl.where(inside, H, 0)  # load nothing for an invalid id
     total = tl.zeros([BLOCK_H], tl.float32)
     for start in range(0, H, BLOCK_H):
         offs_h = start + tl.arange(0, BLOCK_H)
@@ -84,7 +84,7 @@ def units_kernel(
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
     # Divide with div_rn, which rounds correctly on every architecture. All kernels then use the
-    # same factor bit for bit.
+    # same 1/temperature, bit for bit.
     inv_temperature = tl.div_rn(1.0, temperature)
     lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
     raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
@@ -98,7 +98,7 @@ def units_kernel(
 
 
 def target_logits(p: HeadInputs) -> Tensor:
-    """Return the (T,) fp32 raw logits of the targets."""
+    """Return the raw logits of the targets, (T,) fp32."""
     raw = torch.empty(p.hidden.shape[0], dtype=torch.float32, device=p.hidden.device)
     launch(
         target_kernel, raw.shape[0], p.hidden, p.weight, p.bias, p.target_ids, raw,
@@ -121,8 +121,8 @@ def head_exponentials(
 ) -> Exponentials:
     """Compute statistics and write exponentials in bf16, like `cpu/linear.head_exponentials`.
 
-    The target's logit is 0 if its id is outside [0, V). `dominant` in the result is always None,
-    because the GEMM uses the stored bf16 values without further rounding.
+    If a target id is outside [0, V), its logit counts as 0. `dominant` in the result is always
+    None, because the GEMM uses the stored bf16 values without further rounding.
 
     Raises:
         ValueError: hidden and weight have different dtypes.
@@ -137,8 +137,7 @@ def head_exponentials(
         return Exponentials(
             known or statistics(p, return_entropy=return_entropy), unit, target_unit, None
         )
-    # 1. Compute the raw logits of the targets, from which the kernel derives the number s of each
-    # row.
+    # 1. Compute the raw logits of the targets. The kernel uses the final logit of the target as s.
     raw_target = target_logits(p)
     # 2. Compute statistics and exponentials in one pass, unless the statistics are known from an
     # earlier pass.
@@ -146,9 +145,9 @@ def head_exponentials(
         stats = statistics(p, return_entropy=return_entropy, out=out, raw_target=raw_target)
     else:
         lse, logps, entropy = known
-        stats = dense_vector(lse), dense_vector(logps), entropy
-    # 3. Compute the exponentials of the rows that need s = lse. If the statistics were known,
-    # compute the exponentials of all rows.
+        stats = vector(lse), vector(logps), entropy
+    # 3. Compute the exponentials of the rows that need s = lse. If step 2 did not compute
+    # exponentials, compute those of all rows.
     sweep(p, None, out, raw_target, stats[0], only_high_nll=known is None)
     # 4. Compute the factors that turn exponentials into d-logits.
     *scalars, temperature_ptr = transform_arguments(transform)

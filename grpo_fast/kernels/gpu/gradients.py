@@ -1,9 +1,9 @@
 """Triton kernels that run before and after the gradient GEMMs, which multiply exponentials E.
 
-    times            by_row = dL/dlogps·unit, by_target = dL/dlogps·target_unit
-    write_hidden_    dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
-    scaled_hidden    by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
-    add_targets_     the targets' part of dW (target_rows.py)
+    times          by_row = dL/dlogps·unit,  by_target = dL/dlogps·target_unit
+    write_hidden_  dH[t] = by_row[t]·P[t] + by_target[t]·W[y_t], P = E·W in fp32, rounded once
+    scaled_hidden  by_row[t]·hidden[t] in 16 bits, the second operand of dW = Eᵀ·(…)
+    add_targets_   the contribution of the targets to dW (target_rows.py)
 
 exponentials.py defines E, unit and target_unit. y_t is the target of row t. For each element of a
 (C, H) matrix, write_hidden_ causes 10 bytes of HBM traffic, and scaled_hidden 4 bytes. A
@@ -31,7 +31,7 @@ def times_kernel(
     grad_logps_ptr, unit_ptr, target_unit_ptr, by_row_ptr, by_target_ptr, n_rows, n_padded,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute the row and target coefficients of BLOCK_T rows from dL/dlogps.
+    """Compute the coefficients by_row and by_target of BLOCK_T rows.
 
     by_row is dL/dlogp·unit, and by_target is dL/dlogp·target_unit.
     """
@@ -56,7 +56,8 @@ def write_hidden_kernel(
     row = tl.program_id(0).to(tl.int64)
     by_row, by_target = tl.load(by_row_ptr + row), tl.load(by_target_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
-    # Read no weight row if by_target is 0. In an inactive row, the target id may be invalid.
+    # Load no elements of the weight row if by_target is 0, because the target id may then be
+    # invalid.
     read = tl.where(by_target == 0.0, 0, H)
     for start in range(0, H, BLOCK_H):
         cols = start + tl.arange(0, BLOCK_H)
@@ -64,8 +65,7 @@ def write_hidden_kernel(
         x = tl.load(product_ptr + row * stride_product_t + cols, mask=inside, other=0.0)
         at = weight_ptr + target * stride_weight_v + cols.to(tl.int64) * stride_weight_h
         w = tl.load(at, mask=cols < read, other=0.0).to(tl.float32)
-        # Select 0 in an inactive row, where x may be NaN. A product would keep it, because 0·NaN is
-        # NaN.
+        # Use 0 in a row with coefficient 0. The product would keep a NaN, because 0·NaN is NaN.
         total = tl.where(by_row == 0.0, 0.0, x * by_row)
         total += tl.where(by_target == 0.0, 0.0, w * by_target)
         to = out_ptr + row * stride_out_t + cols
@@ -95,10 +95,9 @@ def times(
     target_unit: Tensor,  # (C,) fp32
     rows: int,  # padded C
 ) -> tuple[Tensor, Tensor]:
-    """Compute the row and target coefficients from dL/dlogps, with zeros in the padding rows.
+    """Compute by_row and by_target from dL/dlogps, with zeros in the padding rows.
 
-    Returns:
-        (by_row, by_target), (padded C,) each.
+    Returns: (by_row, by_target), (padded C,) each.
     """
     by_row, by_target = (
         torch.empty(rows, dtype=torch.float32, device=unit.device) for _ in range(2)

@@ -20,7 +20,7 @@ def launch(kernel: JITFunction, programs: int, *args: object, **options: object)
     """
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device_of(tensor):
-        # Disable fused multiply-add. The compiler would use it in some kernels and not in others,
+        # Disable fused multiply-add. The compiler would use it in some kernels but not in others,
         # so two kernels could give different bits for the same row (see rows.py).
         kernel[(programs,)](*args, enable_fp_fusion=False, **options)
 
@@ -51,7 +51,7 @@ class HeadInputs(NamedTuple):
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Return whether the rows are contiguous and start at multiples of 16 bytes.
+    """Return whether all rows are contiguous and start at multiples of 16 bytes.
 
     Vector loads and TMA require this.
     """

@@ -9,12 +9,12 @@ kernel reads. On request, it also stores the raw logits, or the exponentials tha
 defines. Passes with and without gradient use the same kernel, so their log-probabilities are
 bitwise equal.
 
-One program computes BLOCK_T rows of one slice, which is a range of 2048 vocabulary columns. With
-e = exp(z - max), it keeps max, Σe, Σe·(z - max) and z[target] of each row in registers. The sums
-exclude the target. A second kernel joins the slices of a row in order. The slices depend on V only,
-and the tile size depends only on the device, the dtype and the layout of W. The result of a row
-thus depends on the row, W and the row's scalars, but not on the batch. Accumulation is in fp32, and
-fp32 inputs are multiplied in IEEE precision (no TF32).
+One program computes BLOCK_T rows of one slice, which is a range of 2048 vocabulary columns. With e
+= exp(z - max), it keeps max, Σe, Σe·(z - max) and z[target] of each row in registers. The sums
+exclude the target. A second kernel adds the sums of all slices of a row in order. The slices depend
+on V only, and the tile size depends only on the device, the dtype and the layout of W. The result
+of a row thus depends on the row, W and the row's scalars, but not on the batch. Accumulation is in
+fp32, and fp32 inputs are multiplied in IEEE precision (no TF32).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load_tile(
         tile = source.load([row_start, col_start])
     else:
         # Compute the address of the tile's corner in int64, but the offsets inside the tile in
-        # int32. Offsets in int64 would need twice as many registers.
+        # int32, which need half as many registers.
         offs_r, offs_c = tl.arange(0, ROWS), tl.arange(0, COLS)
         corner = (
             source
@@ -87,8 +87,8 @@ def slice_kernel(
     rows = row_start + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # Replace invalid ids with -1, which matches no column. Convert the ids to int32, because int64
-    # ids would need twice as many registers.
+    # Replace invalid ids with -1, which matches no column. Convert the ids to int32, which needs
+    # half as many registers as int64.
     target = tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + rows, mask=in_rows, other=1.0)
@@ -109,15 +109,15 @@ def slice_kernel(
     normaliser = z_target
     if STORE == "exponentials":
         raw_target = tl.load(raw_target_ptr + rows, mask=in_rows, other=0.0)
-        # Use s = z[target], which is known before the logits are computed.
+        # Use s = z[target], which depends only on the target's raw logit.
         normaliser, _ = capped_logits(raw_target, logit_scale, softcap, inv_temperature)
-        # In the second pass, the lse is known. Use s = lse in rows where z[target] is far below it.
+        # In the second pass, the lse is known. Use s = lse in rows whose z[target] is too far below
+        # it.
         if lse_ptr is not None:
             lse = tl.load(lse_ptr + rows, mask=in_rows, other=0.0)
             high_nll = exceeds_max_nll(lse, normaliser) & in_rows
             normaliser = tl.where(high_nll, lse, normaliser)
-            # If a block has no row with a large -logp, give its program an empty range of columns,
-            # so that the program does no work.
+            # If no row of the block needs s = lse, process no columns.
             if ONLY_HIGH_NLL:
                 stop = tl.where(tl.max(high_nll.to(tl.int32), 0) > 0, stop, first)
 
@@ -143,8 +143,8 @@ def slice_kernel(
 
     # 4. Store the partial sums of the slice.
     if partial_ptr is not None:
-        # `partial` has the shape (4, S, T) for S slices and T rows. T is the last dimension, so
-        # that the values of neighbouring rows are stored contiguously.
+        # `partial` is (4, S, T) for S slices and T rows. T is the last dimension, so that the
+        # values of neighbouring rows are stored contiguously.
         plane = tl.cast(slices, tl.int64) * n_rows
         here = partial_ptr + tl.cast(slice_id, tl.int64) * n_rows + rows
         tl.store(here, row_max, mask=in_rows)
@@ -159,28 +159,28 @@ def join_kernel(
     partial_ptr, target_ptr, lse_ptr, logps_ptr, entropy_ptr, n_rows, V, slices,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Join the partial sums of BLOCK_T rows, BLOCK_S slices at a time, with an online softmax."""
+    """Add the partial sums of all slices for BLOCK_T rows, BLOCK_S slices at a time."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = rows < n_rows
     target = tl.load(target_ptr + rows, mask=in_rows, other=-1)
-    # A target outside the vocabulary is in none of the slices, so `finish` must not add its
-    # exponential.
+    # `finish` must not add the exponential of a target outside the vocabulary.
     inside = (target >= 0) & (target < V)
     plane = tl.cast(slices, tl.int64) * n_rows
     offs_s = tl.arange(0, BLOCK_S)
-    # 1. Sum z[target] over the slices. One slice contains the target, and the others stored 0.
+    # 1. Add up z[target]. The slice that contains the target stored it, and all others stored 0.
     z_target = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
         z_target += tl.sum(tl.load(here + 2 * plane, mask=mask, other=0.0), 0)
-    # 2. Rescale and add the slices in a fixed order.
+    # 2. Rescale the sums of the slices to a common maximum, and add them in a fixed order.
     row_max = tl.maximum(tl.where(inside, z_target, FLOOR), FLOOR)
     exp_sum = tl.zeros([BLOCK_T], tl.float32)
     exp_z_sum = tl.zeros([BLOCK_T], tl.float32)
     for first in range(0, slices, BLOCK_S):
         here = partial_ptr + tl.cast(first + offs_s, tl.int64)[:, None] * n_rows + rows[None, :]
-        # Masked slices must not contribute, so they get the maximum FLOOR and the sum 0.
+        # Rows and slices outside the mask get the maximum FLOOR and the sum 0, so they contribute
+        # nothing.
         mask = (first + offs_s < slices)[:, None] & in_rows[None, :]
         max_s = tl.load(here, mask=mask, other=FLOOR)
         exp_sum_s = tl.load(here + plane, mask=mask, other=0.0)
@@ -204,7 +204,7 @@ def join_kernel(
 
 
 def tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a tensor descriptor (TMA) of a matrix, with tiles of rows x columns elements."""
+    """Return a tensor descriptor (TMA) of a matrix whose tiles have rows x columns elements."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -219,15 +219,13 @@ def head_inputs(
 ) -> HeadInputs:
     """Validate the inputs of an LM head kernel, and copy hidden if it is unaligned.
 
-    The tile size determines the order of sums. It depends on the layout of W, but must not depend
-    on the layout of `hidden`, because the bits of a row would then depend on the batch.
+    The tile size determines the order of sums. It depends on the layout of W. It must not depend on
+    the layout of `hidden`, because the bits of a row would then depend on the batch.
     """
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden: expected the dtype of weight, {weight.dtype}, got {hidden.dtype}"
         )
-    # Copy an unaligned `hidden`, so that the tile size depends only on W. W itself is too large to
-    # copy.
     hidden = hidden if is_aligned(hidden) else aligned_copy(hidden)
     return HeadInputs(hidden, weight, bias, target_ids.contiguous(), transform)
 
@@ -239,8 +237,8 @@ def slice_count(p: HeadInputs) -> int:
 
 def sweep(
     p: HeadInputs,
-    partial: Tensor | None,  # (3 or 4, S, T): the sums of every slice; 4 with the entropy's
-    out: Tensor | None = None,  # (T, V): raw logits, or with `raw_target` exponentials
+    partial: Tensor | None,  # (3, S, T) or (4, S, T)
+    out: Tensor | None = None,  # (T, V)
     raw_target: Tensor | None = None,  # (T,)
     lse: Tensor | None = None,  # (T,)
     *,
@@ -248,14 +246,12 @@ def sweep(
 ) -> None:
     """Launch `slice_kernel` for all rows and slices.
 
-    Args:
-        p: the validated inputs.
-        partial: (3, S, T), or (4, S, T) with the entropy. Receives the sums of every slice. None:
-            the sums are not stored.
-        out: (T, V) receives raw logits, or exponentials if `raw_target` is given.
-        raw_target: (T,) raw logits of the targets.
-        lse: (T,) lse of each row, which is subtracted from the logits in rows with a large -logp.
-        only_high_nll: compute only the row blocks that contain a row with a large -logp.
+    Args: p: the validated inputs. partial: (3, S, T), or (4, S, T) with the entropy. Receives the
+    sums of all S slices. None: the sums are not stored. out: (T, V) receives raw logits, or
+    exponentials if `raw_target` is given. raw_target: (T,) raw logits of the targets, from which
+    the kernel computes s (exponentials.py). lse: (T,) lse, which the kernel uses as s in rows with
+    -logp > MAX_NLL. only_high_nll: compute only the row blocks that contain a row with -logp >
+    MAX_NLL.
     """
     # 1. Choose the tile size. It must not depend on the batch, because it changes the order of
     # sums.
@@ -270,8 +266,9 @@ def sweep(
     # 2. Decide how results are stored, and whether the epilogue has a short code path.
     store_tma = config.use_tma and raw_target is not None and out is not None and is_aligned(out)
     # The short code path of the epilogue needs additional registers. Use it only with 16-bit
-    # operands and without a soft cap, a bias, an entropy and a temperature per row. Do not use it
-    # if no partial sums are stored, because registers would spill on sm_100 with Triton 3.6.
+    # operands and without a soft cap, a bias, an entropy and a temperature per row. Also do not use
+    # it if no partial sums are stored, because registers would then spill on sm_100 with Triton
+    # 3.6.
     is_plain = p.is_light and not has_entropy and temperature_ptr is None
     has_room = is_plain and p.hidden.dtype.itemsize == 2 and partial is not None
     # 3. Compute the number of row blocks whose hidden states fit into GROUP_BYTES of L2. A group of
@@ -343,8 +340,8 @@ def head_logps(
     """Compute lse, logps and entropies from hidden states in Triton, like `cpu/linear.head_logps`.
 
     Logits stay in registers unless `logits_out` is given. The inputs are fp32, bf16 or fp16 with
-    any strides. The last dimension of `logits_out` must be contiguous. The target's logit is 0 if
-    its id is outside [0, V).
+    any strides. The last dimension of `logits_out` must be contiguous. If a target id is outside
+    [0, V), its logit counts as 0.
 
     Raises:
         ValueError: hidden and weight have different dtypes.

@@ -11,7 +11,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. If it were -inf, a first block with only -inf columns would
 # compute -inf - (-inf) = NaN. FLOOR is less than every meaningful logit. It is greater than -3e38,
-# a value that users write to masked columns, so masked columns get a probability of 0.
+# a value with which users mask columns, so these columns still get a probability of 0.
 FLOOR = tl.constexpr(-1.0e30)
 
 
@@ -26,7 +26,7 @@ def expm1_minus(x):
 
     The difference cancels for |x| < 1, so use the series x²/2·(1 + x/3·(1 + …)) there.
     """
-    # Evaluate the series at 0 where the other branch is selected, so that it cannot overflow there.
+    # Where the other branch is chosen, evaluate the series at 0, so that it cannot overflow.
     s = tl.where(tl.abs(x) < 1.0, x, 0.0)
     tail = 1.0 + s / 9.0 * (1.0 + s / 10.0 * (1.0 + s / 11.0 * (1.0 + s / 12.0)))
     tail = 1.0 + s / 5.0 * (1.0 + s / 6.0 * (1.0 + s / 7.0 * (1.0 + s / 8.0 * tail)))
@@ -44,7 +44,7 @@ def expm1(x):
 def log1p(x):
     """Return log(1 + x) for x > -1, with full precision for small x."""
     # The factor x/(u - 1) corrects the rounding error of u = 1 + x. If u rounds to 1, the result is
-    # x in fp32.
+    # x, which equals log(1 + x) in fp32.
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
@@ -53,9 +53,9 @@ def log1p(x):
 def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
     """Compute lse, logp and entropy from sums over all columns except the target.
 
-    `inside` says whether the target is in the vocabulary. logp is -log1p(exp_sum), which keeps its
-    digits if the target's probability is nearly 1. z[target] - lse would be a difference of two
-    numbers as large as the logits.
+    `inside` says whether the target is in the vocabulary. The sum of exponentials relative to the
+    target's gives logp = -log1p(sum), which keeps its digits if the target's probability is nearly
+    1. z[target] - lse would be a difference of two numbers as large as the logits.
     """
     shifted = z_target - row_max
     # Add the exponential of the target to the sum, or 0 if the target is invalid.
@@ -69,13 +69,13 @@ def finish(row_max, exp_sum, exp_z_sum, z_target, inside):
 
 @triton.jit
 def softcapped(x, softcap):
-    """Return the soft-capped value softcap·tanh(x/softcap), and its derivative 1 - tanh²."""
+    """Return the soft-capped value softcap·tanh(x/softcap) and its derivative 1 - tanh²."""
     u = x / softcap
-    # Use -2·|u| as exponent. It is never positive, so the exponential cannot overflow.
+    # Use the exponent -2·|u|, which is never positive, so that the exponential cannot overflow.
     t = exp_fp32(-2.0 * tl.abs(u))
     large = tl.where(u < 0, -1.0, 1.0) * (1.0 - t) / (1.0 + t)
-    # For a small u, 1 - t would lose digits. Use a least-squares polynomial for tanh instead, which
-    # has a relative error of 7e-8 for |u| <= 0.5.
+    # For a small u, 1 - t would lose digits. There, approximate tanh by a least-squares polynomial,
+    # which has a relative error of 7e-8 for |u| <= 0.5.
     w = u * u
     fit = w * (
         -0.33333327 + w * (0.13332961 + w * (-0.05389886 + w * (0.02129668 + w * -0.0066456)))
@@ -90,7 +90,7 @@ def capped_logits(raw, logit_scale, softcap, inv_temperature):
     """Apply the logit scale, the soft cap and the temperature to raw logits.
 
     `softcap` is None if there is no soft cap. Return the final logits z and the factor 1 - tanh² of
-    the soft cap, which is 1 without one.
+    the soft cap. Without a soft cap, the factor is 1.
     """
     tanh_slope = 1.0
     if softcap is None:
@@ -111,21 +111,21 @@ def final_logits(raw, logit_scale, softcap, inv_temperature):
     return z, slope
 
 
-# Maximum of lse - z[target], in nats, for which the exponentials of a row are exp(z - z[target]).
-# In other rows, they are exp(z - lse). The limit is far less than 88, where exp overflows in bf16
-# and fp32, so sums and products of exponentials do not overflow either.
+# Maximum of lse - z[target], in nats, for which the stored exponentials of a row are exp(z -
+# z[target]). In all other rows, they are exp(z - lse). The limit is far less than 88, where exp
+# overflows in bf16 and fp32. Sums and products of exponentials thus do not overflow either.
 MAX_NLL = tl.constexpr(40.0)
 
 
 @triton.jit
 def exceeds_max_nll(lse, z_target):
-    """Return whether exp(z - z_target) may leave the range of bf16 in a row. True if lse is NaN."""
+    """Return whether lse - z_target exceeds MAX_NLL. A NaN also counts as exceeding it."""
     return ~(lse - z_target <= MAX_NLL)
 
 
 @triton.jit
 def inverse_temperature(temperature_ptr, temperature, row):
-    """Return 1/temperature of a row. The tensor of temperatures, if given, has priority."""
+    """Return 1/temperature of a row, from the tensor of temperatures if there is one."""
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row)
     return tl.div_rn(1.0, temperature)

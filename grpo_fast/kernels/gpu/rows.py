@@ -1,26 +1,26 @@
 """Row kernels in Triton. One program processes one row of logits of any length.
 
-    row_logps    logits -> lse, logps, entropy            HBM: one read of (C, V)
-    row_grad_    logits, dL/dlogps -> d-logits            HBM: one read, one write
-    row_loss_    row_logps, the loss, row_grad_           HBM: one read, one write (the second
-                                                          pass reads the row from L2)
+    row_logps    logits -> lse, logps, entropy        HBM: one read of (C, V)
+    row_grad_    logits, dL/dlogps -> d-logits        HBM: one read, one write
+    row_loss_    row_logps, the loss, row_grad_       HBM: one read, one write (the second pass
+                                                      reads the row from L2)
 
 For bf16 logits, row_logps causes 2 bytes of HBM traffic per logit, and the other two functions
 cause 4 bytes. The kernels compute:
 
-    z       = softcap·tanh(logit_scale·raw/softcap)/temperature
-    p       = softmax(z),     lp = log p[target],     H = -Σ p·log p
-    d z_j   = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),     g = dL/dlp, g_H = dL/dH
+    z = softcap·tanh(logit_scale·raw/softcap)/temperature
+    p = softmax(z),   lp = log p[target],   H = -Σ p·log p
+    d z_j = g·(1[j = target] - p_j) - g_H·p_j·(log p_j + H),   g = dL/dlp,   g_H = dL/dH
     d raw_j = d z_j · (1 - tanh²) · logit_scale / temperature
 
 Sums are computed online in fp32. Each row has one running maximum, and each lane has one running
-sum. The lanes are summed once, in a fixed order. The results of a row depend on that row only.
-Lengths, strides and hyperparameters are run-time arguments, so different values do not cause
-recompilation.
+sum. At the end, the sums of the lanes are added in a fixed order. The results of a row depend on
+that row only. Lengths, strides and hyperparameters are run-time arguments, so different values do
+not cause recompilation.
 
-Every launch sets `enable_fp_fusion=False`. Otherwise the compiler would fuse a multiplication and
-an addition depending on the surrounding code, and two kernels that share a function could give
-different last bits for the same row.
+Every launch sets `enable_fp_fusion=False`. Otherwise the compiler would decide from the surrounding
+code whether to fuse a multiplication and an addition, and two kernels that share a function could
+give different last bits for the same row.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def row_logps_kernel(
     # Compute the offset of the row in int64, because it may exceed 2^31 elements.
     row = tl.program_id(0).to(tl.int64)
     first = row * stride_logits_t
-    # If the rows have unequal lengths, load the start and the length of this row.
+    # If the rows have unequal lengths, load the start and the length of the row.
     if offset_ptr is not None:
         first = tl.load(offset_ptr + row)
         V = tl.load(offset_ptr + row + 1) - first
@@ -194,8 +194,8 @@ def row_loss_kernel(
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
 
-    # 2. Compute the loss and its slope. Replace the results of excluded rows by a select, because
-    # they may be NaN.
+    # 2. Compute the loss and its slope. A row whose target id is outside [0, V) is excluded: its
+    # results may be NaN and are set to 0.
     counts = (target >= 0) & (target < V)
     loss, g = loss_and_slope(
         lp, row, counts, advantages_ptr, policy_weights_ptr, kl_weights_ptr, old_logps_ptr,
@@ -221,12 +221,12 @@ def row_logps(
     transform: LogitTransform,
     *,
     return_entropy: bool,
-    offsets: Tensor | None = None,  # (C+1,): unequal rows one after another in (1, nnz)
+    offsets: Tensor | None = None,  # (C+1,) bounds of unequal rows in (1, nnz)
 ) -> RowStats:
     """Compute lse, logps and entropies of logits in Triton, like `reference.row_logps`.
 
-    The logits are fp32, bf16 or fp16 with any row stride and a contiguous last dimension. A target
-    id outside [0, V) is never read, and its raw logit counts as 0.
+    The logits are fp32, bf16 or fp16 with any row stride and a contiguous last dimension. If a
+    target id is outside [0, V), its raw logit counts as 0, and nothing is read.
     """
     lse, logps, entropy = outputs(target_ids, return_entropy)
     if len(target_ids):
@@ -249,7 +249,7 @@ def row_grad_(
     transform: LogitTransform,
     *,
     out: Tensor | None = None,  # (C, V)
-    offsets: Tensor | None = None,  # as in `row_logps`, in place
+    offsets: Tensor | None = None,  # as in `row_logps`
 ) -> Tensor:
     """Write the gradient with respect to the logits in Triton, like `reference.row_grad_`.
 

@@ -3,8 +3,8 @@
     gradient *= factor
 
 The kernel reads and writes the gradient once. If the factor is 1, as in `loss.backward()`, every
-program returns immediately. The programs check this, because the factor is on the device and
-reading it on the host would synchronise.
+program returns immediately. The programs check this themselves, because the factor is on the
+device, and the host would have to synchronise to read it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from grpo_fast.kernels.gpu.launch import launch
 
 # Number of elements that a program processes per step.
 BLOCK = 4096
-# Maximum number of programs. It is large enough to keep any device busy. It is small enough for all
-# programs to start and return within microseconds if the factor is 1.
+# Maximum number of programs. It is large enough to keep any device busy, and small enough that all
+# programs start and return within microseconds if the factor is 1.
 PROGRAMS = 2048
 
 

@@ -76,7 +76,7 @@ def support_head_kernel(
     """
     # 1. Find the token set of this row, and the row of `hidden` that predicts its target.
     row = tl.program_id(0).to(tl.int64)
-    # Store the start of the set in int64, but positions inside the set in int32, which need fewer
+    # Keep the start of the set in int64, but positions inside the set in int32, which need fewer
     # registers.
     first = tl.load(offset_ptr + row)
     count = (tl.load(offset_ptr + row + 1) - first).to(tl.int32)
@@ -148,7 +148,7 @@ def support_head_kernel(
         by_target = -expm1(lp)
         if softcap is not None:
             by_target *= f_target
-        # The target is excluded from the sum, so nothing cancels when p_y is close to 1.
+        # `others` excludes the target, so nothing cancels when p_y is close to 1.
         d = by_target * load_columns(at_target, cols, H, stride_weight_h)
         d -= exp_fp32(row_max - lse) * others
         d *= logit_scale * inv_temperature
@@ -190,7 +190,7 @@ def sums_kernel(
 
 def head_rows(
     hidden: Tensor,  # (N, H) fp32, bf16 or fp16
-    index: Tensor | None,  # (R,) int64: the row of `hidden` of each row; None: in order
+    index: Tensor | None,  # (R,) int64 row of `hidden` for each set; None: row r
     weight: Tensor,  # (V, H)
     bias: Tensor | None,  # (V,)
     rows: SupportRows,
@@ -201,8 +201,7 @@ def head_rows(
 ) -> HeadRows:
     """Compute logits and statistics over token sets in fp32, like `support_reference.head_rows`.
 
-    Computing slopes does not change the bits of the other results. If H exceeds SUPPORT_COLUMNS,
-    the reference implementation is used.
+    Computing slopes does not change the bits of the other results.
     """
     count, width = len(rows.places), weight.shape[1]
     # Use the reference if H is too large, because the kernel keeps a full row of `hidden` in
@@ -248,19 +247,19 @@ def head_weight(
 
     Each element of `out` is written once.
     """
-    # Sort stably, so that the rows of an id stay in order and every run gives the same bits.
+    # Sort stably, so that the rows of an id stay in order. Every run then gives the same bits.
     ids, order = rows.ids.sort(stable=True)
     sources = rows.rows
     sources = sources if index is None else index[sources]
-    # For each id, find the range of its terms in the sorted list by binary search. This range is
-    # the segment that `sums_kernel` adds up to the id's row of dW.
+    # For each id, find the range of its terms in the sorted list by binary search. The range is a
+    # segment for `sums_kernel`, which writes the sum of its terms to the id's row of dW.
     ends = torch.arange(out.shape[0] + 1, device=ids.device)
     _sums(d[order], sources[order], torch.searchsorted(ids, ends), hidden, out, add=add)
 
 
 def _sums(
     factors: Tensor,  # (nnz,) fp32
-    index: Tensor,  # (nnz,) int64: rows of matrix
+    index: Tensor,  # (nnz,) int64
     offsets: Tensor,  # (S+1,) int64
     matrix: Tensor,  # (N, H)
     out: Tensor,  # (S, H), rows contiguous

@@ -7,11 +7,12 @@ If dW is fp32, one pass adds the hidden rows, with at most 10 bytes of HBM traff
 
 If dW is 16-bit, the product A = Eᵀ·scaled (scaled: the scaled hidden states) was rounded before the
 hidden rows are added to it. This is harmless if the final sum S is at least as large as A. But if A
-and the added rows nearly cancel, the rounding error of A is about 1e-2 of S. This happens to a
-token that is likely in all rows and often the target. Rows of dW with |A| > |S|/4 are therefore
-recomputed from an fp32 product of their columns of E, and rounded once. Programs of all other rows
-return immediately, and the host does not wait. In those rows, the rounding of A adds at most 3% to
-the rounding error of S.
+and the added rows nearly cancel, S is much smaller than A, and the rounding error of A is about
+1e-2 of S. This happens to a token that is likely in all rows and often the target. Rows of dW with
+|A| > |S|/4 are therefore recomputed from an fp32 product of their columns of E, and rounded once.
+The host does not wait: the kernels that recompute are always launched, and the programs of all
+other rows return immediately. In those rows, the rounding of A adds at most 3% to the rounding
+error of S.
 
 The kernels use no atomics. If a target id occurs several times, only its first program writes the
 row of dW, and adds the hidden rows in order.
@@ -57,10 +58,10 @@ def add_targets_kernel(
     vocab_row = tl.load(id_ptr + place, mask=place >= 0, other=-1).to(tl.int64)
     before = tl.load(id_ptr + place - 1, mask=place > 0, other=-1).to(tl.int64)
     cancels = tl.full([], 0, tl.int32)
-    # Continue only in the program of the first position of an id, so that no other program writes
-    # the same row.
+    # Continue only if `place` is the first position of its id. Exactly one program then writes each
+    # row.
     if before != vocab_row:
-        # 2. Start from dW, or from the recomputed product in fp32.
+        # 2. Start from the row of dW, or from the recomputed fp32 product.
         to = out_ptr + vocab_row * stride_out_v + cols
         if product_ptr is None:
             start = tl.load(to, mask=inside, other=0.0).to(tl.float32)
@@ -91,9 +92,9 @@ def add_targets_kernel(
 def gather_columns_kernel(
     matrix_ptr, id_ptr, place_ptr, out_ptr, n_rows, stride_matrix_t, BLOCK_T: tl.constexpr
 ):
-    """Copy the matrix column of one flagged id to a row, out[slot, t] = matrix[t, id].
+    """Copy the matrix column of one flagged id to a row: out[slot, t] = matrix[t, id].
 
-    `slot` is the number of the id's entry in `place_ptr`, the list of flagged ids.
+    `slot` is the position in `place_ptr`, which lists the flagged ids.
     """
     slot = tl.program_id(0).to(tl.int64)
     place = tl.load(place_ptr + slot)
@@ -133,13 +134,13 @@ def column_product_kernel(
 
 
 def add_targets_(
-    d_weight: Tensor,  # (V, H): matrixᵀ·scaled
-    ids: Tensor,  # (C,) the target ids in ascending order
-    order: Tensor,  # (C,) the row of each target id, ascending where ids are equal
+    d_weight: Tensor,  # (V, H)
+    ids: Tensor,  # (C,)
+    order: Tensor,  # (C,)
     by_target: Tensor,  # (C,) fp32
     hidden: Tensor,  # (C, H)
-    matrix: Tensor,  # (padded C, V) exponentials
-    scaled: Tensor,  # (padded C, H), contiguous
+    matrix: Tensor,  # (padded C, V)
+    scaled: Tensor,  # (padded C, H)
 ) -> None:
     """Add by_target[t]·hidden[t] to the row of d_weight that belongs to the target of row t.
 
@@ -177,8 +178,8 @@ def add_targets_(
     # cancel.
     flags = torch.empty((count, blocks), dtype=torch.int32, device=device)
     add(None, None, flags)
-    # 3. Recompute flagged rows from an fp32 product and add the targets again. nonzero_static has a
-    # fixed size and does not synchronise; unused entries are -1.
+    # 3. Compute the fp32 product of the flagged rows, and add the targets to it. nonzero_static
+    # does not synchronise, because its size is fixed. Unused entries are -1.
     places = torch.nonzero_static(flags.any(1), size=count)[:, 0]
     columns = torch.empty((count, rows), dtype=matrix.dtype, device=device)
     products = torch.empty((count, width), dtype=torch.float32, device=device)

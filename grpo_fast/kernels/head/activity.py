@@ -15,11 +15,10 @@ from grpo_fast.objective.losses import OBJECTIVES
 
 
 class Activity:
-    """The active rows (rows with a nonzero coefficient) of each chunk of `chunk_rows` rows.
+    """The active rows of each chunk. A row is active if its coefficient is not 0.
 
-    Args:
-        active: (T,) bool; None: all rows are active, and the device is not read.
-        chunk_rows: rows per chunk.
+    Args: active: (T,) bool; None: all rows are active, and the device is not read. chunk_rows: rows
+    per chunk.
     """
 
     def __init__(self, active: Tensor | None, chunk_rows: int) -> None:
@@ -46,11 +45,10 @@ class Activity:
 
 
 def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
-    """Determine which rows may have a nonzero coefficient, before any logp is known.
+    """Return a mask of the rows that may have a nonzero coefficient, before any logp is known.
 
-    Returns:
-        (T,) bool, which is False where the coefficient is 0 or NaN for every value of the logp;
-        None if every row may have a nonzero coefficient.
+    Returns: (T,) bool, which is False where the coefficient is 0 or NaN for every value of the
+    logp; None if every row may have a nonzero coefficient.
     """
     # Keep rows with advantage 0 if there is a KL or entropy term, which also gives them a gradient.
     has_more = terms.kl_weights is not None or terms.grad_entropy is not None
@@ -60,15 +58,14 @@ def known_active(terms: RowTerms, config: LossConfig) -> Tensor | None:
 
 
 def active_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor:
-    """Return which rows have a nonzero coefficient, (T,) bool."""
+    """Return a mask of the rows with a nonzero coefficient, (T,) bool."""
     return g != 0 if g_entropy is None else (g != 0) | (g_entropy != 0)
 
 
 def read_later(x: Tensor) -> Callable[[], list[int]]:
     """Start copying the integers of x to the host.
 
-    Returns:
-        A function that waits for the copy and returns the integers.
+    Returns: A function that waits for the copy and returns the integers.
     """
     if not x.is_cuda:
         return x.tolist

@@ -5,14 +5,12 @@
                        bytes per logit).
     ExponentialChunks  Stores exponentials E, which the epilogue of the GEMM writes once (2 bytes
                        per logit in 16 bits, 4 in fp32). d-logits are E times a factor per row, so
-                       no row kernel runs. gpu/exponentials.py derives the formulas.
+                       no row kernel runs. gpu/exponentials.py defines E and the factors.
 
 A chunk has C rows. Its buffers have the padded number of rows.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,17 +30,17 @@ from grpo_fast.kernels.workspace import give_back_workspace, take_workspace
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Maximum number of targets, as a fraction of the vocabulary size, with which a 16-bit dW is
-# computed from exponentials. Rows of dW in which the targets nearly cancel the rest are computed a
-# second time (see gpu/target_rows.py). With more targets, there could be too many such rows.
+# Maximum number of targets, as a fraction of the vocabulary size, for which a 16-bit dW is computed
+# from exponentials. If the targets of a row of dW nearly cancel the rest, the row is computed a
+# second time (see gpu/target_rows.py). More targets could cause too many such rows.
 TARGET_SHARE = 1 / 8
-# The row length of a buffer for exponentials is rounded up to a multiple of this number of
-# elements, so that rows are aligned. 64 elements take 128 bytes in 16 bits.
+# Rows of a buffer for exponentials are padded to a multiple of this number of elements (128 bytes
+# in 16 bits), so that they are aligned.
 ROW_ELEMENTS = 64
 
 
 class LogitChunks:
-    """Chunks that store logits, which a row kernel overwrites with d-logits."""
+    """A chunk that stores logits, which a row kernel overwrites with d-logits."""
 
     has_entropy_gradient = True
 
@@ -59,18 +57,16 @@ class LogitChunks:
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
         # Compute loss and d-logits in one row kernel only if there is no `head_logps`. If there is,
-        # passes without gradient use it to compute logps. A pass with gradient must use it too,
-        # because the row kernel would give different bits.
+        # passes without gradient use it, and the row kernel would give other bits of the logps than
+        # they do.
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace
-        # If set, this function is called with the raw logits before a kernel overwrites them.
-        self.on_logits: Callable[[Tensor], None] | None = None
         self._workspace: Tensor | None = None
         self._gradient_16_bit: Tensor | None = None
 
     def allows_16_bit_d_weight(self, rows: int) -> bool:
-        """Return whether a GEMM over one chunk of `rows` rows may write dW in 16 bits on a GPU."""
+        """Return whether a GPU may write dW in 16 bits if all `rows` rows form one chunk."""
         return self.has_16_bit_gradient
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
@@ -98,51 +94,54 @@ class LogitChunks:
     def raw_logits(self, h: Tensor) -> Tensor:
         """Compute the raw logits h·Wᵀ + bias in the workspace, in fp32.
 
-        The GEMM is skipped if the weight has no rows, as in an empty vocabulary shard.
+        If the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
         """
         z = self.workspace(h.shape[0])
         if self.weight.shape[0]:
             matmul_logits(h, self.weight, out=z)
         if self.bias is not None:
             z.add_(self.bias)
-        if self.on_logits is not None:
-            self.on_logits(z)
         return z
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
         """Compute the lse, logp and entropy of the C rows.
 
-        The logits stay in the workspace, where `gradients` uses them.
+        With `cached`, the workspace already contains the logits of the last `raw_logits` call. The
+        logits stay in the workspace, where `gradients` uses them.
         """
         h, target_ids, transform = at
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
-            # Compute statistics without the padding rows, which only the GEMM needs.
-            z = self.raw_logits(h)[:count]
-            return self.kernels.row_logps(z, target_ids, transform, return_entropy=return_entropy)
+            # Exclude the padding rows, which only the GEMM needs.
+            z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+            return self.kernels.row_logps(
+                z[:count], target_ids, transform, return_entropy=return_entropy
+            )
         return self.kernels.head_logps(
             h[:count], self.weight, self.bias, target_ids, transform, return_entropy=return_entropy,
             logits_out=self.workspace(h.shape[0])[:count],
         )  # fmt: skip
 
     def row_loss(
-        self, at: ChunkRows, terms: RowTerms, config: LossConfig
+        self, at: ChunkRows, terms: RowTerms, config: LossConfig, *, cached: bool = False
     ) -> tuple[ChunkGradients, RowLoss]:
-        """Compute the loss of the C rows and their d-logits."""
+        """Compute the loss of the C rows and their d-logits.
+
+        With `cached`, the workspace already contains the logits of the last `raw_logits` call.
+        """
         h, target_ids, transform = at
         count = target_ids.shape[0]
         has_entropy = config.needs_entropy
         if self.in_one_pass:
             d = self._gradient(h.shape[0])
-            z = self.raw_logits(h)
+            z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
             part = self.kernels.row_loss_(
                 z[:count], d[:count], target_ids, terms, config, transform,
                 return_entropy=has_entropy,
             )  # fmt: skip
             return ChunkGradients(d), part
-        # Compute the loss between two kernels: one computes the statistics, and the other the
-        # gradient.
-        stats = self.logps(at, return_entropy=has_entropy)
+        # Compute the statistics, the loss and the gradient one after the other.
+        stats = self.logps(at, return_entropy=has_entropy, cached=cached)
         losses, g = self.kernels.row_coefficients(stats[1], terms, config)
         gradients = self.gradients(at, stats, g, terms.grad_entropy, cached=True)
         return gradients, RowLoss(*stats, losses, g)
@@ -152,8 +151,8 @@ class LogitChunks:
     ) -> ChunkGradients:
         """Compute the gradient of Σ g·logp + g_entropy·entropy with respect to the logits.
 
-        With `cached`, the workspace still contains the logits of the last `logps` call, and they
-        are not recomputed.
+        With `cached`, the workspace still contains the logits of the last `raw_logits` or `logps`
+        call, and they are not recomputed.
         """
         h, target_ids, transform = at
         if not cached:
@@ -166,7 +165,7 @@ class LogitChunks:
 
 
 class ExponentialChunks(LogitChunks):
-    """Chunks that store exponentials, which become d-logits with a coefficient per row."""
+    """A chunk that stores exponentials, which a coefficient per row turns into d-logits."""
 
     has_entropy_gradient = False  # E determines only the gradient of the logps
 
@@ -179,7 +178,7 @@ class ExponentialChunks(LogitChunks):
         self._filled: Exponentials | None = None
 
     def allows_16_bit_d_weight(self, rows: int) -> bool:
-        """Return whether a GEMM over one chunk of `rows` rows may write dW in 16 bits."""
+        """Return whether a GPU may write dW in 16 bits if all `rows` rows form one chunk."""
         return self.kernels.gradients is not None and rows <= TARGET_SHARE * self.weight.shape[0]
 
     def workspace(self, rows: int, buffer: int = 0) -> Tensor:
@@ -194,7 +193,7 @@ class ExponentialChunks(LogitChunks):
     def _fill(
         self, at: ChunkRows, *, return_entropy: bool = False, known: RowStats | None = None
     ) -> RowStats:
-        """Compute the exponentials of a chunk in the workspace. Return the row statistics."""
+        """Write the exponentials of a chunk to the workspace. Return its row statistics."""
         h, target_ids, transform = at
         count = target_ids.shape[0]
         out = self.workspace(h.shape[0])[:count]
@@ -205,8 +204,8 @@ class ExponentialChunks(LogitChunks):
         )  # fmt: skip
         return self._filled.stats
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
-        """Compute the lse, logp and entropy of the C rows.
+    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
+        """Compute the lse, logp and entropy of the C rows. `cached` has no effect.
 
         The exponentials stay in the workspace, where `gradients` uses them.
         """
@@ -226,7 +225,7 @@ class ExponentialChunks(LogitChunks):
         assert self._filled is not None
         _, *units, dominant = self._filled
         matrix = self.workspace(at.hidden.shape[0])
-        # On a CPU, compute the coefficients with torch, and set those of padding rows to 0.
+        # On a CPU, compute the coefficients with torch, and pad them with zeros.
         if self.kernels.gradients is None:
             by_row, by_target = (pad_rows(torch.where(g == 0, 0.0, g * x)) for x in units)
         else:

@@ -2,9 +2,10 @@
 
 The head processes chunks of rows as loop.py does, with the teacher's logits in a second buffer:
 
-    student's logits z, teacher's y → the divergence kernel overwrites y with its d-logits
-                                    → the loss's row kernel overwrites z with its d-logits → sum
-    dH = d·W, dW += dᵀ·hidden
+    student's logits z, teacher's y
+    → the divergence kernel overwrites y with its d-logits
+    → the loss's row kernel overwrites z with its d-logits
+    → sum d of both, dH = d·W, dW += dᵀ·hidden
 
 The cost is 8·N·V·H flops if the teacher has an LM head of the same hidden size, and 6·N·V·H for a
 top-k teacher. A policy loss does not increase it. The workspace takes 8 bytes per logit, or 4 bytes
@@ -43,25 +44,20 @@ from grpo_fast.kernels.types import (
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Type of a function that computes the policy loss of a chunk. It returns the d-logits (padded C,
-# V), dL/dlogp (C,), and either dL/dentropy (C,) or None.
+# Type of a function that computes the policy loss of a chunk. It returns the d-logits, (padded C,
+# V), dL/dlogp, (C,), and either dL/dentropy, (C,), or None.
 Policy = Callable[[slice, ChunkRows], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class DivergenceHead(LinearHead):
     """A `LinearHead` that also computes the divergences D of all rows.
 
-    The gradients of the head include the gradient of Σ weights·D.
+    Its gradients include the gradient of Σ weights·D.
 
-    Args:
-        tensors: hidden, weight and bias of the student.
-        rows: the active rows.
-        route: the selected kernels.
-        teacher: the teacher, whose N rows are selected chunk by chunk.
-        divergence: the kind of divergence and its parameter.
-        weights: (T,) fp32. A row with weight 0 has a value but no gradient.
-        has_policy: whether a policy loss is computed in the same pass.
-        options: further arguments of `LinearHead`.
+    Args: tensors: hidden, weight and bias of the student. rows: the active rows. route: the
+    selected kernels. teacher: the teacher of all N rows. divergence: the kind of divergence and its
+    parameter. weights: (T,) fp32. A row with weight 0 has a value but no gradient. has_policy:
+    whether a policy loss is computed in the same pass. options: further arguments of `LinearHead`.
     """
 
     def __init__(
@@ -80,21 +76,19 @@ class DivergenceHead(LinearHead):
         self.divergence = divergence
         self.weights = weights
         self.has_head = isinstance(teacher, TeacherHead)
-        # Use a second buffer for the logits of the teacher. With a policy loss, a top-k teacher
-        # also needs a second buffer, for the gradient of the divergence.
+        # With a teacher that has an LM head, the second buffer holds its logits. With a top-k
+        # teacher and a policy loss, it holds the gradient of the divergence.
         self.buffers = 2 if self.has_head or has_policy else 1
         self.row_kernels = kernel_module("divergence", route.backend)
-        self.at: slice | None = None  # the chunk whose divergences are computed with its logits
         self.has_gradient = False
         self.values = weights.new_zeros(weights.shape)  # (T,) divergences
         super().__init__(tensors, rows, route, **options)
 
     def _chunks_of(self, route: Route, entropy_gradient: bool) -> LogitChunks:
-        """Create the chunk buffers, with a callback that computes the divergences."""
+        """Create the chunk, with a second logit buffer if it is needed."""
         head = self.weight, self.bias, route
         chunk = LogitChunks(*head) if self.shard is None else VocabularyChunks(*head, self.shard)
         chunk.buffers = self.buffers
-        chunk.on_logits = self._compute_divergences
         chunk.bytes_per_logit += (self.buffers - 1) * chunk.dtype.itemsize
         return chunk
 
@@ -114,7 +108,7 @@ class DivergenceHead(LinearHead):
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = terms.rows(chunk)
-            d, part = self.chunk.row_loss(at, here, config)
+            d, part = self.chunk.row_loss(at, here, config, cached=True)
             parts.append(part)
             return d.matrix, part.grad_logps, here.grad_entropy
 
@@ -130,7 +124,7 @@ class DivergenceHead(LinearHead):
 
         def policy(chunk: slice, at: ChunkRows) -> tuple[Tensor, Tensor, Tensor | None]:
             here = pick(chunk, g, g_entropy)
-            d = self.chunk.gradients(at, pick(chunk, *known), *here, cached=False)
+            d = self.chunk.gradients(at, pick(chunk, *known), *here, cached=True)
             return d.matrix, *here
 
         return self.sweep(wanted, policy)
@@ -147,21 +141,18 @@ class DivergenceHead(LinearHead):
         for chunk in self.chunks():
             at = self._rows_of(chunk)
             count = chunk.stop - chunk.start
-            # 1. Compute the chunk's logits. raw_logits then calls _compute_divergences, which uses
-            # the chunk in `self.at`.
-            self.at = chunk
+            # 1. Compute the chunk's logits and divergences. The policy loss then uses the same
+            # logits, which its kernel overwrites with d-logits.
+            self._compute_divergences(chunk, self.chunk.raw_logits(at.hidden))
             if policy is None:
-                self.chunk.raw_logits(at.hidden)
                 keep = activity.keep(chunk) if self.on_gpu else active[chunk].nonzero()[:, 0]
             else:
                 d_policy, g, g_entropy = policy(chunk, at)
-                # On a GPU, do not search for inactive rows, because the host would have to wait for
-                # the coefficients. Rows with coefficient 0 stay in the GEMMs as zeros.
+                # On a GPU, keep all rows, because the host would have to wait for the coefficients.
+                # Rows with coefficient 0 stay in the GEMMs as zeros.
                 is_active = None if self.on_gpu else active[chunk] | active_rows(g, g_entropy)
                 keep = None if is_active is None else is_active.nonzero()[:, 0]
-            # 2. Clear `self.at`, so that a later call of raw_logits computes no divergences.
-            self.at = None
-            # 3. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
+            # 2. Add the d-logits of the divergences and of the policy loss, and accumulate dH, dW
             # and db.
             if not self.has_gradient:
                 continue
@@ -174,17 +165,13 @@ class DivergenceHead(LinearHead):
     def _gradient_buffer(self, rows: int) -> Tensor:
         """Return the buffer to which the d-logits of the divergences are written, (rows, V).
 
-        If the teacher has an LM head, the buffer first contains the teacher's logits.
+        If the teacher has an LM head, the buffer first contains the teacher's logits. If there is
+        only one buffer, the d-logits overwrite the student's logits.
         """
-        # Use the last buffer. A top-k teacher without a policy loss has one buffer only, so the
-        # d-logits overwrite the student's logits.
         return self.chunk.workspace(rows, self.buffers - 1)
 
-    def _compute_divergences(self, z: Tensor) -> None:
-        """Compute the divergences of the current chunk from its raw logits (padded C, V)."""
-        chunk = self.at
-        if chunk is None:
-            return
+    def _compute_divergences(self, chunk: slice, z: Tensor) -> None:
+        """Compute the divergences of a chunk from its raw logits z, (padded C, V)."""
         index = self.rows.active_index
         count = chunk.stop - chunk.start
         at = chunk if index is None else index[chunk]
@@ -201,8 +188,7 @@ class DivergenceHead(LinearHead):
                 own = self.row_kernels.row_divergence_(*of_rows, out=to, known=joined)
             values = (joined or own).values  # type: ignore[union-attr]
         else:
-            # For a top-k teacher, call the function that all backends share. There are no teacher
-            # logits.
+            # A top-k teacher has no logits, and all backends share this function.
             values = row_topk_divergence_(z[:count], teacher, w, self.divergence, transform, out=to)
         self.values[chunk] = values.to(self.values.dtype)
 
@@ -212,8 +198,8 @@ class DivergenceHead(LinearHead):
             return
         h = pad_rows(teacher.hidden).contiguous()
         dtype = torch.promote_types(h.dtype, torch.float32)
-        # If the teacher has a higher precision than the student, compute its logits in a buffer of
-        # that precision and convert them afterwards.
+        # If the teacher has a higher precision than the student, use a temporary buffer of that
+        # precision.
         to = out if dtype == out.dtype else out.new_empty(out.shape, dtype=dtype)
         matmul_logits(h, teacher.weight, out=to)
         if teacher.bias is not None:
@@ -224,7 +210,7 @@ class DivergenceHead(LinearHead):
     def _join_ranks(
         self, row_divergence_: Callable[..., DivergenceRows], z: Tensor, *of_rows: object
     ) -> DivergenceRows | None:
-        """Compute the sums of the divergences over full rows of a sharded vocabulary.
+        """Compute values, centers and lse over full rows of a sharded vocabulary.
 
         Two all-gathers exchange the sums of the shards. The result is None if the vocabulary is not
         sharded.
@@ -238,7 +224,7 @@ class DivergenceHead(LinearHead):
         own = row_divergence_(z, *of_rows) if has_columns else none
         lses = self.shard.gathered(torch.stack([own.lse, own.teacher_lse])).logsumexp(0)
         full = DivergenceRows(nothing, nothing, *lses)
-        # 2. Compute this rank's values and centers with the lse of the full rows, and add those of
+        # 2. Compute this rank's values and centers with the lse of the full rows, and sum them over
         # all ranks.
         own = row_divergence_(z, *of_rows, known=full) if has_columns else none
         sums = self.shard.gathered(torch.stack([own.values, own.centers])).sum(0)
@@ -264,13 +250,12 @@ def supported_divergence(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute divergences over token sets, and (dH, dW, db) of their weighted sum.
 
-    If the sets are small, the cost is 8·H·Σ|S| flops, where |S| is the size of a set. Rows without
-    a set are computed by a `DivergenceHead`.
+    If the sets are small, the cost is 8·H·Σ|S| flops, where |S| is the size of a set. A
+    `DivergenceHead` computes the rows without a set.
 
-    Returns:
-        A pair of the divergences, (T,), and the gradients (dH, dW, db).
+    Returns: A pair of the divergences, (T,), and the gradients (dH, dW, db).
     """
-    # 1. Some rows have no support set. Compute these rows over the full vocabulary.
+    # 1. Compute the rows without a token set over the full vocabulary.
     support = rows.support
     assert support is not None
     own = support.select
@@ -288,9 +273,7 @@ def supported_divergence(
     source = supported_head(tensors, rows, route, keep_fp32=keep_fp32)
     of_teacher = rows._replace(hidden_index=rows.active_index, repeats=False)
     other = supported_head(HeadTensors(*teacher[:3]), of_teacher, route, keep_fp32=True)
-    transform = (
-        rows.transform if support.row_index is None else rows.transform.rows(support.row_index)
-    )
+    transform = rows.transform.rows(support.row_index)
     z, y = (
         x.rows(transform, return_entropy=False, return_slopes=False).raw for x in (source, other)
     )
@@ -299,15 +282,9 @@ def supported_divergence(
     w = own(weights)
     out = y[None] if any(wanted) else None
     each = kernel_module("divergence", route.backend).row_divergence_(
-        z[None],
-        y[None],
-        w,
-        divergence,
-        transform,
-        teacher.transform,
-        out=out,
+        z[None], y[None], w, divergence, transform, teacher.transform, out=out,
         offsets=support.offsets,
-    )
+    )  # fmt: skip
     # 4. Merge the divergences of the rows with and without a set, and compute the gradients.
     values = support.merge_rows(each.values.to(w.dtype), of_others)
     if not any(wanted):

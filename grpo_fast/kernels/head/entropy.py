@@ -1,4 +1,4 @@
-"""Pass that computes log-probabilities over token sets, but entropies over the full vocabulary."""
+"""Passes that compute log-probabilities over token sets, but entropies over the full vocabulary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_fast.objective.config import LossConfig
 
 
 class FullEntropySweep:
-    """Two passes over the same rows: the first computes logps, and the second computes entropies.
+    """Two passes over the same rows: one computes logps, and the other computes entropies.
 
-    Args:
-        supported: the pass over the token sets, which must not overwrite logits of the caller.
-        full: the pass over the full vocabulary, which may overwrite logits of the caller.
+    Args: supported: the pass that computes logps over the token sets. It must not overwrite logits
+    of the caller. full: the pass that computes entropies over the full vocabulary. It may overwrite
+    logits of the caller.
     """
 
     has_entropy_gradient = True
@@ -27,21 +27,14 @@ class FullEntropySweep:
         self.supported = supported
         self.full = full
         self.num_rows = supported.num_rows
-        self.known: RowStats | None = None  # statistics over the full vocabulary
-
-    @property
-    def cached(self) -> RowStats | None:
-        """Return the cached statistics over the full vocabulary, for the backward pass.
-
-        Logits are not cached.
-        """
-        return self.known
+        # Statistics over the full vocabulary, for the backward pass. No logits are cached.
+        self.cached: RowStats | None = None
 
     def logps(self, *, return_entropy: bool, keep: bool = False) -> RowStats:
         """Compute (lse, logps, entropy) of the active rows, (T,) fp32. `keep` has no effect."""
         lse, logps, _ = self.supported.logps(return_entropy=False)
-        self.known = self.full.logps(return_entropy=True)
-        return lse, logps, self.known[2]
+        self.cached = self.full.logps(return_entropy=True)
+        return lse, logps, self.cached[2]
 
     def loss_gradients(
         self, terms: RowTerms, config: LossConfig, wanted: Wanted
@@ -54,17 +47,17 @@ class FullEntropySweep:
     def gradients(
         self, g: Tensor, g_entropy: Tensor | None, known: RowStats, wanted: Wanted
     ) -> tuple[Tensor, ...]:
-        """Compute the gradients of Σ g·logp + g_entropy·entropy with both passes, and add them."""
+        """Compute the gradients of Σ g·logp in one pass and of Σ g_entropy·entropy in the other."""
         gradients: tuple[Tensor, ...] = self.supported.gradients(
             g, None, (*known[:2], None), wanted
         )
         if g_entropy is None or not any(wanted):
             return gradients
-        if self.known is None:  # the forward pass ran in a different object
-            self.known = self.full.logps(return_entropy=True)
+        if self.cached is None:  # the forward pass ran in a different object
+            self.cached = self.full.logps(return_entropy=True)
         more: tuple[Tensor, ...] = self.full.gradients(
-            torch.zeros_like(g), g_entropy, self.known, wanted
+            torch.zeros_like(g), g_entropy, self.cached, wanted
         )
-        # Add the gradients of both passes. Skip a gradient that was not requested, which is an
-        # empty tensor in both passes.
+        # Add the gradients of both passes. If a gradient was not requested, it is empty in both
+        # passes.
         return tuple(x.add_(y) if x.numel() else x for x, y in zip(more, gradients, strict=True))

@@ -78,9 +78,9 @@ class GatheredHead:
         is_first = others is None
         if wanted.hidden:
             if slopes is None:
-                # With an entropy gradient there are no slopes, because a row of dH is then not a
-                # multiple of the row's slope. Compute dH from the d-logits instead. They already
-                # include the coefficients, so set the coefficients g to 1.
+                # With an entropy gradient there are no slopes, because dH is then no multiple of d
+                # logp/d hidden. Compute dH from the d-logits instead. They already contain the
+                # coefficients, so set g to 1.
                 slopes = self.row_kernels.head_hidden(d, self.weight, self.support)
                 g = torch.ones_like(g)
             d_hidden = self._hidden(slopes, g, None if is_first else d_hidden)
@@ -109,15 +109,18 @@ class GatheredHead:
         """
         dtype = self.sum_dtype if self.keep_fp32 else self.weight.dtype
         # On a CPU, use fresh memory pages, which already contain zeros. The kernel then writes only
-        # the rows of tokens in the sets.
+        # the rows of tokens that are in a set.
         if self.weight.is_cpu:
             return zeros(self.weight.shape, dtype), True
         return self.weight.new_empty(self.weight.shape, dtype=dtype), False
 
     def _hidden(self, slopes: Tensor, g: Tensor, total: Tensor | None) -> Tensor:
-        """Compute dH from g·slopes, in a new (N, H) tensor or added to `total` if it is given."""
+        """Compute dH from g·slopes.
+
+        The result is a new (N, H) tensor, or `total`, to which it was added.
+        """
         if total is not None or self.repeats:
-            # Add the rows instead of copying them, because several rows may share a row of
+            # Add the rows instead of copying them, because several targets may share a row of
             # `hidden`.
             assert self.index is not None
             total = slopes.new_zeros(self.hidden.shape) if total is None else total

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from grpo_fast.kernels.types import widened
 
-# Skip columns only if the share of the remaining columns is less than this value. Otherwise,
-# gathering the remaining columns costs more time than the smaller GEMMs save.
+# Skip columns only if the share of the kept columns is less than this value. Otherwise, gathering
+# the kept columns costs more time than the smaller GEMMs save.
 WORTH_BELOW = 0.6
-# Number of rows per step in the computation of the masses, which limits temporary memory.
+# Number of rows of d-logits that are processed at a time, to limit temporary memory.
 ROWS = 64
 
 
@@ -34,15 +34,15 @@ class Filtered(NamedTuple):
 
     dropped: Tensor  # 0-d fp64, the skipped mass
     total: Tensor  # 0-d fp64, the mass of all columns
-    columns: int  # number of elements in the remaining columns, rows · remaining columns
-    elements: int  # number of all elements, rows · columns
+    columns: int  # number of elements in the kept columns
+    elements: int  # number of all elements
 
 
 def filtered_shares(chunks: list[Filtered], device: torch.device) -> Tensor:
     """Return two shares over all chunks, (2,) fp32.
 
     The first is the share of Σ|d-logits| that was skipped. The second is the share of the columns
-    that remained.
+    that were kept.
     """
     dropped, total = torch.zeros(2, dtype=torch.float64, device=device)
     for chunk in chunks:
@@ -77,8 +77,8 @@ def heavy_columns(masses: Tensor, tolerance: float) -> tuple[Tensor, Tensor, Ten
         The indices of the kept columns, (n,) in ascending order; the sum of the masses of the
         skipped columns, 0-d; and the sum of all masses, 0-d.
     """
-    # If a mass is NaN, the total is NaN, so the comparison below is False for every column. No
-    # column is skipped then, and the NaN stays visible in the gradients.
+    # If a mass is NaN, the total is NaN, and no column satisfies the comparison below. No column is
+    # skipped then, so the NaN stays visible in the gradients.
     lightest, order = masses.sort()
     summed = lightest.cumsum(0)
     total = summed[-1]

@@ -30,7 +30,7 @@ GATHER_BELOW = 0.9
 
 
 class ChunkGradients(NamedTuple):
-    """The d-logits of a chunk, as a matrix or as exponentials with coefficients.
+    """The d-logits of a chunk: a matrix of them, or a matrix of exponentials with coefficients.
 
     Exponentials are finite, and 0 in the target column. A row with coefficient 0 has no effect on
     the gradients.
@@ -43,18 +43,14 @@ class ChunkGradients(NamedTuple):
 class GradientSums:
     """Sums of dH, dW and db over all chunks, in fp32 (fp64 for fp64 inputs).
 
-    Args:
-        tensors: hidden, weight and bias.
-        wanted: which gradients to compute.
-        index: (T,) row of `hidden` that predicts each target; None: row t predicts target t.
-        repeats: whether a row of `hidden` may predict several targets, whose dH is then added.
-        is_single_chunk: whether all rows arrive in one call of `add`.
-        keep_fp32: return gradients in the dtype of the sums; otherwise in the dtypes of `hidden`,
-            weight and bias.
-        tolerance: share of Σ|d-logits| that may be skipped (grad_filter.py); None: no filter.
-        fused_kernels: the module gpu/gradients.py on a GPU, otherwise None.
-        sum_hidden: function that sums dH over the ranks of a sharded vocabulary; None: the
-            vocabulary is not sharded.
+    Args: tensors: hidden, weight and bias. wanted: which gradients to compute. index: (T,) row of
+    `hidden` that predicts each target; None: row t predicts target t. repeats: whether a row of
+    `hidden` may predict several targets; its dH is then a sum. is_single_chunk: whether all rows
+    arrive in one call of `add`. keep_fp32: return gradients in the dtype of the sums; otherwise in
+    the dtypes of `hidden`, weight and bias. tolerance: share of Σ|d-logits| that may be skipped
+    (grad_filter.py); None: no filter. fused_kernels: the module gpu/gradients.py on a GPU,
+    otherwise None. sum_hidden: function that sums dH over the ranks of a sharded vocabulary; None:
+    the vocabulary is not sharded.
     """
 
     def __init__(
@@ -82,20 +78,21 @@ class GradientSums:
         self.sum_hidden = sum_hidden
         self.filtered: list[Filtered] = []
         self.sum_dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        # Keep dH in fp32 if parts are still to be added to it, so that only the final result is
+        # Keep dH in fp32 if more terms will be added to it, so that only the final result is
         # rounded.
         in_parts = keep_fp32 or repeats or sum_hidden is not None
         self.hidden_dtype = self.sum_dtype if in_parts else self.hidden.dtype
         self.d_hidden: Tensor | None = None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
-        # This 0-d tensor is NaN if a skipped row has a NaN coefficient, and 0 otherwise.
+        # 0-d tensor: NaN if a skipped row has a NaN coefficient, otherwise 0.
         self.skipped_nan: Tensor | None = None
 
     def propagate_nan(self, grad_logps: Tensor, keep: Tensor | None) -> None:
         """Record NaN coefficients of skipped rows, so that `finish` can add them to the gradients.
 
-        A row is also skipped if its coefficient is NaN, which means that its inputs were NaN.
+        A row with a NaN coefficient may be skipped. The NaN comes from its inputs and must stay
+        visible.
         """
         if keep is not None:
             nan = (0 * grad_logps).sum()
@@ -111,13 +108,10 @@ class GradientSums:
     ) -> None:
         """Add the gradients of one chunk to the sums.
 
-        Args:
-            rows: the chunk's positions among the T active rows.
-            h: (padded C, H) rows of `hidden`.
-            d_logits: the chunk's gradient.
-            count: number of rows that are not padding.
-            keep: (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits
-                of the other rows are exact zeros, and the GEMMs skip these rows if there are many.
+        Args: rows: the chunk's positions among the T active rows. h: (padded C, H) rows of
+        `hidden`. d_logits: the chunk's d-logits. count: number of rows that are not padding. keep:
+        (n,) indices of the rows with a nonzero coefficient; None: all rows. The d-logits of the
+        other rows are exact zeros. If there are many such rows, the GEMMs skip them.
         """
         has_columns = d_logits.matrix.shape[1] > 0
         if not has_columns or (keep is not None and keep.shape[0] == 0):
@@ -131,11 +125,11 @@ class GradientSums:
             index = keep + index.start if isinstance(index, slice) else index[keep]
             count = keep.shape[0]
         elif count < d.shape[0]:
-            # Set the padding rows to zero. They contain old data of the workspace, and if it is
-            # NaN, all of dW would become NaN.
+            # Set the padding rows to zero. They contain old data of the workspace. A NaN in it
+            # would make all of dW NaN.
             d[count:].zero_()
-        # 2. Add the gradients of the chunk. It contains d-logits if there are no coefficients, and
-        # otherwise exponentials.
+        # 2. Add the gradients of the chunk. Without coefficients, d contains d-logits. With
+        # coefficients, it contains exponentials.
         if by is None:
             self._add_products(d, h, count, index)
         else:
@@ -186,7 +180,7 @@ class GradientSums:
     def _add_fused(
         self, d: Tensor, by: Coefficients, h: Tensor, count: int, index: slice | Tensor
     ) -> None:
-        """Add one chunk's part of dH and dW, computed from its stored exponentials on the GPU."""
+        """Add the dH and dW of a chunk of exponentials, with kernels for the GPU."""
         if self.wanted.hidden:
             product = matmul_d_hidden(d, self.weight)
             out = torch.empty_like(product[:count], dtype=self.hidden_dtype)
@@ -194,7 +188,7 @@ class GradientSums:
             self._accumulate_hidden(out, index)
         if self.wanted.weight:
             scaled = self.fused_kernels.scaled_hidden(h, by.by_row, h.dtype)
-            # A stable sort keeps equal ids in row order, which makes the sum reproducible.
+            # Sort stably, so that the rows of an id stay in order. The sum is then reproducible.
             ids, order = by.target_ids.sort(stable=True)
             total = accumulate_outer(
                 self.d_weight, d, scaled, self.weight, is_single_chunk=self.is_single_chunk
@@ -220,8 +214,8 @@ class GradientSums:
         masses = column_masses(d[:count], None if by is None else by.by_row[:count])
         columns, dropped, total = heavy_columns(masses, self.tolerance)
         if by is not None:
-            # Add the masses of the targets to the total, because their exponentials in the matrix
-            # are 0.
+            # Add the masses of the targets to the total. The matrix contains 0 in the targets'
+            # columns.
             total = total + by.by_target[:count].abs().sum(dtype=torch.float64)
         kept = columns.shape[0]
         # Keep all columns if the filter would skip too few of them to save time.
@@ -234,9 +228,8 @@ class GradientSums:
         return d.index_select(1, columns), self.weight.index_select(0, columns), columns
 
     def _accumulate_hidden(self, dh: Tensor, index: slice | Tensor) -> None:
-        """Write the dH of some rows into the full dH, or add it if rows of `hidden` repeat."""
-        # If one chunk contains all rows in order, its dH is already the full dH and need not be
-        # copied.
+        """Write dH of some rows into the full dH, or add it if rows of `hidden` repeat."""
+        # If one chunk contains all rows in order, its dH is the full dH.
         if dh.shape[0] == self.hidden.shape[0] and isinstance(index, slice):
             self.d_hidden = dh.to(self.hidden_dtype)
             return
@@ -299,12 +292,11 @@ class GradientSums:
                 sum_ = torch.zeros(like.shape, dtype=dtype, device=like.device)
             results.append(sum_.to(dtype))
             if self.skipped_nan is not None:
-                # Add the recorded value, which is 0 or NaN, so that a NaN in a skipped row becomes
-                # visible.
+                # Add 0, or a NaN that makes a NaN in a skipped row visible.
                 results[-1].view(-1)[:1] += self.skipped_nan
         return results[0], results[1], results[2]
 
 
 def should_gather(keep: Tensor, count: int) -> bool:
-    """Return whether so few of `count` rows are active that copying them together saves time."""
+    """Return whether copying the active rows (`keep`, of `count` rows) saves time."""
     return keep.shape[0] < GATHER_BELOW * count

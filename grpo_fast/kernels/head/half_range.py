@@ -5,8 +5,9 @@ them would be rounded to 0, because the smallest positive fp16 number is 6e-8. T
 are first scaled by a power of two, the `weight_unit`, so that the largest weight is about 1. Sums
 stay in fp32, which needs fp32 copies of dH and dW. `narrowed` then scales each gradient by a second
 power of two, so that its largest element is near 2^13, and rounds it to fp16 once. The backward
-pass multiplies by upstream·unit, which undoes the scaling. Scaling by powers of two is exact. bf16
-has the range of fp32 and does not need this.
+pass multiplies the gradients by upstream·unit, which undoes the scaling.
+
+Scaling by powers of two is exact. bf16 has the range of fp32 and does not need this.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Base-2 logarithm that bounds stored gradients: they are scaled so that their largest element is
-# less than 2^13. This leaves a factor of 8 to the maximum of fp16 (2^16).
+# Exponent that bounds stored gradients: they are scaled so that their largest element is less than
+# 2^13. This leaves a factor of 8 to the maximum of fp16 (2^16).
 TOP_EXPONENT = 13
 
 
@@ -47,12 +48,13 @@ def largest_exponent(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.int32, device=x.device)
-    # Use aminmax, which needs one pass. x.abs().max() would allocate a temporary tensor.
+    # Use aminmax, which needs one pass and no temporary tensor. x.abs().max() would need both.
     low, high = x.aminmax()
     return torch.frexp(torch.maximum(-low, high)).exponent.clamp(-100, 100)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent as an fp32 tensor, for int32 exponents from -126 to 127."""
-    # Build the bits of the float directly, because torch.ldexp is not exact on a GPU.
+    # Build the bits of the float from its biased exponent, because torch.ldexp is not exact on a
+    # GPU.
     return ((exponent + 127) << 23).view(torch.float32)

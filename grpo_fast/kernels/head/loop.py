@@ -2,7 +2,8 @@
 
 For each chunk of C rows, the pass computes the logits hidden·Wᵀ and their lse, logp and entropy.
 From them, the loss functions in objective/ compute coefficients, which give the d-logits d. The
-gradients are dH = d·W and dW += dᵀ·hidden, in fp32. chunks.py has two representations of a chunk.
+gradients are dH = d·W and dW += dᵀ·hidden, in fp32. A chunk is stored as logits or as exponentials
+(chunks.py).
 
 The cost is 6·N·V·H flops if the coefficients of a chunk depend on that chunk only. This is the case
 for token-level losses and for a single chunk. Otherwise, the last chunk is cached and the others
@@ -14,8 +15,8 @@ done if it takes no more memory than a smaller chunk and an fp32 dW.
 
 The logp and dH of a row depend only on that row, W and its scalars, bit for bit. Each GEMM gets a
 multiple of ROW_MULTIPLE rows (zero-padded), so that small and large batches use the same GEMM
-kernel. On a GPU, a Triton kernel ensures this for logps. For dH, which the vendor's GEMM computes,
-it was not measured.
+kernel. On a GPU, a Triton kernel ensures this for logps. The vendor's GEMM computes dH there, and
+its bits were not compared between batch sizes.
 """
 
 from __future__ import annotations
@@ -51,16 +52,13 @@ from grpo_fast.objective.config import LossConfig
 class LinearHead:
     """A pass of T active rows through the LM head, which computes logits and gradients by chunk.
 
-    Args:
-        tensors: hidden, weight and bias.
-        rows: targets, logit transform, and the rows of `hidden` that predict the targets.
-        route: the selected kernels.
-        tolerance: share of Σ|d-logits| that the gradient GEMMs may skip (grad_filter.py).
-        entropy_gradient: whether the coefficients will include dL/dentropy.
-        keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
-        needs_d_weight: whether dW will be computed.
-        shard: this rank's vocabulary shard, if weight and bias are sharded. The outputs are then
-            those of the full LM head, but dW and db are those of the shard (vocabulary.py).
+    Args: tensors: hidden, weight and bias. rows: targets, logit transform, and the rows of `hidden`
+    that predict the targets. route: the selected kernels. tolerance: share of Σ|d-logits| that the
+    gradient GEMMs may skip (grad_filter.py). entropy_gradient: whether the coefficients will
+    include dL/dentropy. keep_fp32: return dH, dW and db in the dtype of their sums, at least fp32.
+    needs_d_weight: whether dW will be computed. shard: this rank's vocabulary shard, if weight and
+    bias are sharded. The statistics and dH are then those of the full LM head, and dW and db are
+    those of the shard (vocabulary.py).
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class LinearHead:
         device = self.weight.device
         columns = self.shard.widest if self.shard else self.weight.shape[0]
         row_bytes = max(columns, 1) * bytes_per_logit
-        # Do not write dW in 16 bits with the gradient filter, which adds up dW in fp32.
+        # The gradient filter adds up dW in fp32, so a 16-bit dW is not possible with it.
         allows_16_bit = self.d_weight_16_bit and self.tolerance is None and self.shard is None
         single_16_bit = needs_d_weight and allows_16_bit
         # A single chunk does not need an fp32 dW, so its logits may use the memory that the fp32 dW
@@ -181,15 +179,14 @@ class LinearHead:
             # so its memory does not grow with the number of rows.
             chunks = [slice(0, self.num_rows)]
         for chunk in chunks:
-            # 1. Compute only the statistics of a chunk that need not be cached.
+            # 1. Use `head_logps` for a chunk that need not be cached.
             if self.head_logps is not None and not (keep and chunk == chunks[-1]):
                 targets = self.rows.target_ids[chunk]
                 transform = self.rows.transform.rows(chunk)
                 head = self._hidden(chunk), self.weight, self.bias
                 stats = self.head_logps(*head, targets, transform, return_entropy=return_entropy)
             else:
-                # 2. If there is no `head_logps`, or if this last chunk must be cached, also store
-                # its logits or exponentials in the workspace.
+                # 2. Otherwise, also store the chunk's logits or exponentials in the workspace.
                 stats = self.chunk.logps(self._rows_of(chunk), return_entropy=return_entropy)
                 self.cached = chunk
             parts.append(stats)
@@ -207,9 +204,9 @@ class LinearHead:
         """
         sums = self._sums(wanted)
         parts = []
-        # On a GPU, select rows by advantages and weights, which are known now. A row whose
-        # coefficient is 0 because of its logp (by clipping) stays in the GEMMs as zeros. The host
-        # would have to wait for the GPU to find such rows.
+        # On a GPU, select rows by advantages and weights, which are known now. A row may also have
+        # the coefficient 0 because of its logp (by clipping). It stays in the GEMMs as zeros,
+        # because the host would have to wait for the GPU to find it.
         activity = Activity(known_active(terms, config) if self.on_gpu else None, self.chunk_rows)
         for chunk in self.chunks():
             at = self._rows_of(chunk)
@@ -232,24 +229,24 @@ class LinearHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute (dH, dW, db) of Σ g·logp + g_entropy·entropy.
 
-        `known` contains the statistics that `logps` returned. The cached chunk is processed first.
-        In all other chunks, the active rows are recomputed.
+        `known` contains the statistics that `logps` returned. The logits of a cached chunk are
+        reused, and those of all other chunks are recomputed.
         """
         sums = self._sums(wanted)
         chunks = list(self.chunks()) if any(wanted) else []
         activity = Activity(active_rows(g, g_entropy) if chunks else None, self.chunk_rows)
         index: slice | Tensor
-        # Start with the last chunk, because its data may still be in the workspace.
+        # Start with the last chunk, because its logits may still be in the workspace.
         for chunk in reversed(chunks):
             keep = activity.keep(chunk)
-            # 1. Skip chunks without active rows.
+            # 1. Skip a chunk without active rows.
             if keep is not None and keep.shape[0] == 0:
                 continue
             at = self._rows_of(chunk)
             index = chunk
             is_cached = chunk == self.cached
             self.cached = None
-            # If few rows are active, recompute the logits of only the active rows.
+            # If few rows are active, recompute the logits of these rows only.
             if not is_cached and keep is not None and should_gather(keep, len(at.target_ids)):
                 h, targets, transform = at
                 at = ChunkRows(
@@ -257,8 +254,7 @@ class LinearHead:
                 )
                 index = keep + chunk.start
                 keep = None
-            # 2. Compute the d-logits from the known statistics, and add their gradients to the
-            # sums.
+            # 2. Compute the d-logits from the known statistics, and add the gradients to the sums.
             stats = pick(index, *known)
             here = pick(index, g, g_entropy)
             d_logits = self.chunk.gradients(at, stats, *here, cached=is_cached)

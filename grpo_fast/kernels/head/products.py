@@ -1,4 +1,4 @@
-"""The three matrix products of a chunk. Dtype and device determine the GEMM that is used."""
+"""The three matrix products of a chunk. Dtype and device determine which GEMM computes them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from grpo_fast.kernels.cpu import gemm
 from grpo_fast.kernels.route import uses_csrc_gemm
 from grpo_fast.kernels.types import POSITIVE16, AddedRows, scaled_rows, widened
 
-# Number of rows of the weight that are converted to fp32 at a time. They are converted if there is
-# no GEMM with 16-bit inputs and fp32 output.
+# Number of rows of the weight that are converted to fp32 at a time, where no GEMM has 16-bit inputs
+# and an fp32 output.
 WIDEN_ROWS = 16384
 # Minimum number of elements for which a GPU's GEMM may write 16-bit output. For a smaller output,
-# the vendor's GEMM may split the inner dimension and add parts that were already rounded to 16
-# bits. It must then write fp32.
+# the vendor's GEMM may split the inner dimension and add partial sums that were already rounded to
+# 16 bits. fp32 output avoids this.
 NARROW_FROM = 16 << 20
 # Number of rows of exponentials that are converted to fp32 at a time, to limit temporary memory.
 COLUMN_SUM_ROWS = 64
@@ -44,7 +44,7 @@ def matmul_d_hidden(d: Tensor, weight: Tensor) -> Tensor:
 
     `d` is fp32 or has the 16-bit dtype of the weight. If a CPU multiplies in 16 bits, an fp32 `d`
     keeps 16 significant bits. The output is never 16-bit, because a GPU might split the sum over V
-    into parts and round each part.
+    and round each partial sum.
     """
     if uses_csrc_gemm(weight):
         out = d.new_empty((d.shape[0], weight.shape[1]), dtype=torch.float32)
@@ -115,7 +115,7 @@ def accumulate_outer(
         h = scaled_rows(h, scales).to(h.dtype)
         scales = None
     if is_own:
-        # Overwrite `total` in the first chunk, because it is uninitialised. Add the later chunks to
+        # The first chunk overwrites `total`, which is uninitialised. All later chunks are added to
         # it.
         is_new = total is None
         if total is None:
@@ -138,7 +138,7 @@ def _accumulate_outer(
     if is_full_precision(h):
         return d.t() @ h if total is None else total.addmm_(d.t(), h)
     if h.is_cuda:
-        # Write dW in 16 bits if a single GEMM computes it, because the fp32 sums are then rounded
+        # If a single GEMM computes dW, write dW in 16 bits, because each fp32 sum is then rounded
         # only once.
         if total is None and is_single_chunk and weight.numel() >= NARROW_FROM:
             return torch.mm(d.to(h.dtype).t(), h)
@@ -151,8 +151,8 @@ def _accumulate_outer(
         total = d.new_zeros(weight.shape)
     if total is not None:
         return add_product_(total, d.t(), h)
-    # A single chunk adds nothing more to dW. Compute dW in fp32, one block of rows at a time, and
-    # round each block by copying it into the 16-bit result.
+    # A single chunk gives all of dW. Compute it in fp32, one block of rows at a time, and round
+    # each block by copying it into the 16-bit result.
     total = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for v in range(0, total.shape[0], WIDEN_ROWS):
         part = total[v : v + WIDEN_ROWS]
@@ -169,7 +169,7 @@ def weighted_column_sum(matrix: Tensor, coefficients: Tensor) -> Tensor:
             total += coefficients[rows] @ widened(matrix[rows])
         return total
     # Split each fp32 coefficient into a sum of three 16-bit numbers, so that the GEMM has 16-bit
-    # operands. With fp32 coefficients, it would need an fp32 copy of the matrix.
+    # operands. fp32 coefficients would need an fp32 copy of the matrix.
     parts = coefficients.new_zeros((coefficients.shape[0], 8), dtype=matrix.dtype)
     left = coefficients
     for i in range(3):

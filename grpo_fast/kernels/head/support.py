@@ -28,18 +28,18 @@ from grpo_fast.kernels.types import (
     RowStats,
     Wanted,
     pad_rows,
+    padded,
     pick,
 )
 from grpo_fast.kernels.workspace import give_back_workspace, take_workspace, workspace_bytes
 from grpo_fast.objective.coefficients import RowTerms
 from grpo_fast.objective.config import LossConfig
 
-# Estimated time of a gathered logit, divided by the time of a logit in a dense product. We measured
-# it on one core of an Intel Xeon (fp32, H = 896): 11 to 18 if there are few distinct ids, and 28 to
-# 33 if each weight row is read from memory.
+# Time of a gathered logit, divided by the time of a logit in a dense product. On one core of an
+# Intel Xeon (fp32, H = 896), we measured 11 to 18 if there are few distinct ids, and 28 to 33 if
+# each weight row is read from memory.
 GATHERED_COST = 32
-# The same ratio for a GPU. It is an estimate from L2 bandwidth and tensor-core flops, not a
-# measurement.
+# The same ratio for a GPU, estimated from L2 bandwidth and tensor-core flops.
 GATHERED_COST_GPU = 128
 
 
@@ -79,7 +79,7 @@ def supported_head(
     """Return the cheaper head for these token sets, `GatheredHead` or `DenseHead`."""
     assert rows.support is not None
     cost = GATHERED_COST_GPU if route.backend == "triton" else GATHERED_COST
-    # Use the dense product if its R·V logits take less time than the gathered logits, one for each
+    # Use the dense product if computing all R·V logits takes less time than gathering one logit per
     # id.
     is_large = len(rows.support.ids) * cost > len(rows.support.places) * len(tensors.weight)
     form = DenseHead if is_large else GatheredHead
@@ -89,12 +89,9 @@ def supported_head(
 class SupportSweep:
     """Pass over all active rows, which merges the results of rows with and without a token set.
 
-    Args:
-        source: computes the logits of the token sets, and gradients from their d-logits.
-        rows: all active rows.
-        route: the selected kernels.
-        dense: the pass over rows without a token set, or None.
-        entropy_gradient: whether the coefficients will include dL/dentropy.
+    Args: source: computes the logits of the token sets, and the gradients from their d-logits.
+    rows: all active rows. route: the selected kernels. dense: the pass over rows without a token
+    set, or None. entropy_gradient: whether the coefficients will include dL/dentropy.
     """
 
     filtered = None
@@ -112,11 +109,7 @@ class SupportSweep:
         self.source = source
         self.dense = dense
         self.support = rows.support
-        self.transform = (
-            rows.transform
-            if rows.support.row_index is None
-            else rows.transform.rows(rows.support.row_index)
-        )
+        self.transform = rows.transform.rows(rows.support.row_index)
         self.kernels = route.kernels
         self.row_coefficients = route.kernels.row_coefficients
         self.entropy_gradient = entropy_gradient
@@ -133,8 +126,8 @@ class SupportSweep:
 
         With `keep`, the logits are cached for `gradients`.
         """
-        # Compute slopes, so that the backward pass need not read the weight rows again. With an
-        # entropy gradient, it must read them anyway, so do not compute slopes.
+        # With slopes, the backward pass need not read the weight rows again. With an entropy
+        # gradient, it must read them anyway.
         has_slopes = keep and not self.entropy_gradient
         own = self.source.rows(
             self.transform, return_entropy=return_entropy, return_slopes=has_slopes
@@ -194,20 +187,16 @@ class DenseHead(GatheredHead):
 
     def _chunks(self) -> Iterator[DenseChunk]:
         """Yield the chunks of the rows, each with its hidden states and a logit buffer."""
-        hidden = self.hidden
-        weight = self.weight
-        dtype = self.sum_dtype
         support = self.support
-        index = self.index
-        count = len(self.support.places)
-        row_bytes = weight.shape[0] * dtype.itemsize
-        step = max(workspace_bytes(weight.device, dtype.itemsize) // row_bytes, 1)
-        workspace = None
+        size = self.sum_dtype.itemsize
+        vocab = self.weight.shape[0]
+        count = len(support.places)
+        step = max(workspace_bytes(self.weight.device, size) // (vocab * size), 1)
+        workspace = take_workspace(padded(min(step, count)), vocab, self.weight, self.sum_dtype)
         for start in range(0, count, step):
             rows = slice(start, min(start + step, count))
-            h = pad_rows(hidden[rows] if index is None else hidden[index[rows]]).contiguous()
-            if workspace is None:
-                workspace = take_workspace(h.shape[0], weight.shape[0], weight, dtype)
+            index = rows if self.index is None else self.index[rows]
+            h = pad_rows(self.hidden[index]).contiguous()
             # Read the number of ids in the chunk, which determines tensor shapes. On a GPU, this
             # waits for the device.
             first, end = support.offsets[[rows.start, rows.stop]].tolist()
@@ -243,8 +232,7 @@ class DenseHead(GatheredHead):
             self.tensors, wanted, index=self.index, repeats=self.repeats, keep_fp32=keep_fp32
         )
         if others is not None:
-            # Start from the gradients of the rows without a set. Those of the rows with a set are
-            # added below.
+            # Start from the gradients of the rows without a set.
             starts = (x if need else None for x, need in zip(others, wanted, strict=True))
             sums.d_hidden, sums.d_weight, sums.d_bias = starts
         for rows, h, places, at, z in self._chunks():
@@ -257,11 +245,8 @@ class DenseHead(GatheredHead):
 class GivenLogits:
     """Source of the logits of rows with a token set: a matrix that the caller provides.
 
-    Args:
-        logits: (N, V), rows contiguous.
-        out: (N, V) destination of the d-logits, which may be `logits`; None: allocate.
-        rows: all active rows.
-        route: the selected kernels.
+    Args: logits: (N, V), rows contiguous. out: (N, V) destination of the d-logits, which may be
+    `logits`; None: allocate. rows: all active rows. route: the selected kernels.
     """
 
     def __init__(self, logits: Tensor, out: Tensor | None, rows: ActiveRows, route: Route) -> None:

@@ -6,11 +6,11 @@ Every rank joins them in the same order, with formulas that do not cancel. The i
 the shard of rank r:
 
     lse  = log Σ_r e^lse_r
-    logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))      o: the shard that contains the target
+    logp = logp_o - log(1 + Σ_{r≠o} e^(lse_r - lse_o))         o: the shard that contains the target
     H    = Σ_r e^(lse_r - lse)·(H_r + lse - lse_r)
 
-Each column of d-logits is computed independently, so dW and db need no communication. dH is summed
-over the shards by one all-reduce of (N, H) after all chunks, at least in fp32.
+A rank computes the d-logits, dW and db of its columns without communication. dH is summed over
+the shards by one all-reduce of (N, H) after all chunks, at least in fp32.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class VocabularyShard(NamedTuple):
         return max(self.sizes)
 
     def own(self, target_ids: Tensor) -> Tensor:
-        """Convert target ids to row numbers of this shard. Ids of other shards become ELSEWHERE."""
+        """Convert target ids to row numbers of this shard. Ids in other shards become ELSEWHERE."""
         places = target_ids - sum(self.sizes[: self.rank])
         is_own = (places >= 0) & (places < self.sizes[self.rank])
         return torch.where(is_own, places, ELSEWHERE)
 
     def owners(self, target_ids: Tensor) -> Tensor:
-        """Return for each target the rank whose shard contains it."""
+        """Return the rank whose shard contains each target."""
         ends = torch.tensor(self.sizes, device=target_ids.device).cumsum(0)
         return torch.searchsorted(ends, target_ids, right=True)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Gather x from all ranks, and stack the tensors in a new first dimension."""
+        """Gather x from all ranks, stacked in a new first dimension."""
         everyone = x.new_empty((len(self.sizes), *x.shape))
         distributed.all_gather(list(everyone), x, group=self.group)
         return everyone
@@ -74,8 +74,7 @@ class VocabularyShard(NamedTuple):
 
     def join_ranks(self, stats: RowStats, target_ids: Tensor) -> RowStats:
         """Combine the statistics of all shards into fp32 statistics over the full vocabulary."""
-        # Use fp64, because fp32 would lose digits that the statistics of an unsharded row would
-        # have.
+        # Use fp64, because fp32 would lose digits that the statistics of an unsharded row have.
         parts = torch.stack([x for x in stats if x is not None]).double()
         lse, logps, *entropies = self.gathered(parts).unbind(1)
         total = lse.logsumexp(0)
@@ -101,9 +100,9 @@ class VocabularyShard(NamedTuple):
 def unrounded_statistics(
     logits: Tensor, target_ids: Tensor, transform: LogitTransform, *, return_entropy: bool
 ) -> RowStats:
-    """Compute `reference.row_logps` without the final rounding to fp32.
+    """Compute the same as `reference.row_logps`, but without the final rounding to fp32.
 
-    If all columns of a row are -inf, its lse is -inf, so the row contributes nothing when the
+    If all columns of a row are -inf, its lse is -inf. The row then contributes nothing when the
     statistics of all shards are combined.
     """
     z, _ = reference.final_logits(logits, transform)
@@ -112,29 +111,30 @@ def unrounded_statistics(
 
 
 class VocabularyChunks(LogitChunks):
-    """Logits of one chunk in one vocabulary shard, with statistics over the full vocabulary."""
+    """A chunk of logits of one vocabulary shard, with statistics over the full vocabulary."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, route: Route, shard: VocabularyShard
     ) -> None:
         super().__init__(weight, bias, route)
         # Do not compute loss and gradient in one kernel, because the ranks must exchange statistics
-        # in between.
+        # before the loss.
         self.shard = shard
         self.in_one_pass = False
         self.row_logps = self.kernels.row_logps
         if route.backend == "torch":
             self.row_logps = unrounded_statistics
 
-    def logps(self, at: ChunkRows, *, return_entropy: bool) -> RowStats:
+    def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
         h, target_ids, transform = at
-        z = self.raw_logits(h)[: target_ids.shape[0]]
+        z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+        z = z[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
         else:
-            # A shard without columns sums no exponentials, so set its lse to log 0 = -inf.
+            # A shard without columns has the lse log 0 = -inf.
             nothing = own.new_full(own.shape, -torch.inf, dtype=self.dtype)
             stats = nothing, nothing, nothing if return_entropy else None
         return self.shard.join_ranks(stats, target_ids)

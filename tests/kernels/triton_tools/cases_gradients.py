@@ -1,4 +1,4 @@
-"""Interpreter cases for the kernels that run before and after the gradient GEMMs, against fp64."""
+"""Interpreter cases of the kernels that run before and after the gradient GEMMs, against fp64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def worst_row(actual, expected):
 # ---- single kernels
 
 
-# One width is smaller than a block and one is larger. 32 rows fill all blocks, and 3 rows leave
+# One width is smaller than a block, and one is larger. 32 rows fill all blocks, and 3 rows leave
 # padding rows in the last block.
 @pytest.mark.parametrize(("rows", "width"), [(32, 5), (3, 1030)])
 def test_dh_rows(rows, width):
@@ -48,7 +48,7 @@ def test_dh_rows(rows, width):
     with only_memory_of(out, product, by_row, by_target, ids, weight):
         gradients.write_hidden_(out, product, by_row, by_target, ids, weight)
     assert ((out.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-6).all()
-    # Tied embeddings may store the weight transposed in memory, which must not change the bits.
+    # The weight of tied embeddings may be stored transposed. This must not change the bits.
     again = gradients.write_hidden_(
         torch.empty_like(out), product, by_row, by_target, ids, weight.t().contiguous().t()
     )
@@ -117,8 +117,8 @@ def test_target_rows_in_fp32():
 def test_target_rows_in_16_bits_are_rounded_once(monkeypatch):
     """Check that a bf16 result of `add_targets_` is rounded only once.
 
-    Its error may be 3% larger than that of rounding the exact result. The product and the rows that
-    are added to it nearly cancel, so the test would notice an earlier rounding.
+    Its error may be at most 3% larger than the error of rounding the exact result. The product and
+    the added rows nearly cancel, so rounding the product first would give a much larger error.
     """
     hidden, ids, matrix, by_target, scaled, product, exact = targets_case()
     ordered, order = ids.sort(stable=True)
@@ -162,7 +162,7 @@ TOKEN_LEVEL = [(o.function, x) for x, o in OBJECTIVES.items() if o.ratio_kind in
 
 @pytest.mark.parametrize("name", dict(reversed(TOKEN_LEVEL)).values())  # one name for each function
 def test_coefficients(name):
-    """Check that the coefficients have at most twice the error of torch in fp32."""
+    """Check that the error of the coefficients is at most twice the error of torch in fp32."""
     logps, terms = terms_of()
     for estimator in KL_ESTIMATORS if name == "grpo" else ("k3",):
         config = LossConfig(
@@ -202,14 +202,14 @@ def gradients_of(hidden, weight, ids, advantages, loss_type="dapo", backend="tri
     return out.loss.detach(), leaves[0].grad, leaves[1].grad
 
 
-# With few tokens, a single token determines most rows of dW. The roundings of its exponentials, its
-# scaled hidden row and the result then do not average out.
+# With few rows, a single token determines most rows of dW. The rounding errors of its exponential,
+# of its scaled hidden row and of the result then do not average out.
 @pytest.mark.parametrize(("rows", "width", "vocab"), [(1, 16, 64), (5, 40, 127), (200, 64, 400)])
 def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, vocab):
     """Check that dW is nearly as accurate as torch's bf16 product of exact d-logits.
 
-    The total error may be 10% larger, and the error of the worst row 50% larger. Each element must
-    be within three roundings to bf16.
+    The total error may be 10% larger, and the error of the worst row 50% larger. The error of an
+    element may be at most that of three roundings to bf16.
     """
     hidden, weight, ids, advantages = make(rows, width, vocab)
     found = gradients_of(hidden, weight, ids, advantages)[2].double()
@@ -225,9 +225,9 @@ def test_the_worst_rows_of_d_weight_are_those_of_a_16_bit_product(rows, width, v
 
 
 def chunks_of(monkeypatch, budget):
-    """Limit the memory for exponentials to `budget` bytes, and record the chunks.
+    """Limit the memory for exponentials to `budget` bytes, and record the chunks of each pass.
 
-    Return a list to which each call of the head adds the list of its chunk sizes.
+    Return a list to which each pass over the head appends the list of its chunk sizes.
     """
     taken = []
     original = LinearHead.chunks
@@ -243,18 +243,18 @@ def chunks_of(monkeypatch, budget):
 
 
 def test_one_chunk_where_it_needs_no_fp32_sum(monkeypatch):
-    """Check that one chunk is used if its exponentials fit into the memory that it saves.
+    """Check that all rows form one chunk if it takes no more memory than several chunks.
 
     A single chunk needs no fp32 dW. This saves 256,000 bytes, which its exponentials may use in
-    addition to the budget. 70 rows of 1600 exponentials take 224,000 bytes in 16 bits.
+    addition to the budget. 70 rows of 1600 16-bit exponentials take 224,000 bytes.
     """
     hidden, weight, ids, advantages = make()
     bytes_needed, spared = 70 * 1600 * 2, 4 * weight.numel()
     results = []
     for missing, chunks in ((0, [70]), (1, [32, 32, 6])):
         with monkeypatch.context() as patch:
-            # First, the budget is just enough for a single chunk. Then it is one byte too small.
-            patch.setattr(loop, "padded", loop.padded)
+            # Use a budget that is just large enough for a single chunk, and one that is a byte too
+            # small.
             taken = chunks_of(patch, bytes_needed - spared - missing)
             results.append(gradients_of(hidden, weight, ids, advantages))
             assert taken[0] == chunks
@@ -301,7 +301,7 @@ def test_rows_without_advantage_are_left_out(active, is_chunked, monkeypatch):
 def test_a_nan_is_seen_in_a_row_without_advantage(active):
     """Check that a NaN in a row with advantage 0 reaches the loss and every gradient.
 
-    If all rows have advantage 0, all rows are skipped. Otherwise the row may still be computed.
+    If all rows have an advantage of 0, the GEMMs skip all rows. Otherwise, they skip some of them.
     """
     hidden, weight, ids, advantages = make()
     advantages[active:] = 0.0

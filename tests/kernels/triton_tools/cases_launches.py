@@ -1,4 +1,4 @@
-"""Interpreter cases that check which kernels backend="triton" launches.
+"""Interpreter cases that check which kernels the backend "triton" launches.
 
 It must launch the Triton kernels, and only those that a call needs. Tests of values cannot check
 this, because they also pass if a different backend computes the results.
@@ -38,9 +38,10 @@ def test_rows_and_heads(launched):
 
 
 def test_a_support(launched, monkeypatch):
-    """Check that a call with `support` launches no kernel for dW if the head is frozen.
+    """Check which kernels a call with `support` launches.
 
-    The weight may be read a second time only if the entropy has a gradient.
+    If the weight is frozen, no kernel for dW runs. The weight may be read a second time only if the
+    entropy has a gradient.
     """
     monkeypatch.setattr(head_support, "GATHERED_COST_GPU", 0)
     g = torch.Generator().manual_seed(3)
@@ -68,10 +69,9 @@ def test_a_support(launched, monkeypatch):
 
 
 def test_weights_are_held_or_computed_again(monkeypatch):
-    """Check that a sequence-level loss stores exponentials only for the last chunk.
+    """Check that a sequence-level loss recomputes the exponentials of all chunks but the last.
 
-    If there is only one chunk, no exponentials are recomputed. With several chunks, the
-    exponentials of the earlier chunks are recomputed. Both must give the same bits.
+    With a single chunk, nothing is recomputed. Both ways must give the same bits.
     """
     case = make_case(7, mask=torch.ones(2, 35, dtype=torch.bool), dtype=torch.bfloat16,
                      **options_for("gspo")).but(old=None)  # fmt: skip
@@ -88,9 +88,9 @@ def test_weights_are_held_or_computed_again(monkeypatch):
     sweeps.clear()
     monkeypatch.setattr(loop, "workspace_bytes", lambda *_: 0)
     again = run("linear", case, backend="triton")
-    # In the forward pass, two chunks store nothing ("bare"). The third chunk stores exponentials
-    # and computes tiles of unlikely targets again ("far"). The backward pass recomputes the
-    # exponentials of the first two chunks.
+    # In the forward pass, two chunks store nothing ("bare"). The third chunk stores its
+    # exponentials, and recomputes the tiles that contain unlikely targets ("far"). The backward
+    # pass recomputes the exponentials of the first two chunks.
     assert sweeps == ["bare", "bare", "store", "far", "store", "store"]
     assert torch.equal(held.logps, again.logps)
     assert torch.equal(held.grads["hidden"], again.grads["hidden"])
@@ -100,8 +100,8 @@ def test_weights_are_held_or_computed_again(monkeypatch):
 def test_rows_without_coefficient_are_inert(zeros):
     """Check that NaN in rows with coefficient 0 changes no bit of any gradient.
 
-    With one row of coefficient 0, the kernels process all rows. With 40 rows of coefficient 0, they
-    gather and process only the remaining rows.
+    If one row has coefficient 0, the kernels process all rows. If 40 rows have coefficient 0, the
+    other rows are copied together, and the kernels process only the copy.
     """
     mask = torch.ones(1, 67, dtype=torch.bool)
     case = make_case(9, H=40, V=150, mask=mask, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Interpreter cases for a variant of `grad_filter` that is not shipped, against fp64.
+"""Interpreter cases of a variant of `grad_filter` that is not part of the package, against fp64.
 
 The variant is in benchmarks/gpu/live_tiles.py.
 """
@@ -27,7 +27,7 @@ def problem():
 def test_what_is_left_out_is_known():
     """Check that `live_tiles` skips the tiles with the smallest masses, up to the tolerance.
 
-    The mass of a tile is the sum of the absolute gradients of its logits, computed in fp64 here.
+    The mass of a tile is the sum of |d-logits| over its logits. The test computes it in fp64.
     """
     p, tolerance = problem(), 0.3
     slopes = p.grad_logps.clone()

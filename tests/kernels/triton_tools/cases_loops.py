@@ -1,6 +1,6 @@
-"""Interpreter cases for variants of the loop of `slice_kernel` that may replace it.
+"""Interpreter cases of variants of the loop in `slice_kernel`, which may replace it one day.
 
-A variant must give the same bits as the shipped kernel.
+A variant must give the same bits as the loop of the package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from grpo_fast.kernels.gpu.exponentials import head_exponentials
 from grpo_fast.kernels.types import LogitTransform
 from tests.kernels.triton_tools import interpreter  # noqa: F401  (repairs bf16)
 
-PLAIN = LogitTransform(1.0, None, 1.0)
 ROWS, HIDDEN, VOCAB = 70, 72, 200  # no multiples of tile sizes
 
 
@@ -35,39 +34,25 @@ def head():
     return hidden, weight, None, target
 
 
-def assert_same(found, expected):
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("loop", loops.REPLACED)
-def test_logps_and_logits(loop):
-    def run():
-        out = torch.full((ROWS, VOCAB), float("nan"))
-        arguments = (*head(), LogitTransform(1.0, None, 0.9))
-        return *linear.head_logps(*arguments, return_entropy=True, logits_out=out), out
-
-    expected = run()
-    with loops.using_loop(loop):
-        assert_same(run(), expected)
-
-
 @pytest.mark.parametrize("loop", loops.REPLACED)
 @pytest.mark.parametrize("columns", [VOCAB, VOCAB + 3], ids=["stored by TMA", "stored by masks"])
-def test_exponentials(loop, columns):
-    """Check that each variant of the loop gives the bits of the shipped loop for exponentials.
+def test_the_bits_of_the_shipped_loop(loop, columns):
+    """Check that each variant of the loop gives the bits of the shipped loop.
 
-    The target of row 5 is unlikely, so this row is computed twice.
+    The target of row 5 is unlikely, so the exponentials of this row are computed twice.
     """
 
     def run():
         hidden, weight, bias, target = head()
         hidden[5] = -weight[target[5]] * 40
+        given = hidden, weight, bias, target, LogitTransform(1.0, None, 0.9)
+        logits = torch.full((ROWS, VOCAB), float("nan"))
+        stats = linear.head_logps(*given, return_entropy=True, logits_out=logits)
         out = torch.full((ROWS, columns), float("nan"), dtype=torch.bfloat16)[:, :VOCAB]
-        found = head_exponentials(hidden, weight, bias, target, PLAIN, out)
-        return *found.stats[:2], found.unit, found.target_unit, out
+        found = head_exponentials(*given, out)
+        return *stats, logits, *found.stats[:2], found.unit, found.target_unit, out
 
     expected = run()
     assert -expected[1][5] > 40
     with loops.using_loop(loop):
-        assert_same(run(), expected)
+        assert all(map(torch.equal, run(), expected))

@@ -1,4 +1,4 @@
-"""Interpreter cases for tensors with element offsets above 2^31, which overflow 32-bit integers."""
+"""Interpreter cases of tensors with element offsets above 2^31, too large for 32-bit integers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.kernels.triton_tools.interpreter import only_memory_of
 def transposed():
     """Return a (V, H) bf16 weight that is stored transposed and has more than 2^31 elements.
 
-    The offsets of its last elements exceed 2^31. The operating system allocates only the pages that
-    are written, so the weight uses little memory.
+    The operating system allocates only the memory pages that are written, so the weight takes
+    little memory.
     """
     vocab, width = 262400, configs.SUPPORT_COLUMNS
     pages = mmap.mmap(-1, 2 * vocab * width, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

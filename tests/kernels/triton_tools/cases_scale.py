@@ -16,14 +16,14 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 def test_scaled(dtype, size, programs, monkeypatch):
     """Check that `scale_` multiplies each element once, even if a program processes several blocks.
 
-    A factor that is a power of two must be exact.
+    The product is computed in fp32 and rounded once.
     """
     monkeypatch.setattr(scale_triton, "PROGRAMS", programs)
     before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
-    x, factor = before.clone(), torch.tensor(-0.5)
+    x, factor = before.clone(), torch.tensor(-0.3)
     with only_memory_of(x, factor):
         assert scale_triton.scale_(x, factor) is x
-    assert torch.equal(x, before * -0.5)
+    assert torch.equal(x, (before.float() * factor).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,9 +33,3 @@ def test_an_upstream_of_one_writes_nothing(dtype):
     bits = x.view(torch.uint8).clone()
     scale_triton.scale_(x, torch.ones((), dtype=dtype))
     assert torch.equal(x.view(torch.uint8), bits)
-
-
-def test_rounded_once():
-    x = torch.randn(1000).bfloat16()
-    expected = (x.float() * 0.3).bfloat16()
-    assert torch.equal(scale_triton.scale_(x.clone(), torch.tensor(0.3)), expected)

@@ -1,7 +1,7 @@
-"""Interpreter cases for the tiling of the head kernels, against fp64 and for equal bits.
+"""Interpreter cases of the head kernels with different tiles, against fp64 and for equal bits.
 
 They cover tensor descriptors, slices of the vocabulary, groups of rows, and tiles that are computed
-twice. test_head.py checks the values of other tilings.
+twice. test_head.py also checks values, with the tiles that are selected by default.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def check_logps(given, bar: float = 0.0, **options) -> tuple:
 
 @pytest.mark.parametrize(("dtype", "block_v"), [(torch.bfloat16, 128), (torch.float16, 64)])
 def test_tensor_descriptors(blocks, dtype, block_v):
-    """Check that TMA loads and stores are correct if the last tile is only partly filled.
+    """Check that TMA loads and stores are correct if the last tile is incomplete.
 
-    Rows, columns and depth are not multiples of the tile. Tiles with one piece and tiles with
-    several pieces must give the same bits.
+    The numbers of rows, columns and hidden units are not multiples of the tile sizes. Tiles with
+    one piece and tiles with several pieces must give the same bits.
     """
     hidden, weight, _, ids = problem(70, 72, 200, dtype)
     ids %= 40  # tiles of later columns have no target, and use a shorter path
@@ -54,7 +54,7 @@ def test_tensor_descriptors(blocks, dtype, block_v):
     assert all(map(torch.equal, check_logps(given, logits_out=out), plain))
     raw = raw_of(*given[:3])
     assert ((out - raw).abs() <= 2e-6 * raw.abs() + 3e-6).all()
-    # An unaligned `hidden` must be copied and then use the same tile.
+    # An unaligned `hidden` must be copied, so that the same tile can be used.
     unaligned = torch.zeros(70, 75, dtype=dtype)[:, 1:73].copy_(hidden)
     assert all(map(torch.equal, check_logps((unaligned, *given[1:])), plain))
     if expected is not None:
@@ -67,9 +67,9 @@ def test_tensor_descriptors(blocks, dtype, block_v):
 
 
 def test_several_slices(monkeypatch):
-    """Check that a vocabulary in several slices gives the fp64 result.
+    """Check that a vocabulary of several slices gives the fp64 result.
 
-    Columns at −inf fill one slice and the start of a different slice.
+    Columns at −inf fill one slice completely, and the start of another slice.
     """
     hidden, weight, bias, _ = problem(9, 24, 515, torch.float32)
     bias[:128] = bias[200:300] = -torch.inf
@@ -81,7 +81,7 @@ def test_several_slices(monkeypatch):
 
 @pytest.mark.parametrize("first", [0, 31, 32, 63, 149])
 def test_tiles_with_and_without_a_target(blocks, first):
-    """Check that tiles without a target, which use a shorter path, give the bits of the long path.
+    """Check that tiles without a target give the same bits on their short code path.
 
     The short path exists only without entropy. The targets are at both ends of a tile, and some are
     outside of the vocabulary.
@@ -100,9 +100,9 @@ def test_tiles_with_and_without_a_target(blocks, first):
 
 
 def test_groups_of_row_blocks(monkeypatch, blocks):
-    """Check that the order in which programs process row blocks does not change a bit.
+    """Check that the order in which programs process the row blocks does not change a bit.
 
-    The results in groups of two blocks are compared with the results in a single group.
+    Groups of two row blocks are compared with a single group of all row blocks.
     """
     monkeypatch.setattr(linear, "SLICE_COLUMNS", 128)
     blocks(32, 32, 16, 4, 2, 32)
@@ -113,9 +113,9 @@ def test_groups_of_row_blocks(monkeypatch, blocks):
 
 
 def test_more_slices_than_a_block_of_the_join(monkeypatch, blocks):
-    """Check that 70 slices, which are joined in blocks of 32 slices, give the fp64 result.
+    """Check that 70 slices, which the join kernel adds 32 at a time, give the fp64 result.
 
-    The result of a single slice must agree, too.
+    A single slice must give the fp64 result, too.
     """
     slices = 70
     blocks(32, 32, 32, 4, 2, 32)

@@ -70,8 +70,8 @@ def _repaired_arithmetic(original: Any) -> Any:
 
 def _repaired_dot(original: Any) -> Any:
     def dot(self, a, b, accumulator, *rest):
-        # Multiply in fp64. In an fp32 product of BLAS, the bits of a row depend on its position in
-        # the tile. On tensor cores they do not depend on it.
+        # Multiply in fp64. In the fp32 product of BLAS, the bits of a row depend on the position of
+        # the row in the tile. On tensor cores, they do not.
         product = np.matmul(widen(a).data.astype(np.float64), widen(b).data.astype(np.float64))
         total = (product + accumulator.data).astype(accumulator.data.dtype)
         return TensorHandle(total, accumulator.dtype.scalar)
@@ -85,8 +85,8 @@ _replace("create_fp_to_fp", _repaired_cast)
 _replace("binary_op", _repaired_arithmetic)
 _replace("unary_op", _repaired_arithmetic)
 _replace("create_dot", _repaired_dot)
-# If one operand is NaN, tl.maximum and tl.minimum return the non-NaN operand on every GPU (maxnum,
-# minnum). The interpreter of Triton 3.6 returns NaN, so replace its functions.
+# If one operand is NaN, tl.maximum and tl.minimum return the other operand on every GPU (maxnum,
+# minnum). The interpreter of Triton 3.6 returns NaN, so replace its two functions.
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -94,8 +94,8 @@ InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.f
 def _with_index(original: Any) -> Any:
     def patch(tensor, scope):
         result = original(tensor, scope)
-        # Triton 3.6 calls int() on the bounds of range(), but numpy >= 2.4 raises an error for
-        # int() of a one-element array. So convert the bounds here.
+        # Triton 3.6 calls int() on the bounds of range(). With numpy >= 2.4, int() raises an error
+        # for an array of one element, so convert the bounds here.
         scope.set_attr(
             tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
         )
@@ -108,9 +108,9 @@ interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
 def _once_per_launch(original: Any) -> Any:
-    """Wrap the function that patches `triton.language`, so that nested calls do not patch again.
+    """Wrap the function that patches `triton.language`, so that nested calls do not patch it again.
 
-    With the original function, half of the interpreter's time would be spent on patching.
+    Otherwise, the interpreter would spend half of its time on patching.
     """
     patched: list[Any] = []
 
@@ -137,24 +137,6 @@ def _once_per_launch(original: Any) -> Any:
 
 
 interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
-
-
-def _by_name(original: Any) -> Any:
-    """Wrap the conversion of Triton dtypes to numpy dtypes, so that its results are cached.
-
-    The original function builds a table in every call, a tenth of the interpreter's time.
-    """
-    known: dict[str, np.dtype] = {}
-
-    def np_dtype(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = original(dtype)
-        return known[dtype.name]
-
-    return np_dtype
-
-
-interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
 
 
 # ---- memory check and program order
@@ -190,8 +172,8 @@ def _checked(kind: str, position: int | None) -> Any:
     return make
 
 
-# Replace only the masked functions. Unmasked accesses call them, so these two patches check all
-# accesses. Kernels use no atomics.
+# Patch only the masked functions. Unmasked loads and stores call them, so all accesses are checked.
+# The kernels use no atomics.
 _replace("create_masked_load", _checked("load", 0))
 _replace("create_masked_store", _checked("store", 1))
 
@@ -220,24 +202,19 @@ _replace("set_grid_idx", _reorder)
 
 @contextlib.contextmanager
 def only_memory_of(*tensors: Any) -> Iterator[None]:
-    """Raise IndexError for loads and stores outside of these tensors inside the block.
+    """Inside the block, raise IndexError for loads and stores outside of these tensors.
 
-    Arguments that are not tensors are ignored. Outputs that a function allocates with `torch.empty`
-    or `torch.empty_like` are allowed as well. The block patches these two functions, which also
-    fills the outputs with NaN.
+    Arguments that are not tensors are ignored. Tensors that a function allocates with `torch.empty`
+    or `torch.empty_like` are allowed, too. Inside the block, these two functions fill them with
+    NaN.
     """
     global _allowed
     originals = torch.empty, torch.empty_like
 
     def span(tensor: torch.Tensor) -> tuple[int, int]:
-        extent = (
-            sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            + 1
-        )
-        return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in axes)
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
     def watched(original: Any) -> Any:
         def make(*args: Any, **keywords: Any) -> torch.Tensor:

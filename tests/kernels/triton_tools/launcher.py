@@ -1,6 +1,6 @@
 """Functions that run the Triton checks in separate processes.
 
-The interpreter and the compiler cannot share a process.
+Triton's interpreter and its compiler cannot run in the same process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parents[2]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# Test files whose tests have a parameter for the backend and can run in the interpreter.
+# Test files whose tests have a backend parameter and also run in Triton's interpreter.
 OF_ENGINES = (
     "kernels/test_rows kernels/test_head kernels/test_support_kernels kernels/test_grad_filter "
     "loss/test_chunks loss/test_divergence loss/test_gradient_range loss/test_hidden_rows "
     "loss/test_loss_extras loss/test_nan_is_seen loss/test_support"
 ).split()
-# Folder in which a second Triton (3.6) was installed with `pip install --target`, to test it, too.
+# Folder of a second Triton (version 3.6), installed with `pip install --target`. It is tested, too.
 OTHER_TRITON = os.environ.get("GRPO_FAST_TRITON36")
 
 

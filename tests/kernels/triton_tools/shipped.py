@@ -1,4 +1,4 @@
-"""Calls of public kernel functions that together use every shipped Triton configuration.
+"""Calls of kernel functions that together use every Triton configuration of the package.
 
 `compile_launches` compiles the kernels that these calls launch.
 """
@@ -31,7 +31,7 @@ ROWS = 64
 
 
 def problem(dtype: torch.dtype, vocab: int, hidden_size: int, options: str) -> tuple[tuple, bool]:
-    """Return the arguments of a head function, and True if `options` requests the entropy.
+    """Return the arguments of a head function, and whether `options` requests the entropy.
 
     `options` may contain "b" (a bias, and a temperature per row), "t" (a temperature per row), "c"
     (a soft cap) and "e" (the entropy).
@@ -64,7 +64,7 @@ def written(
 ) -> None:
     """Compile the kernels that write 16-bit exponentials.
 
-    If the statistics are `known`, one pass is enough. Otherwise there are two.
+    If the statistics are `known`, one pass is enough. Otherwise, two passes are compiled.
     """
     arguments, has_entropy = problem(dtype, vocab, hidden_size, options)
     out = torch.empty(ROWS, -(-vocab // 64) * 64, dtype=torch.bfloat16)[:, :vocab]
@@ -132,7 +132,8 @@ def supported(dtype: torch.dtype, hidden_size: int, options: str) -> None:
 def compared(kind: str, vocab: int) -> None:
     """Compile the divergence kernels with three sets of options.
 
-    These are soft caps with a gradient, values without a gradient, and one shard of a vocabulary.
+    The first has soft caps and a gradient, the second has neither, and the third is for one shard
+    of the vocabulary.
     """
     z, y, w = torch.empty(4, vocab), torch.empty(4, vocab), torch.ones(4)
     transforms = LogitTransform(1.0, 30.0, w), LogitTransform(1.0, 30.0)
@@ -162,7 +163,7 @@ def call(function: Callable[..., None], *given: Any, **more: Any) -> tuple[str, 
 def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the name and the call of every configuration on `arch`.
 
-    V = 32000 and H = 896 are aligned, but 32001 and 897 are odd. sm_90 gets more combinations of
+    V = 32000 and H = 896 are aligned, and 32001 and 897 are odd. sm_90 has more combinations of
     options, because it has an additional large tile for light epilogues.
     """
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -194,7 +195,7 @@ def shipped(arch: str) -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype in (fp32, bf16):
         yield call(scaled, dtype)
     # The code of the loss functions does not depend on the architecture, so compile it only for
-    # sm_90. There are more losses than KL estimators, so the estimators are repeated.
+    # sm_90. There are fewer KL estimators than losses, so the estimators are repeated.
     if arch == "sm_90":
         token = {
             o.function: name

@@ -212,7 +212,7 @@ def plan(
         str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …; or all models.")
     ] = "",
     settings: Annotated[
-        Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 optim.states=8bit …")
+        Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 model.dtype=bfloat16 …")
     ] = None,
     debug: Debug = False,
 ) -> None:

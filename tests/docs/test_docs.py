@@ -23,7 +23,6 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
-from tests import chromium
 from tests.docs import plain_english
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,30 +192,6 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
     targets = {(DOCS / found[1]).resolve() for found in stated.values() if found}
     assert {*READMES} - {README} <= targets
     assert all(target.is_file() for target in targets)
-
-
-def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path):
-    """Check that the built pages do not scroll sideways and follow the reader's color scheme.
-
-    The test opens them in Chromium at the widths of a phone and of a desktop screen.
-    """
-    built = DOCS / "_build" / "html"
-    if not chromium.COMMAND or not built.is_dir():
-        pytest.skip("needs Chromium, and the site built by `make docs`")
-    with chromium.browser(tmp_path) as browser:
-        for page in ("index", "quickstart", "losses", "trainer"):
-            for width in (390, 1280):
-                seen = set()
-                for scheme in ("light", "dark"):
-                    browser.open(built / f"{page}.html", width, scheme)
-                    size = browser.call("Page.getLayoutMetrics")["cssContentSize"]
-                    assert size["width"] == width, page
-                    color = "getComputedStyle(document.body).backgroundColor"
-                    seen.add(browser.evaluate(color))
-                    if page == "losses":  # the table must not be cut off
-                        box = "document.querySelector('table').getBoundingClientRect().right"
-                        assert browser.evaluate(box) <= width
-                assert len(seen) == 2, page
 
 
 # ----------------------------------------------------------

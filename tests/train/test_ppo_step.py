@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_fast import LossConfig, group_advantages
+from grpo_fast import LossConfig
 from grpo_fast.attention import pack_groups
 from grpo_fast.train.config import CriticConfig, ReferenceConfig
 from grpo_fast.train.models.reference import Reference
@@ -318,39 +318,6 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
     for name, gradient in with_it.items():
         same = torch.equal(gradient, without[name])
         assert same != name.startswith(("own.", "value."))
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_ppo_with_the_groups_mean_as_value_is_grpo(aggregation):
-    """Check that PPO has the same gradient as GRPO in a special case.
-
-    In this case, λ = γ = 1, the value of each state is the mean reward of the group, and GRPO uses
-    the advantages `centered`.
-    """
-    policy = tiny_policy()
-    critic = make_critic(policy, gamma=1, lam=1, whiten=False, bootstrap=False, coef=0.0)
-    means = SCORES.view(-1, GROUP).mean(1).repeat_interleave(GROUP)
-    config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
-    batch = make_batch(budget=14)
-    by_group = dict(enumerate(means.tolist()))
-    asked = iter(batch.micro_batches)
-
-    def values(packed, hidden):
-        chosen = next(asked).chosen
-        lengths = torch.tensor(packed.lengths)
-        return torch.tensor([by_group[i] for i in chosen]).repeat_interleave(lengths)
-
-    original, critic.values = critic.values, values
-    fixed(batch, policy, critic)
-    critic.values = original
-    _, ppo = gradients(policy, critic, config, batch)
-    centered = make_batch(group_advantages(SCORES, "centered", group_size=GROUP), budget=14)
-    precompute(centered, policy, LossConfig(), keep_old=True)
-    # The GRPO gradient is added to the equal PPO gradient, so the sum is twice the PPO gradient.
-    accumulate(policy, centered.minibatches[0], config)
-    for name, parameter in policy.model.named_parameters():
-        atol = 2e-6 * ppo[name].abs().max().item() + 1e-8
-        torch.testing.assert_close(parameter.grad, 2 * ppo[name], rtol=1e-4, atol=atol)
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():

@@ -48,7 +48,7 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
     assert all(a != b for a, b in itertools.combinations(completions, 2))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
 def test_accumulation_changes_nothing(tmp_path, loss_type, monkeypatch):
     kl = ["loss.beta=0.05", "reference.kind=frozen"]
     options = [f"loss.loss_type={loss_type}", "loss.compute_entropy=true", *kl]

@@ -171,11 +171,9 @@ def test_packing_again_hands_on_what_is_fixed(name, shape):
         batch.write(name, torch.randn(len(batch.rows), *shape))
         before |= dict(zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True))
     step.has_fixed = True
-    step.pack(14, keep_fixed=True)
+    step.pack(14)
     assert step.has_fixed and len(step.micro_batches) > 4
     for batch in step.micro_batches:
         for i, rows in zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True):
             assert torch.equal(rows, before[i])
         assert batch.column("ref_logps") is None
-    step.pack(20)
-    assert not step.has_fixed and getattr(step.samples, name) is None

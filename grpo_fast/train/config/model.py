@@ -62,8 +62,6 @@ class OptimConfig(Section):
     """Weight decay of AdamW; 0 switches it off."""
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
     """Largest gradient norm; larger gradients are scaled down, and .inf switches this off."""
-    states: Literal["full", "8bit", "offload"] = "full"
-    """Store Adam's moments in the dtype of the weights, in 8 bits, or in host memory."""
 
 
 class ReferenceConfig(Section):

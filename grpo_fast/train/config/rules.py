@@ -68,8 +68,6 @@ CONFLICTS = (
     ("distributed=hsdp", "distributed_replicas=null", "hsdp needs this number"),
     ("distributed!=hsdp", "distributed_replicas", "only hsdp reads it"),
     ("distributed=*sdp*", "log.grad_variance", "a rank has a part of each sum"),
-    ("distributed=*sdp*", "optim.states!=full", "they need unsharded weights"),
-    ("checkpoint.every", "optim.states!=full", "a checkpoint cannot hold these states"),
 )
 
 

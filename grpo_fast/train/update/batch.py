@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 from itertools import groupby
@@ -75,8 +74,7 @@ class StepBatch:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.given = samples.on(device)  # samples without the columns of `precompute`
-        self.samples = dataclasses.replace(self.given)
+        self.samples = samples.on(device)
         self.group_size = group_size
         self.rank = rank
         self.ranks = ranks
@@ -121,7 +119,7 @@ class StepBatch:
         # Sort the samples of each minibatch, so that samples with the same prompt are adjacent and
         # can share the prompt.
         self.parts = [sorted(part) for part in parts]
-        self.pack(self.budget, keep_fixed=True)
+        self.pack(self.budget)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
         """Redistribute the samples in a random order, and pack them.
@@ -135,21 +133,18 @@ class StepBatch:
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
-    def pack(self, budget: int, keep_fixed: bool = False) -> None:
+    def pack(self, budget: int) -> None:
         """Distribute the samples over micro-batches and pack them. Collective call.
+
+        If `has_fixed` is True, the columns that `precompute` has computed keep their values.
 
         Args:
             budget: maximum number of trunk tokens of a micro-batch.
-            keep_fixed: True keeps the columns that `precompute` has filled. False drops them, so
-                that they are computed again.
         """
         self.budget = budget
-        if keep_fixed:
+        if self.has_fixed:
             # A sample may move to a different rank, which then needs the sample's columns.
             self.exchange(FIXED)
-        else:
-            self.samples = dataclasses.replace(self.given)
-            self.has_fixed = False
         packed = [self._pack_part(part, budget) for part in self.parts]
         self.minibatches = [micro_batches for micro_batches, _ in packed]
         self.totals = [totals for _, totals in packed]

@@ -99,7 +99,7 @@ class TokenBudget:
             raise ValueError(
                 f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
                 f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
-                "model.gradient_checkpointing, model.tiled_mlp, model.lora and optim.states save"
+                "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
             )
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)

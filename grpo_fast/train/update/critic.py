@@ -18,14 +18,13 @@ from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
-from grpo_fast.train.config import CriticConfig, ModelConfig, OptimConfig
+from grpo_fast.train.config import CriticConfig, ModelConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import sharding
 from grpo_fast.train.ranks.distributed import sum_
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.micro_batch import MicroBatch
-from grpo_fast.train.update.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,16 +55,6 @@ class Critic:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that only the critic trains."""
         return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
-
-    def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
-        """Return an optimizer for the critic's parameters.
-
-        Args:
-            config: the section `optim`. `critic.lr`, if set, replaces its learning rate.
-            total_steps: optimizer steps of the run.
-        """
-        rate = self.config.lr or config.lr
-        return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
 
     def values(self, packed: PackedTree, policys_hidden: Tensor | None = None) -> Tensor:
         """Compute the value of the state before each completion token.

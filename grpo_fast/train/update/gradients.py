@@ -17,7 +17,7 @@ from grpo_fast import (
     TeacherTopK,
     linear_grpo_loss,
 )
-from grpo_fast.attention import Head, PackedTree
+from grpo_fast.attention import Head
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
@@ -63,77 +63,68 @@ def accumulate(
     by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
-        # 1. Collect the inputs of the loss.
         mask = batch.completion_mask
         total: Any = batch.prompt_items if by_prompt else items
-        by_token = batch.column("token_advantages")
-        advantages = batch.advantages if by_token is None else by_token
-        ref_logps = batch.column("ref_logps")
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
         term = divergence_term(batch, ref_head, config, distill)
-        inputs: dict[str, Any] = {
-            "completion_mask": mask,
-            "cu_seqlens": batch.packed.cu_seqlens,
-            "old_logps": batch.column("old_logps"),
-            "ref_logps": ref_logps,
-            "sampling_logps": sampling_logps if correct_sampling else None,
+        options: dict[str, Any] = {
             "num_items_in_batch": total,
             "num_completions_in_batch": completions,
-            "support": batch.support,
+            "sampling_logps": sampling_logps if correct_sampling else None,
             "divergence": term,
+            "validate": validate,
         }
-        # 2. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
+        # 1. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
         # has gathered the weights of the head.
-        loss, hidden, output = policy.inside(
-            partial(packed_loss, policy, batch.packed, advantages, alone, validate, inputs)
-        )
+        loss, hidden, output = policy.inside(partial(packed_loss, policy, batch, alone, options))
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Run the backward pass. It includes the critic if the run has one.
+        # 2. Run the backward pass. It includes the critic if the run has one.
         if critic is None:
             loss.backward()
         else:
             weights = token_weights(batch, config, total, completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
-        # 4. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
+        # 3. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
         # same number of passes on all ranks.
         if batch.is_idle:
             continue
+        ref_logps = batch.column("ref_logps")
         if ref_logps is not None and not config.uses_reference:
-            metrics["kl"] = mean_kl(output.logps, ref_logps, mask, config)
+            differences = ref_logps - output.logps
+            kl, _ = KL_ESTIMATORS[config.kl_estimator](differences, *config.kl_limits)
+            metrics["kl"] = kl[mask].sum() / mask.sum().clamp(min=1)
         seen.add(metrics, batch.active_tokens)
         seen.logps.append((output.logps[mask], sampling_logps[mask]))
     return seen
 
 
 def packed_loss(
-    policy: Policy,
-    packed: PackedTree,
-    advantages: Tensor,
-    config: LossConfig,
-    validate: str,
-    inputs: dict[str, Any],
+    policy: Policy, batch: MicroBatch, config: LossConfig, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """Compute the fused loss of a packed row.
+    """Compute the fused loss of a micro-batch with T tokens.
 
     Args:
         policy: the policy.
-        packed: the packed row with T tokens, of which R are completion tokens.
-        advantages: advantages per completion, shape (B,), or per token, shape (R,).
+        batch: the micro-batch.
         config: configuration of the loss.
-        validate: argument `validate` of `linear_grpo_loss`.
-        inputs: further arguments of `linear_grpo_loss`.
+        options: arguments of `linear_grpo_loss` that do not come from the policy or the
+            micro-batch.
 
     Returns:
         The loss, the hidden states of shape (T, H), and the LossOutput.
     """
-    hidden = policy.hidden(packed)
+    hidden = policy.hidden(batch.packed)
     head = policy.head
+    by_token = batch.column("token_advantages")
     output = linear_grpo_loss(
-        hidden, head.weight, packed.target_ids, advantages, config.replace(**head.logit_kwargs),
-        hidden_rows=packed.predicting, bias=head.bias, validate=validate, **inputs,
+        hidden, head.weight, batch.packed.target_ids,
+        batch.advantages if by_token is None else by_token, config.replace(**head.logit_kwargs),
+        completion_mask=batch.completion_mask, cu_seqlens=batch.packed.cu_seqlens,
+        old_logps=batch.column("old_logps"), ref_logps=batch.column("ref_logps"),
+        support=batch.support, hidden_rows=batch.packed.predicting, bias=head.bias, **options,
     )  # fmt: skip
     return output.loss, hidden, output
 
@@ -168,15 +159,6 @@ def divergence_term(
     if distill is None:
         return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
     return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)
-
-
-def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return the mean KL to a reference over the tokens with a loss, as a metric.
-
-    This metric is logged if the loss itself does not compute the KL.
-    """
-    kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
-    return kl[mask].sum() / mask.sum().clamp(min=1)
 
 
 def token_weights(

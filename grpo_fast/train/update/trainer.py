@@ -72,7 +72,9 @@ class Trainer:
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
         self.optimizers = {"policy": self.optimizer}
         if critic is not None:
-            self.optimizers["critic"] = critic.optimizer(config.optim, total)
+            rate = critic.config.lr or config.optim.lr
+            optim = config.optim.model_copy(update={"lr": rate})
+            self.optimizers["critic"] = Optimizer(critic.parameters(), optim, total)
         memory = predict_model(policy.lm, config)
         in_step = distributed.size() > 1
         self.budget = TokenBudget(
@@ -137,7 +139,12 @@ class Trainer:
             self.budget.note(batch)
             try:
                 # 1. In the first update of a step, compute old and reference log-probs and values.
-                self.precompute(batch)
+                precompute(
+                    batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
+                    reference=self.reference if self.reads_reference else None,
+                    critic=self.critic, distill=self.config.distill, server=self.teacher,
+                    reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
+                )  # fmt: skip
                 # 2. Compute the gradients from hidden states, fused loss and backward pass.
                 in_step = self.policy.is_sharded
                 with distributed.together(in_step=in_step), shared_copies():
@@ -157,20 +164,12 @@ class Trainer:
                 self.budget.lower(batch, failure)
                 # After the first update, keep the columns of `precompute`. They depend on old
                 # weights and cannot be computed again.
-                batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
+                batch.has_fixed = batch.has_fixed and len(step.updates) > 0
+                batch.pack(self.budget.tokens)
         # 3. Clip the gradients and step. Read the rate before `step` advances the schedule.
         rate = self.optimizer.learning_rate
         norms = [optimizer.step() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norms[0], rate))
-
-    def precompute(self, batch: StepBatch) -> None:
-        """Compute the columns that all updates of a step share, such as old log-probs."""
-        precompute(
-            batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
-            reference=self.reference if self.reads_reference else None, critic=self.critic,
-            reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
-            distill=self.config.distill, server=self.teacher,
-        )  # fmt: skip
 
     def finish(self, step: Step) -> dict[str, float]:
         """Advance the schedules, the reference and β after a step. Return the metrics of the step.

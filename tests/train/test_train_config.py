@@ -74,8 +74,7 @@ def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
 
 
 def test_loss_settings_are_the_arguments_of_the_loss():
-    arguments = LossSettings().arguments()
-    assert LossConfig(**arguments) == LossConfig()
+    assert LossConfig(**dict(LossSettings())) == LossConfig()
     config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     loss = config.loss_config()
     assert loss.temperature == 0.9 and loss.max_completion_length == 7

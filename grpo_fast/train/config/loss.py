@@ -57,12 +57,3 @@ class LossSettings(Section):
         if unknown:
             raise ValidationError.from_exception_data("loss", unknown)
         return self
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for `LossConfig`."""
-        # A recipe or a saved configuration may set a rarely used argument to null, which means its
-        # default. Omit it, because LossConfig would use None as the value.
-        rare = {
-            name: value for name, value in (self.model_extra or {}).items() if value is not None
-        }
-        return {name: getattr(self, name) for name in type(self).model_fields} | rare

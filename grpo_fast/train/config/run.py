@@ -175,7 +175,7 @@ class RunConfig(Section):
 
     def loss_config(self) -> LossConfig:
         """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""
-        settings = self.loss.arguments()
+        settings = dict(self.loss)
         # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
         if self.kl.into == "reward":
             settings["beta"] = 0.0

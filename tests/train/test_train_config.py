@@ -59,20 +59,6 @@ def test_a_saved_configuration_reads_back_equal(tmp_path, words):
     assert again.loss_config().temperature == (0.7 if words == ["rollout.temperature=0.7"] else 1.0)
 
 
-def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    words = ["output_dir=~/runs/a", "model={path: ~/m}", "data={task: jsonl, path: ~/d.jsonl}"]
-    config = load_recipe("sort", words)
-    save_config(config, tmp_path / "config.yaml")
-    monkeypatch.setenv("HOME", "/elsewhere")
-    for read in (config, load_recipe(str(tmp_path / "config.yaml"))):
-        paths = (read.output_dir, read.model.path, read.data.path)
-        assert paths == tuple(str(tmp_path / name) for name in ("runs/a", "m", "d.jsonl"))
-    config.output_dir = "~/b"
-    assert config.output_dir == "/elsewhere/b"
-    assert load_recipe("sort", ["output_dir=./~/x"]).output_dir == "./~/x"
-
-
 def test_loss_settings_are_the_arguments_of_the_loss():
     assert LossConfig(**dict(LossSettings())) == LossConfig()
     config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})

@@ -17,10 +17,6 @@ from grpo_fast.train.config.base import Section
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
 
 
-def default_corrections() -> list[dict[str, Any]]:
-    return [asdict(correction) for correction in LossConfig.corrections]
-
-
 class LossSettings(Section):
     """The objective. Further arguments of LossConfig, for example delta, are also valid keys."""
 
@@ -45,7 +41,9 @@ class LossSettings(Section):
     """Weight of the entropy bonus; 0 adds none."""
     compute_entropy: bool = LossConfig.compute_entropy
     """Log the entropy even if entropy_coef is 0."""
-    corrections: list[dict[str, Any]] = Field(default_factory=default_corrections)
+    corrections: list[dict[str, Any]] = Field(
+        default_factory=lambda: [asdict(correction) for correction in LossConfig.corrections]
+    )
     """Corrections of the sampler-trainer mismatch, each with arguments of Correction."""
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Checks of `RunConfig` for settings that would make a run wrong or let it fail late."""
+"""Checks that reject contradictory settings of a run, and settings that would fail late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
 TRACES = "data.task=traces"
 DIFFER = "the branches of a task differ in number"
-# Losses in which beta is not the weight of a KL to the reference.
+# Conditions that hold for the losses in which beta is not the weight of a KL to the reference.
 NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
 # Each row has two conditions that must not both hold, and the reason. The conditions `key=pattern`
 # and `key!=pattern` compare the key's value with a shell pattern. The condition `key` holds if the
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise a ValueError for settings that conflict in ways that CONFLICTS cannot express.
+    """Raise a ValueError for invalid combinations of settings that CONFLICTS cannot express.
 
     Args:
         config: the `RunConfig`.

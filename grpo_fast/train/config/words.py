@@ -23,7 +23,7 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 Config = TypeVar("Config", bound=BaseModel)
 
 
-# ----------------------------------------------------------------------------------------- Words
+# --------------------------------------------------------------------- Parsing of key=value words
 def read_words(
     kind: type[Config],
     words: Iterable[str],
@@ -80,7 +80,8 @@ def split_word(word: str) -> tuple[str, str]:
 def apply_word(settings: dict[str, Any], word: str) -> None:
     """Change nested settings as a `key=value` argument says.
 
-    Three keys have short forms. The last two require that the settings contain the section.
+    Three keys have short forms. Those of data and model work only if the settings already contain
+    these sections.
 
     - `rewards=NAME` sets a list with one reward section.
     - `data=X` sets data.path.
@@ -102,7 +103,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key in nested settings, and create missing sections.
 
     Raises:
-        ValueError: the key leads below a value that is not a section, or a list has no such index.
+        ValueError: a part of the key is below a value that is not a section, or is not an index of
+            a list.
     """
     node: Any = settings
     for part in key.split("."):
@@ -113,7 +115,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
             raise ValueError(f"{where} is not an index of a list of {len(node)}")
         parent = node
         index: Any = int(part) if isinstance(node, list) else part
-        # An optional section such as model.lora can be null. Replace it with an empty section.
+        # Replace null by an empty section, so that keys of optional sections such as model.lora can
+        # be set.
         if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
         node = node[index]
@@ -141,7 +144,7 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
 
 def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
-    # 1. Build the dotted key, and find the section that contains it and the type of its value.
+    # 1. Build the dotted key. Find the section that contains this key, and the type of its value.
     path = list(map(str, error["loc"]))
     where = quoted(".".join(path), str)
     section = None
@@ -160,7 +163,7 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     if error["type"] == "missing":
         return f"{where}: is missing"
     # 3. Describe an invalid value. The message of a section's validator already begins with the
-    # name of the field, so only the name of the section is missing.
+    # name of the field, so add only the name of the section.
     message = error["msg"].removeprefix("Value error, ")
     value = error["input"]
     if error["type"] == "value_error" and section_of(annotation) is not None:
@@ -214,7 +217,7 @@ def other_names() -> dict[str, str]:
 
 
 def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
-    """Return a suggestion to append to a message about an unknown key.
+    """Return a suggestion that is appended to the error message for an unknown key.
 
     If the key is a setting of another library, suggest the matching key of this package. Otherwise
     suggest similar keys. If no key is similar, list all known keys.

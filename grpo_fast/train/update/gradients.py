@@ -1,4 +1,7 @@
-"""The gradients of one optimizer step over its micro-batches, and their variance over groups."""
+"""Gradients of an optimizer step, and the variance of the gradient between groups.
+
+The gradients are accumulated over the micro-batches of the step.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +53,9 @@ def accumulate(
         correct_sampling: pass the sampler's log-probs to the loss.
         validate: argument `validate` of `linear_grpo_loss`.
         critic: value function whose loss is added, or None.
-        ref_head: LM head of the reference, which an exact divergence needs.
-        distill: the section `distill`. None means no distillation. An exact KL is then computed if
-            `loss.kl_estimator` names one.
+        ref_head: LM head of the reference. Only an exact divergence needs it.
+        distill: the section `distill`, or None without distillation. The loss then has an exact KL
+            if `config.kl_estimator` selects one.
         totals: counts over all ranks that normalize the losses. None counts `minibatch`.
 
     Returns:
@@ -130,7 +133,7 @@ def packed_loss(
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss configuration without its exact KL, which is computed by a DivergenceTerm."""
+    """Return the loss configuration without an exact KL, because a DivergenceTerm computes it."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -139,7 +142,7 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the term of the loss that contains the divergence from a teacher or the reference.
+    """Build the term of the loss for the divergence from a teacher or from the reference.
 
     Returns:
         The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
@@ -184,12 +187,13 @@ def token_weights(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )  # fmt: skip
-    # Without output_size, repeat_interleave would wait for the GPU to learn the size of its result.
+    # Pass output_size. Without it, repeat_interleave reads the size of its result from the GPU,
+    # which is a sync.
     return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
 
 
 def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
-    """Estimate variance and size of the gradient of the policy loss before the first update.
+    """Estimate the variance and the squared norm of the gradient of the policy loss.
 
     Each of the n groups gives an independent estimate g_i of the gradient. The loss of a group is
     normalized as if the step consisted of this group only. The two metrics use the mean ḡ of the
@@ -231,10 +235,11 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
                     squares += float(p.grad.double().square().sum())
                     own += p.grad.float()
                     p.grad = None
-    # 3. Use the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum of the gradients, so
-    # that the gradients of the groups need not be stored.
+    # 3. Compute the metrics with the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum
+    # of the gradients, so the gradients of the groups need not be stored.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
-    # Rounding can make the difference negative. max() returns its first argument if that is NaN.
+    # Rounding can make the difference negative. Pass it to max() first: max() returns its first
+    # argument if that is NaN, so a NaN stays visible.
     variance = max(squares - count * mean_square, 0.0) / (count * (count - 1))
     return {"grad_variance": variance, "grad_signal": mean_square - variance}

@@ -1,4 +1,7 @@
-"""AdamW with a learning rate schedule and clipping, which skips non-finite gradients."""
+"""AdamW with gradient clipping and a learning rate schedule.
+
+Steps with a non-finite gradient are skipped.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ class Optimizer:
         }
 
     def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
-        """Create moments of zeros, into which a checkpoint can be loaded.
+        """Create Adam's moments as zeros, so that a checkpoint can be loaded into them.
 
         Args:
             stored: names of the tensors in the checkpoint. Parameters that never had a gradient
@@ -123,7 +126,7 @@ class Optimizer:
 
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor by which a step's learning rate is multiplied.
+    """Return the factor of the learning rate in a step.
 
     Args:
         kind: constant, linear or cosine. The last two decrease to 0 at `total`.
@@ -131,7 +134,7 @@ def schedule(kind: str, step: int, warmup: int, total: int) -> float:
         warmup: steps of the linear warm-up.
         total: steps of the run.
     """
-    # Use step + 1, because a factor of 0 would waste the first step.
+    # Use step + 1, because with a factor of 0 the first step would change nothing.
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:

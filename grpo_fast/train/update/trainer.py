@@ -1,4 +1,4 @@
-"""The trainer, which updates the weights with the samples of a step, for GRPO and PPO."""
+"""The trainer of GRPO and PPO. It updates the weights with the samples of a step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from grpo_fast.train.update.step import Step, Update, merge_losses
 
 log = logging.getLogger(__name__)
 
-# Number of first steps in which the loss checks all inputs. In later steps it only makes checks
-# that need no GPU sync.
+# In this number of first steps, the loss checks all its inputs. In later steps, it only makes the
+# checks that need no GPU sync.
 FULLY_VALIDATED_STEPS = 2
 
 
@@ -109,8 +109,8 @@ class Trainer:
     def minibatches(self, step: Step) -> Iterator[int]:
         """Yield the index of the minibatch for each optimizer step of a training step.
 
-        The batch is used in `inner_iterations` passes. Before each pass except the first, iteration
-        stops if the KL of the previous pass exceeds `max_approx_kl`.
+        The trainer makes `inner_iterations` passes over the batch. If the mean KL of a pass exceeds
+        `max_approx_kl`, no further pass is made.
         """
         config = self.config
         batch = step.batch
@@ -131,7 +131,7 @@ class Trainer:
     def update(self, step: Step, minibatch: int) -> None:
         """Run one optimizer step on a minibatch.
 
-        If memory runs out, repeat the passes with smaller micro-batches.
+        If memory runs out, repeat the forward and backward passes with smaller micro-batches.
         """
         batch = step.batch
         losses = None
@@ -172,15 +172,16 @@ class Trainer:
         step.updates.append(Update(losses, norms[0], rate))
 
     def finish(self, step: Step) -> dict[str, float]:
-        """Advance the schedules, the reference and β after a step. Return the metrics of the step.
+        """Finish a step after its updates. Return the metrics of the step.
 
-        After an early stop by the KL limit, the schedules advance by the full number of updates.
+        The learning rate schedules advance by the full number of updates, even if the KL limit
+        ended the step early.
         """
         batch = step.batch
         clock = step.clock
         updates = step.updates
         lengths = batch.samples.lengths
-        # 1. Advance schedules, reference and counters.
+        # 1. Advance the schedules, update a synced reference, and count tokens and memory.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
@@ -212,7 +213,7 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that a checkpoint stores, keyed by name. The tensors are not copied.
 
-        A reference is included only if it cannot be loaded or built again.
+        The reference is included only if a resumed run cannot load or build it again.
         """
         reference = self.reference.copy if self.config.stores_reference else None
         models: dict[str, Policy | Critic | None] = {

@@ -12,10 +12,12 @@ from grpo_fast.train.report.page import CompletionsPage
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
 
-# This page shows the completions page (PAGE, a JSON string) in frames of two widths. For each frame
-# and each shading, it writes the following into its title: the frame's width, whether the content
-# fits into the width, the background color, the lowest contrast ratio (WCAG 2.2, 1.4.3) between a
-# text and its background, and the HTML of this text. Transparent backgrounds are blended.
+# Web page that shows the completions page (PAGE, a JSON string) in frames of two widths. It measures
+# each frame with each way of shading the tokens, and writes its measurements into its title:
+# - the width of the frame, and whether the content fits into this width
+# - the background color
+# - the lowest contrast ratio of a text to its background (WCAG 2.2, 1.4.3), and the HTML of the text
+# A transparent background is blended with the background of the parent element.
 HARNESS = """<body><script>
 const parse = text => {
   const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.fixture
 def lines(spied):
-    """Return a function that trains, and returns the metrics of each step and of each update."""
+    """Return a function that trains a model with the recipe `sort`.
+
+    The function returns the metrics of each step, and the metrics of each optimizer update.
+    """
 
     def train(folder, *overrides):
         calls = spied(loop, "make_step")
@@ -149,7 +152,7 @@ def test_out_of_memory_keeps_the_values_advantages_and_logps(tmp_path, monkeypat
 def test_beta_adapts_and_the_adapted_weight_is_used(tmp_path, options):
     """Check the logged KL weight β of a run with `kl.target`, and that the loss uses this weight.
 
-    β changes by at most 20% of (completions / horizon) per step.
+    In a step of n completions, β changes by at most 20% · n / horizon.
     """
     rows = sort(
         tmp_path / "run", *KL, *options, "kl.target=0.02", "kl.horizon=64", "optim.lr=0.01",
@@ -213,7 +216,7 @@ def test_the_metrics_of_a_step_are_means_over_its_updates(tmp_path, lines):
 
 
 def test_after_an_early_stop_the_schedule_goes_on(tmp_path, lines):
-    """Check that an early stop skips updates of a step without changing the learning rate schedule.
+    """Check that an early stop of a step does not change the learning rates of later steps.
 
     The next step must use the learning rates that it would have if no update had been skipped.
     """

@@ -149,8 +149,8 @@ KL_BY_HAND = {"k1": lambda d: -d, "abs": abs, "k3+": lambda d: math.exp(d) - d -
 def test_the_kl_in_the_reward(estimator):
     """Check the returns if the KL penalty is part of the reward.
 
-    The reward of each token is -β · KL. The reward of the last token also includes the score of the
-    completion.
+    The reward of each token is -β · KL. The score of the completion is added to the reward of its
+    last token.
     """
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
@@ -314,7 +314,7 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
 
 
 def test_the_kl_that_is_reported_is_that_of_the_tokens_that_count():
-    """Check that the reported KL is a mean over the tokens of completions that are not masked."""
+    """Check that the reported KL is the mean over the tokens that have a loss."""
     policy = tiny_policy()
     reference = Reference(policy, ReferenceConfig(kind="frozen"))
     with torch.no_grad():

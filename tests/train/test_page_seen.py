@@ -12,11 +12,11 @@ from grpo_fast.train.report.page import CompletionsPage
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
 
-# Web page that shows the completions page (PAGE, a JSON string) in frames of two widths. It measures
-# each frame with each way of shading the tokens, and writes its measurements into its title:
+# Web page that shows the completions page (PAGE, a JSON string) in frames of two widths. For each
+# frame and each way of shading the tokens, it writes measurements into its title:
 # - the width of the frame, and whether the content fits into this width
 # - the background color
-# - the lowest contrast ratio of a text to its background (WCAG 2.2, 1.4.3), and the HTML of the text
+# - the lowest contrast ratio of a text to its background (WCAG 2.2, 1.4.3), and the text's HTML
 # A transparent background is blended with the background of the parent element.
 HARNESS = """<body><script>
 const parse = text => {

@@ -16,7 +16,7 @@ from grpo_fast.train.config.plain import read_yaml
 
 # Value of top_k if only top_p is set. It limits the number of token ids stored for each position.
 KEPT_AT_MOST = 512
-# YAML reads k=4 as a number and k=1,4,8 as a text. Convert both to a list.
+# YAML reads eval.k=4 as a number and eval.k=1,4,8 as a string. Convert both to a list.
 CommaList = BeforeValidator(
     lambda value: value if isinstance(value, list) else read_yaml(f"[{value}]", "k")
 )

@@ -28,8 +28,8 @@ from grpo_fast.train.config.rules import GAE, check_conflicts, check_numbers
 def reward_sections(rewards: Any) -> Any:
     """Convert the setting `rewards` to a list of reward sections.
 
-    A single reward becomes a list of one. A plain text such as myreward.py:reward becomes a section
-    with this name.
+    A single reward becomes a list with one element. A string such as myreward.py:reward becomes a
+    section with this name.
     """
     listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
     if not isinstance(listed, list):

@@ -36,13 +36,13 @@ def read_words(
         kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
-        settings: nested settings. They are changed in place. None means no settings.
+        settings: nested settings, which are changed in place. None starts without settings.
         also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
     """
-    # Apply all words before the validation. Two changes may only be valid together.
+    # Apply all changes before the validation, because some changes are only valid together.
     settings = {} if settings is None else settings
     for word in words:
         apply_word(settings, word)
@@ -59,7 +59,8 @@ def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[st
     Returns:
         The command's own settings, and the arguments whose keys are not fields of `kind`.
     """
-    # A dotted key such as model.path is never one of the command's own settings.
+    # No field name contains a dot, so a dotted key such as model.path is never a setting of the
+    # command itself.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 

@@ -146,7 +146,8 @@ class StepBatch:
         """
         self.budget = budget
         if self.has_fixed:
-            # A sample may move to a different rank, which then needs the sample's columns.
+            # Packing can move a sample to a different rank, which then needs the columns of the
+            # sample.
             self.exchange(FIXED)
         packed = [self._pack_part(part, budget) for part in self.parts]
         self.minibatches = [micro_batches for micro_batches, _ in packed]

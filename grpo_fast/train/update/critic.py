@@ -158,7 +158,7 @@ class Critic:
         config = self.config
         samples = batch.samples
         assert samples.values is not None
-        # 1. Pad the flat columns to one row per sample, as `gae` expects.
+        # 1. Convert the flat columns to padded rows, one per sample, because `gae` needs this layout.
         lengths = torch.tensor(samples.lengths)
         is_token = torch.arange(int(lengths.max())) < lengths[:, None]
 

@@ -60,7 +60,7 @@ class MicroBatch:
         else:
             listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
             packed = pack_groups(listed, shared=shared, device=device)
-        # Select the rows of this micro-batch in the flat columns of the step.
+        # Find the completion tokens of this micro-batch in the flat columns of the step.
         at = torch.tensor(chosen)
         rows = ranges(samples.rows, at)
         assert samples.advantages is not None

@@ -68,7 +68,7 @@ def precompute(
             if keep_old:
                 logps = policy.logps(micro.packed, temperature, hidden, micro.support)
                 micro.write("old_logps", logps)
-            # 3. Request the teacher's scores from its server, and evaluate the critic.
+            # 3. Request the log-probs of the teacher from its server, and evaluate the critic.
             if server is not None:
                 given = scores_of(server, micro)
                 if by_advantage:
@@ -90,7 +90,7 @@ def precompute(
 
 
 def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
-    """Request the teacher's scores of a micro-batch from its server.
+    """Request the teacher's log-probs of a micro-batch from its server.
 
     Returns:
         Tensor of shape (R, K + 1, 2) with ids and log-probs. Index 0 of the second dimension is the

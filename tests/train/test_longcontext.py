@@ -17,7 +17,7 @@ from grpo_fast.train.models.memory_options import apply_options, tile_mlps
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
-from tests.train.tiny_steps import accumulate, batch_of, rollout_of
+from tests.train.tiny_steps import batch_of, gradients, rollout_of
 
 SHAPES = [(11, (9, 1, 4)), (5, (3, 7, 2))]
 
@@ -30,9 +30,8 @@ def loss_and_gradients(policy):
         micro.write("old_logps", logps)
     policy.model.train()
     config = LossConfig(loss_type="grpo", compute_entropy=True)
-    seen = accumulate(policy, batch.minibatches[0], config)
-    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-    return seen.result()["loss"], gradients
+    metrics, found = gradients(policy, batch.minibatches[0], config)
+    return metrics["loss"], found
 
 
 def fp64_policy(family="llama", **options):
@@ -50,10 +49,10 @@ OPTIONS = [CHECKPOINTING, OFFLOAD, {"tiled_mlp": 7}, {**OFFLOAD, "tiled_mlp": 5}
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)))
 def test_options_change_no_gradient(family, options):
     """Check that memory options of the model change neither the loss nor the gradients, in fp64."""
-    loss, gradients = loss_and_gradients(fp64_policy(family))
+    loss, ours = loss_and_gradients(fp64_policy(family))
     other, theirs = loss_and_gradients(fp64_policy(family, **options))
     assert other == pytest.approx(loss, rel=1e-6)
-    compare(theirs, gradients, 1e-12)
+    compare(theirs, ours, 1e-12)
 
 
 def compare(found, expected, tolerance):
@@ -163,9 +162,9 @@ def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
         for parameter in policy.trainable():  # LoRA's B starts at zero, so A would get no gradient
             torch.nn.init.normal_(parameter, std=0.1)
         results.append(loss_and_gradients(policy))
-    (loss, gradients), (other, theirs) = results
-    assert other == pytest.approx(loss, rel=1e-5) and len(gradients) == 28
-    compare(theirs, gradients, 1e-5)
+    (loss, ours), (other, theirs) = results
+    assert other == pytest.approx(loss, rel=1e-5) and len(ours) == 28
+    compare(theirs, ours, 1e-5)
 
 
 # ------------------------------------------------------------- One step with three ways of batching

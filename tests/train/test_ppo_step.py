@@ -16,7 +16,7 @@ from grpo_fast.train.update.gradients import token_weights
 from grpo_fast.train.update.precompute import precompute
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
-from tests.train.tiny_steps import accumulate, batch_of, rollout_of
+from tests.train.tiny_steps import accumulate, batch_of, gradients, rollout_of
 
 GROUP = 3
 # Each entry has the length of a prompt, and the lengths of its completions.
@@ -220,17 +220,6 @@ def test_tokens_without_a_verdict_are_not_regressed():
             assert bool((own == 0).all()) == (i == 2)
 
 
-def gradients(policy, critic, config, batch):
-    for parameter in (*policy.trainable(), *critic.parameters()):
-        parameter.grad = None
-    seen = accumulate(policy, batch.minibatches[0], config, critic=critic)
-    names = [*policy.model.named_parameters()]
-    names += [] if critic.is_shared else [(f"own.{n}", p) for n, p in
-                                          critic.trunk.model.named_parameters()]  # fmt: skip
-    names += [*critic.head.named_parameters(prefix="value")]
-    return seen, {n: p.grad.clone() for n, p in names if p.grad is not None}
-
-
 @pytest.mark.parametrize("loss", ["clipped", "plain", "huber"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_value_heads_gradient(loss, aggregation):
@@ -245,7 +234,7 @@ def test_the_value_heads_gradient(loss, aggregation):
         critic.head.bias += 0.15  # some values are then outside of the clip range
         critic.head.weight *= 0.8
     config = LossConfig(loss_type="grpo", aggregation=aggregation, max_completion_length=9)
-    seen, found = gradients(policy, critic, config, batch)
+    metrics, found = gradients(policy, batch.minibatches[0], config, critic)
     twin = copy.deepcopy(policy.lm).double()
     twin.set_attn_implementation("eager")
     tokens = sum(batch.samples.lengths)
@@ -267,7 +256,6 @@ def test_the_value_heads_gradient(loss, aggregation):
                 plain = (v - target).abs() - 0.5
             total = total + weight_by_hand(aggregation, n, tokens, 9) * plain
     (0.7 * total).backward()
-    metrics = seen.result()
     assert metrics["value/loss"] == pytest.approx(total.item(), rel=1e-4)
     assert metrics["value/clip_ratio"] == pytest.approx(bounded / tokens, abs=1e-6)
     assert bounded > 0 or loss != "clipped"
@@ -283,19 +271,20 @@ def test_gradients_however_the_step_is_packed(kind, aggregation):
     critic = make_critic(policy, kind=kind)
     options = {"aggregation": aggregation, "max_completion_length": 9, "entropy_coef": 0.1}
     config = LossConfig(loss_type="grpo", **options)
-    seen, whole = gradients(policy, critic, config, fixed(make_batch(), policy, critic))
+    batch = fixed(make_batch(), policy, critic)
+    seen, whole = gradients(policy, batch.minibatches[0], config, critic)
     assert any(name.startswith("own.") for name in whole) == (kind == "model")
     assert "own.lm_head.weight" not in whole
     for options in ({"budget": 12}, {"budget": 1, "shared": False}):
         batch = fixed(make_batch(**options), policy, critic)
         assert len(batch.micro_batches) > 2
-        again, pieces = gradients(policy, critic, config, batch)
+        again, pieces = gradients(policy, batch.minibatches[0], config, critic)
         assert pieces.keys() == whole.keys()
         for name, gradient in whole.items():
             scale = gradient.abs().max().item()
             torch.testing.assert_close(pieces[name], gradient, rtol=0, atol=2e-4 * scale + 1e-6)
         for name in ("loss", "policy_loss", "value/loss"):
-            assert again.result()[name] == pytest.approx(seen.result()[name], rel=1e-4, abs=1e-5)
+            assert again[name] == pytest.approx(seen[name], rel=1e-4, abs=1e-5)
 
 
 def test_a_model_of_its_own_leaves_the_policy_alone():
@@ -305,7 +294,8 @@ def test_a_model_of_its_own_leaves_the_policy_alone():
     found = []
     for coef in (0.0, 2.0):
         critic = make_critic(policy, kind="model", coef=coef)
-        found.append(gradients(policy, critic, config, fixed(make_batch(), policy, critic))[1])
+        batch = fixed(make_batch(), policy, critic)
+        found.append(gradients(policy, batch.minibatches[0], config, critic)[1])
     without, with_it = found
     assert without.keys() == with_it.keys()
     for name, gradient in with_it.items():

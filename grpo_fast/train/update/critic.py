@@ -158,7 +158,7 @@ class Critic:
         config = self.config
         samples = batch.samples
         assert samples.values is not None
-        # 1. Convert the flat columns to padded rows, one per sample, because `gae` needs this layout.
+        # 1. Convert the flat columns to padded rows, one per sample, as `gae` expects.
         lengths = torch.tensor(samples.lengths)
         is_token = torch.arange(int(lengths.max())) < lengths[:, None]
 

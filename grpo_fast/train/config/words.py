@@ -81,8 +81,8 @@ def split_word(word: str) -> tuple[str, str]:
 def apply_word(settings: dict[str, Any], word: str) -> None:
     """Change nested settings as a `key=value` argument says.
 
-    Three keys have short forms. Those of data and model work only if the settings already contain
-    these sections.
+    Three keys have short forms. The short forms of `data` and `model` work only if the settings
+    already contain these sections.
 
     - `rewards=NAME` sets a list with one reward section.
     - `data=X` sets data.path.

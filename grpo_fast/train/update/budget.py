@@ -59,7 +59,7 @@ class TokenBudget:
         return max(tokens, 1)
 
     def note(self, batch: StepBatch) -> None:
-        """Record the size of the largest micro-batch of a batch."""
+        """Record the largest micro-batch sizes so far, for the prediction of the peak memory."""
         rows = [len(micro.rows) for micro in batch.micro_batches]
         self.largest = max(self.largest, batch.largest)
         self.most_rows = max(self.most_rows, *rows)

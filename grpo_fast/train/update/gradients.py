@@ -84,7 +84,7 @@ def accumulate(
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 2. Run the backward pass. It includes the critic if the run has one.
+        # 2. Run the backward pass. With a critic, the backward pass includes the value loss.
         if critic is None:
             loss.backward()
         else:
@@ -217,7 +217,7 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     count = len(batch.advantages) // group_size
     if count < 2:
         return {}
-    # 1. Exclude KL divergence and entropy bonus from the loss.
+    # 1. Exclude the KL divergence and the entropy bonus from the loss.
     alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
     parameters = policy.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]

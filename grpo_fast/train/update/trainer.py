@@ -145,7 +145,7 @@ class Trainer:
                     critic=self.critic, distill=self.config.distill, server=self.teacher,
                     reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
                 )  # fmt: skip
-                # 2. Compute the gradients from hidden states, fused loss and backward pass.
+                # 2. Compute the gradients: hidden states, fused loss, backward pass.
                 in_step = self.policy.is_sharded
                 with distributed.together(in_step=in_step), shared_copies():
                     own = accumulate(
@@ -200,13 +200,13 @@ class Trainer:
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(),
         }  # fmt: skip
-        # 3. Adapt the weight of the KL divergence to this step's KL.
+        # 3. Adapt β, the weight of the KL divergence, to the KL of this step.
         self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
         self._use_beta()
         return metrics
 
     def forget_gradients(self) -> None:
-        """Clear the gradients of a minibatch that must be repeated."""
+        """Clear all gradients, which frees their memory."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 

@@ -22,6 +22,7 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
+from tests import chromium
 from tests.docs import plain_english
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,6 +179,21 @@ def test_every_folders_readme_is_a_page_and_none_is_copied():
     targets = {(DOCS / found[1]).resolve() for found in stated.values() if found}
     assert {*READMES} - {README} <= targets
     assert all(target.is_file() for target in targets)
+
+
+@pytest.mark.parametrize("name", ["index", "quickstart", "losses", "trainer"])
+def test_no_page_scrolls_sideways_and_the_scheme_is_the_readers(tmp_path, name):
+    page = DOCS / "_build" / "html" / f"{name}.html"
+    if not chromium.COMMAND or not page.is_file():
+        pytest.skip("needs Chromium, and the site built by `make docs`")
+    right = "page => page.querySelector('table')?.getBoundingClientRect().right ?? 0"
+    colors = set()
+    for scheme in chromium.SCHEMES:
+        for width, fits, color, edge in chromium.measured(tmp_path, page, scheme, right):
+            # The table of losses must not be cut off.
+            assert fits and (name != "losses" or 0 < edge <= width), (width, edge)
+            colors.add(color)
+    assert len(colors) == 2
 
 
 # ----------------------------------------------------------

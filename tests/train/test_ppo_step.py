@@ -14,6 +14,7 @@ from grpo_fast.train.models.reference import Reference
 from grpo_fast.train.update.critic import Critic, value_metrics
 from grpo_fast.train.update.gradients import token_weights
 from grpo_fast.train.update.precompute import precompute
+from tests import oracles
 from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.tiny_steps import accumulate, batch_of, gradients, rollout_of
@@ -204,13 +205,6 @@ def test_the_values_metrics():
 AGGREGATIONS = ["sequence_mean", "token_mean_global", "fixed_length", "sequence_sum"]
 
 
-def weight_by_hand(aggregation, length, tokens, completions, longest=9):
-    counted = {"sequence_mean": completions * length, "token_mean_global": tokens,
-               "token_mean_local": tokens, "fixed_length": completions * longest,
-               "sequence_sum": completions}  # fmt: skip
-    return 1 / counted[aggregation]
-
-
 def test_tokens_without_a_verdict_are_not_regressed():
     scores = SCORES.clone()
     scores[2] = math.nan
@@ -238,6 +232,8 @@ def test_the_value_heads_gradient(loss, aggregation):
     twin = copy.deepcopy(policy.lm).double()
     twin.set_attn_implementation("eager")
     tokens = sum(batch.samples.lengths)
+    options = {"aggregation": aggregation, "max_completion_length": 9}
+    weights = oracles.token_weights(batch.samples.lengths, oracles.resolve(options), None, None)
     total, bounded, head = 0.0, 0, copy.deepcopy(critic.head).double()
     known = zip(of_each(batch, "values"), of_each(batch, "returns"), strict=True)
     for i, (old, returns) in enumerate(known):
@@ -254,7 +250,7 @@ def test_the_value_heads_gradient(loss, aggregation):
                 plain = torch.maximum(plain, other)
             elif loss == "huber" and abs(v - target) > 1:
                 plain = (v - target).abs() - 0.5
-            total = total + weight_by_hand(aggregation, n, tokens, 9) * plain
+            total = total + weights[i] * plain
     (0.7 * total).backward()
     assert metrics["value/loss"] == pytest.approx(total.item(), rel=1e-4)
     assert metrics["value/clip_ratio"] == pytest.approx(bounded / tokens, abs=1e-6)

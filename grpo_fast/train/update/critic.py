@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.objective.advantages import whitened
@@ -163,9 +164,7 @@ class Critic:
         is_token = torch.arange(int(lengths.max())) < lengths[:, None]
 
         def by_sample(column: Tensor) -> Tensor:  # (R,) -> (samples, longest)
-            rows = torch.zeros(is_token.shape, dtype=column.dtype)
-            rows[is_token] = column.cpu()
-            return rows
+            return pad_sequence(column.cpu().split(samples.lengths), batch_first=True)
 
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)

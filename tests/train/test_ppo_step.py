@@ -232,8 +232,7 @@ def test_the_value_heads_gradient(loss, aggregation):
     twin = copy.deepcopy(policy.lm).double()
     twin.set_attn_implementation("eager")
     tokens = sum(batch.samples.lengths)
-    options = {"aggregation": aggregation, "max_completion_length": 9}
-    weights = oracles.token_weights(batch.samples.lengths, oracles.resolve(options), None, None)
+    weights = oracles.token_weights(batch.samples.lengths, config, None, None)
     total, bounded, head = 0.0, 0, copy.deepcopy(critic.head).double()
     known = zip(of_each(batch, "values"), of_each(batch, "returns"), strict=True)
     for i, (old, returns) in enumerate(known):

@@ -46,7 +46,7 @@ Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_pri
 
 @app.callback()
 def main(version: Version = False) -> None:
-    """Define the options of `grpo-fast` without a command, for example `grpo-fast --version`."""
+    """Define the options that `grpo-fast` accepts without a command, such as --version."""
 
 
 @app.command()
@@ -212,7 +212,7 @@ def plan(
         str, typer.Argument(help="A recipe, hub id, model's folder, qwen2.5-7b, …; or all models.")
     ] = "",
     settings: Annotated[
-        Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 optim.states=8bit …")
+        Words, key_values("gpu=H100 or gpu=141 (GB) prompt=8192 model.dtype=bfloat16 …")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -259,7 +259,7 @@ def data(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show how a run reads a data set: counts, skipped rows, prompts and gold answers."""
+    """Show how a run reads a data set: row counts, skipped rows, prompts and gold answers."""
     from grpo_fast.data import escape_control
     from grpo_fast.train.evaluation.data_view import data_lines
 

@@ -15,9 +15,8 @@ from difflib import SequenceMatcher
 from typing import TypeVar, cast
 
 FP32_MAX = 3.4028234663852886e38  # the largest finite number in fp32, the dtype of the kernels
-# Log-probabilities below this limit are rejected, because they are placeholders: vLLM reports -9999
-# instead of NaN and -inf. The log-probability of a token that was sampled, or that is among the
-# most likely tokens, is always far above the limit.
+# Log-probabilities below this limit are rejected as placeholders. For example, vLLM reports -9999
+# instead of NaN and -inf. Real log-probabilities of sampled tokens are far above the limit.
 LEAST_LOGP = -1000.0
 LONGEST_WORD = 200  # number of letters of an unknown word that are compared with known names
 SAVED = 75  # exit status of a stopped run that can be resumed (EX_TEMPFAIL, "try again later")
@@ -69,7 +68,7 @@ def conflict(a: str, b: str, why: str) -> ValueError:
 
 
 def choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise a ValueError that lists the choices unless `value` is one of them."""
+    """Raise a ValueError that lists the valid choices, unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
         raise argument_error(name, f"one of {list(choices)}", repr(value))
 
@@ -87,8 +86,8 @@ def number(name: str, value: object, expected: str, holds: Callable[[float], boo
 def nearest_name(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to a word, or None if no name is similar.
 
-    The comparison ignores case. Of a known name with dots, such as "loss.beta", it uses only the
-    last part.
+    The comparison ignores case. If a known name has dots, such as "loss.beta", only its last part
+    is compared.
 
     Args:
         word: the unknown word.
@@ -117,9 +116,10 @@ Target = TypeVar("Target", bound=Callable[..., object])
 
 
 def names_nearest(target: Target) -> Target:
-    """Decorate a function, dataclass or NamedTuple to improve the error for an unknown keyword.
+    """Make a function, dataclass or NamedTuple suggest a keyword in place of an unknown keyword.
 
-    The error then suggests the known keyword with the most similar name.
+    Use this function as a decorator. The error for an unknown keyword argument then names the most
+    similar known keyword.
     """
     if not isinstance(target, type):
         return cast(Target, _checks_keywords(target, target.__name__))
@@ -198,11 +198,11 @@ class WriteError(RunError):
 
 
 class RankError(RunError):
-    """Raised on a rank if a different rank has failed or does not answer."""
+    """Raised on one rank because another rank has failed or does not answer."""
 
 
 class Stopped(SystemExit):
-    """Raised to end a run, and with it the process, after a signal.
+    """Raised to end the run and its process after a signal.
 
     The class derives from SystemExit, so that `except Exception` does not catch it. The exit status
     `code` is 128 plus the number of the signal, or SAVED if the run has written a checkpoint.

@@ -1,108 +1,59 @@
-"""Client for headless Chromium that renders pages and evaluates JavaScript in them.
+"""Measurements of HTML pages in headless Chromium."""
 
-The client uses the DevTools protocol over two pipes and needs no Python package.
-"""
-
-import contextlib
 import json
-import os
-import select
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WAIT = 240  # seconds to wait for an answer; Chromium may be slow on a loaded machine
 COMMAND = shutil.which("chromium") or shutil.which("chromium-browser")
+WIDTHS = (390, 1280)  # CSS pixels of a phone and of a desktop screen
+SCHEMES = {"dark": 0, "light": 1}
+# The page is a `srcdoc`, because scripts cannot access a frame that shows another file.
+HARNESS = """<base href="BASE"><body><script>
+const rows = [];
+const measure = MEASURE;
+for (const width of WIDTHS) {
+  const frame = document.createElement('iframe');
+  Object.assign(frame, {width, srcdoc: PAGE, onload: () => {
+    const page = frame.contentDocument;
+    const fits = page.documentElement.scrollWidth <= page.documentElement.clientWidth;
+    rows.push([width, fits, getComputedStyle(page.body).backgroundColor, measure(page)]);
+    document.title = JSON.stringify(rows);
+  }});
+  document.body.append(frame);
+}
+</script>"""
 
 
-class Browser:
-    """One page in a Chromium process.
+def measured(
+    folder: Path, page: Path, scheme: str, measure: str = "page => null"
+) -> list[tuple[int, bool, str, Any]]:
+    """Show a page in frames of two widths, and measure it in each frame.
 
-    Scripts of the loaded page are disabled, but `evaluate` can run JavaScript in the page.
+    Args:
+        folder: Folder for temporary files.
+        page: The HTML file.
+        scheme: The color scheme, "dark" or "light".
+        measure: JavaScript function of the frame's document that returns a JSON value.
+
+    Returns:
+        For each of the widths in `WIDTHS`: the width, whether the content fits into the width, the
+        background color, and the result of `measure`.
     """
-
-    def __init__(self, send: int, receive: int) -> None:
-        self.send, self.receive = send, os.fdopen(receive, "rb", buffering=0)
-        self.number, self.session, self.buffer = 0, None, b""
-        self.events: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self.session = attached["sessionId"]
-        self.call("Page.enable")
-
-    def message(self) -> dict[str, Any]:
-        while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.receive], [], [], WAIT)
-            read = self.receive.read(1 << 20) if ready else b""
-            if not read:
-                raise RuntimeError("Chromium has ended" if ready else "Chromium does not answer")
-            self.buffer += read
-        text, _, self.buffer = self.buffer.partition(b"\0")
-        return json.loads(text)
-
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
-        self.number += 1
-        call = {"id": self.number, "method": method, "params": params}
-        if self.session:
-            call["sessionId"] = self.session
-        os.write(self.send, json.dumps(call).encode() + b"\0")
-        while (answer := self.message()).get("id") != self.number:
-            self.events.append(answer.get("method", ""))
-        if "error" in answer:
-            raise RuntimeError(f"{method}: {answer['error']['message']}")
-        return answer["result"]
-
-    def open(self, page: Path, width: int, scheme: str) -> None:
-        """Load an HTML file into the page, and wait until it is loaded.
-
-        Args:
-            page: The HTML file.
-            width: Width of the window in CSS pixels.
-            scheme: The color scheme, `light` or `dark`.
-        """
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
-                  deviceScaleFactor=1, mobile=width < 600)  # fmt: skip
-        media = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", features=media)
-        self.events.clear()
-        self.call("Emulation.setScriptExecutionDisabled", value=True)
-        self.call("Page.navigate", url=page.resolve().as_uri())
-        while "Page.loadEventFired" not in self.events:
-            self.events.append(self.message().get("method", ""))
-
-    def evaluate(self, expression: str) -> Any:
-        self.call("Emulation.setScriptExecutionDisabled", value=False)
-        given = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        if "exceptionDetails" in given:
-            raise RuntimeError(str(given["exceptionDetails"]))
-        return given["result"].get("value")
-
-
-@contextlib.contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
-    """Start Chromium, yield its page, and end the process when the `with` block ends.
-
-    Chromium stores its profile in `folder`.
-    """
-    (theirs, send), (receive, ours) = os.pipe(), os.pipe()
-
-    def wire() -> None:  # in the child process: Chromium reads from fd 3 and writes to fd 4
-        one, two = os.dup(theirs), os.dup(ours)
-        os.dup2(one, 3), os.dup2(two, 4)
-
-    command = [str(COMMAND), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-               "--remote-debugging-pipe", "--disable-dev-shm-usage", "--no-first-run",
-               "--disable-background-networking", f"--user-data-dir={folder}"]  # fmt: skip
-    process = subprocess.Popen(
-        command, preexec_fn=wire, pass_fds=(3, 4), stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    os.close(theirs), os.close(ours)
-    try:
-        yield Browser(send, receive)
-    finally:
-        process.terminate()
-        process.wait()
-        os.close(send)
+    values = {
+        "BASE": page.resolve().parent.as_uri() + "/", "MEASURE": measure, "WIDTHS": str([*WIDTHS]),
+        "PAGE": json.dumps(page.read_text(encoding="utf-8")).replace("</", "<\\/"),
+    }  # fmt: skip
+    text = re.sub("|".join(values), lambda found: values[found[0]], HARNESS)
+    (folder / "harness.html").write_text(text, encoding="utf-8")
+    command = [str(COMMAND), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
+               "--virtual-time-budget=10000", f"--user-data-dir={folder}",
+               f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+               (folder / "harness.html").as_uri()]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, check=True, timeout=240, text=True).stdout
+    found = re.search("<title>(.*)</title>", shown)
+    rows = json.loads(found[1]) if found else []
+    assert sorted(row[0] for row in rows) == [*WIDTHS], shown[:2000]
+    return rows

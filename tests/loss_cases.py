@@ -293,7 +293,7 @@ LOSSES_OF = {"linear": "linear_grpo_loss", "logits": "logits_grpo_loss", "logps"
 
 
 def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, Any]:
-    """Return the keyword arguments with which a public loss function is called on a case.
+    """Return the keyword arguments of a public loss function for a case.
 
     The tensors have the given layout, "padded" or "packed".
     """
@@ -324,7 +324,7 @@ def arguments(function: str, case: Case, layout: str = "padded") -> dict[str, An
 
 
 def call(function: str, case: Case, layout: str = "padded", **changes: Any):
-    """Call a public loss function on a case, and return its `LossOutput`.
+    """Call a public loss function with the tensors of a case. Return its `LossOutput`.
 
     `changes` replace some of the arguments that `arguments` returns.
     """

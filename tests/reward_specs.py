@@ -1,6 +1,6 @@
 """Helpers that build configurations of reward functions for tests.
 
-The configurations do not pass through the checks that a recipe's configuration passes.
+Unlike the configurations in a recipe, they are not validated.
 """
 
 from types import SimpleNamespace

@@ -14,12 +14,13 @@ recipe. Its hash covers the final weights and every logged metric except timings
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,19 +88,22 @@ def with_kl(loss_type: str) -> dict[str, float]:
     return {} if loss_type in ("kimi", "dro") else {"beta": 0.1}
 
 
-def small_cases(backend: str) -> Cases:
-    """Yield cases with every loss type and importance sampling level.
+def small_cases(
+    backend: str,
+    losses: Sequence[tuple[str, str]] = LOSS_LEVELS,
+    layouts: Sequence[str] = ("padded", "packed"),
+) -> Cases:
+    """Yield cases with every loss, in every layout, for every loss function of the backend.
 
-    Each combination is computed in the padded and the packed layout, and with every loss function
-    that `backend` supports.
+    Each element of `losses` has a loss type and an importance sampling level.
     """
-    for loss_type, level in LOSS_LEVELS:
+    functions = ["linear", "logits", *(["logps"] if backend == "torch" else [])]
+    for loss_type, level in losses:
         options = options_for(loss_type, level, compute_entropy=True, **with_kl(loss_type))
         case = make_case(3, sampling=True, **options)
-        for layout in ("padded", "packed"):
-            for function in ("linear", "logits", "logps")[: 3 if backend == "torch" else 2]:
-                name = f"{backend} {function} {layout} {loss_type} {level}"
-                yield name, partial(outcome, function, case, layout=layout, backend=backend)
+        for layout, function in itertools.product(layouts, functions):
+            name = f"{backend} {function} {layout} {loss_type} {level}"
+            yield name, partial(outcome, function, case, layout=layout, backend=backend)
 
 
 def large_case(dtype: torch.dtype, **options: Any) -> Case:
@@ -207,12 +211,7 @@ def cases(engine: str) -> Cases:
             yield from large_cases(backend, LOSS_LEVELS, (torch.float32,))
             yield from large_cases(backend, some, (torch.bfloat16, torch.float16))
         else:
-            for loss_type, level in some:
-                options = options_for(loss_type, level, compute_entropy=True)
-                case = make_case(3, sampling=True, **options)
-                for function in ("linear", "logits"):
-                    call = partial(outcome, function, case, layout="packed", backend=backend)
-                    yield f"{backend} {function} {loss_type}", call
+            yield from small_cases(backend, some, ["packed"])
         yield from option_cases(backend)
 
 

@@ -5,8 +5,8 @@ The final weights and metrics must be bitwise equal to the results of an uninter
     python -m tests.soak --steps 1000 --saves 11 --rollouts 6 --moments 10 --seed 0 --ranks 1
 
 Each kill is a SIGKILL signal to a child process. The signal arrives while a random file of a
-checkpoint is saved, at a random token of a rollout, or at a random time. With several ranks, one
-rank is killed, and the other ranks must then end too.
+checkpoint is saved, at a random token of a rollout, or at a random time. In a run with several
+ranks, one rank is killed, and the other ranks must then end too.
 """
 
 import argparse

@@ -34,7 +34,7 @@ SHOWN = 8  # number of completions in a saved table, which is rounded up to comp
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Train a model as a configuration says.
+    """Train a model with a configuration.
 
     The numbered comments in this file name the parts of a run. On the same machine, the same
     configuration gives bitwise identical metrics, except for timings.
@@ -54,8 +54,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     memory_before = host_peak()
     ranks = config.distributed, config.distributed_replicas, config.distributed_timeout
     with distributed.process_group(*ranks), run_start(config) as start:
-        # 1. Load rewards, data and models, so that errors in the input are raised before the first
-        # step.
+        # 1. Load rewards, data and models. Invalid input raises an error here, before any step.
         loaded = load(start)
         policy = loaded.policy
         stopping = Stopping()
@@ -153,7 +152,7 @@ def _rows(step: Step, metrics: dict[str, float], collector: Collector, trainer: 
 
 
 def _log(saver: Saver, evaluate: Evaluation) -> None:
-    """Log the last finished step if it is not logged yet. First evaluate the model if due."""
+    """Evaluate the model if due, and log the last finished step, unless it is already logged."""
     rows = saver.state.unlogged
     if rows is None:
         return

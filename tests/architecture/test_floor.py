@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -41,38 +40,3 @@ def test_what_ci_runs_on_older_versions_is_the_floor():
     pins = dict(PIN.findall((ROOT / "constraints-floor.txt").read_text()))
     for name in ("triton", "transformers"):
         assert f"$(VENV)/{name}-{pins[name].removesuffix('.0')}" in makefile
-
-
-# Modules that import transformers but are not tested by `make test-transformers`, with the reason.
-# `make test-floor` runs their tests.
-LEFT_TO_TEST_FLOOR = {
-    "grpo_fast.examples.hf_trainer": "two processes",
-    "grpo_fast.examples.plain_loop": "a process of its own",
-    "grpo_fast.integrations.trl.originals": "its tests need TRL",
-    "grpo_fast.integrations.trl.packed": "its tests need TRL",
-    "grpo_fast.integrations.trl.rollouts": "its tests need TRL",
-    "grpo_fast.train.ranks.sharding": "two processes",
-}
-
-
-def test_what_calls_transformers_is_tested_on_the_oldest():
-    """Check that `make test-transformers` runs a test of every module that imports transformers."""
-    words = ["make", "--no-print-directory", "-s", "-n", "test-transformers"]
-    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-    chosen = {ROOT / name for name in re.findall(r"\btests/\w+/test_\w+\.py", said)}
-    assert len(chosen) > 10 and all(path.is_file() for path in chosen)
-    texts = {path.name: path.read_text() for path in chosen}
-    found = {}
-    for path in sorted((ROOT / "grpo_fast").rglob("*.py")):
-        # Ignore imports for type checking, because they never run.
-        run = re.sub(
-            r"^if TYPE_CHECKING:\n((    .*)?\n)*", "", path.read_text(), flags=re.MULTILINE
-        )
-        if re.search(r"^\s*(from|import) transformers", run, re.MULTILINE):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            parent, _, own = name.rpartition(".")
-            used = re.compile(rf"{re.escape(name)}\b|from {re.escape(parent)} import .*\b{own}\b")
-            is_used = any(used.search(text) for text in texts.values())
-            found[name] = is_used or f"test_{own}.py" in texts
-    missing = {name for name, is_tested in found.items() if not is_tested}
-    assert missing == LEFT_TO_TEST_FLOOR.keys(), missing

@@ -1,6 +1,8 @@
-"""Tests that untrusted data is not executed or unpickled, and cannot stall a regular expression.
+"""Tests that untrusted data is not executed, and cannot stall a regular expression.
 
-Run names and control characters are tested in tests/train/test_report.py and test_hostile_input.py.
+The linter rejects calls that execute or unpickle data (ruff's rules S and TID251 in
+pyproject.toml). Run names and control characters are tested in tests/train/test_report.py and
+test_hostile_input.py.
 """
 
 from __future__ import annotations
@@ -11,123 +13,22 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(p for room in ("grpo_fast", "benchmarks") for p in (ROOT / room).rglob("*.py"))
-
-MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "sympy", "jsonpickle", "joblib"}
-CALLS = {
-    *("eval", "exec", "__import__"),
-    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
-    *("torch.save", "torch.jit.load", "torch.package.PackageImporter"),  # these use pickle
-    *(f"yaml.{name}" for name in ("load", "load_all", "unsafe_load", "full_load", "dump")),
-    *(f"torch.distributed.{name}_object" for name in ("all_gather", "gather", "send", "recv")),
-    *(f"torch.distributed.{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")),
-}
-ARGUMENTS = {
-    ("shell", True), ("weights_only", False), ("trust_remote_code", True), ("allow_pickle", True),
-    ("safe_serialization", False), ("use_safetensors", False),
-}  # fmt: skip
-# Allowed uses of forbidden functions: (file, function) and the reason why the use is safe.
-RANKS = "grpo_fast/train/ranks/distributed.py"
-ALLOWED = {
-    (RANKS, "torch.distributed.all_gather_object"): "between the processes of one launch",
-    (RANKS, "torch.distributed.broadcast_object_list"): "the same",
-    ("grpo_fast/rewards/workers/answer.py", "exec"): "an answer's code, in the sandbox",
-    ("grpo_fast/rewards/workers/judge.py", "exec"): "the tests of an answer, in the sandbox",
-    ("benchmarks/gpu/loops.py", "exec"): "the shipped kernel's source, with lines of that file",
-    ("grpo_fast/train/config/plain.py", "yaml.dump"): "with a SafeDumper that quotes more",
-}
-
-
-class Hit(NamedTuple):
-    what: str
-    line: int
-
-
-def names_of(tree: ast.AST) -> dict[str, str]:
-    """Return a dictionary from every name that a file imports to the full name."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                first = alias.name.split(".")[0]
-                found[alias.asname or first] = alias.name if alias.asname else first
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
-
-
-def full_name(node: ast.AST, names: dict[str, str]) -> str:
-    first, dot, rest = ast.unparse(node).partition(".")
-    return (names.get(first, first) + dot + rest).removeprefix("builtins.")
-
-
-def is_weights_only(call: ast.Call) -> bool:
-    given = {keyword.arg: keyword.value for keyword in call.keywords}.get("weights_only")
-    return isinstance(given, ast.Constant) and given.value is True
-
-
-def hits(source: str) -> Iterator[Hit]:
-    """Yield every forbidden call, argument and import in the source code of a module."""
-    tree = ast.parse(source)
-    names = names_of(tree)
-    for module in {x.split(".")[0] for x in names.values()} & MODULES:
-        yield Hit(module, 0)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = full_name(node.func, names)
-        if name in CALLS or (name == "torch.load" and not is_weights_only(node)):
-            yield Hit(name, node.lineno)
-        for keyword in node.keywords:
-            value = getattr(keyword.value, "value", None)
-            if (keyword.arg, value) in ARGUMENTS:
-                yield Hit(f"{keyword.arg}={value}", node.lineno)
-
-
-def test_nothing_forbidden_is_called_but_what_is_allowed():
-    found = [(str(p.relative_to(ROOT)), hit) for p in SOURCES for hit in hits(p.read_text())]
-    assert not [(file, hit) for file, hit in found if (file, hit.what) not in ALLOWED]
-    assert {(file, hit.what) for file, hit in found} == ALLOWED.keys(), "an allowed use is gone"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "eval('1')", "from builtins import exec as run; run('1')",
-        "import builtins; builtins.eval('1')", "from os import system; system('ls')",
-        "import pickle", "def f():\n    from pickle import loads", "import yaml as y; y.load(text)",
-        "import torch; torch.load(path)",
-        "from torch import load; load(path, weights_only=allowed)",
-        "import torch; torch.load(path, weights_only=False)",
-        "from torch import distributed; distributed.all_gather_object(x, y)",
-        "import torch.distributed as dist; dist.broadcast_object_list(x)",
-        "subprocess.run(line, shell=True)",
-        "AutoModel.from_pretrained(path, trust_remote_code=True)",
-        "from sympy.parsing import sympy_parser", "numpy.load(path, allow_pickle=True)",
-    ],
-)  # fmt: skip
-def test_the_scan_finds(source):
-    assert list(hits(source))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "model.eval()",
-        "import torch; torch.load(path, weights_only=True)",
-        "import yaml; yaml.safe_load(text)",
-        "subprocess.run(line, shell=False)",
-        "AutoModel.from_pretrained(path, trust_remote_code=config.trust_remote_code)",
-    ],
+# Arguments with which a library executes or unpickles data. The linter does not know them.
+UNSAFE = re.compile(
+    r"trust_remote_code=True|allow_pickle=True|weights_only=False"
+    r"|safe_serialization=False|use_safetensors=False"
 )
-def test_the_scan_passes(source):
-    assert not list(hits(source))
+
+
+def test_no_call_lets_a_library_execute_or_unpickle_data():
+    for room in ("grpo_fast", "benchmarks"):
+        for path in (ROOT / room).rglob("*.py"):
+            found = UNSAFE.search(path.read_text())
+            assert not found, f"{path}: {found}"
 
 
 # ---------------------------------------------------------- regular expressions
@@ -155,7 +56,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
         top = {id(x.value): x.targets[0].id for x in tree.body if isinstance(x, ast.Assign)
                and isinstance(x.targets[0], ast.Name)}  # fmt: skip
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not full_name(node.func, {}).startswith("re."):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("re."):
                 continue
             where = f"{module}:{node.lineno}"
             if id(node) in top:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.train.config import ModelConfig, OptimConfig
+from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.planning.memory_model import Shape, predict
 from grpo_fast.train.planning.plan import plan
 from tests.command_line import invoke
@@ -82,7 +82,7 @@ def measured(folder: Path, **more: Any) -> tuple[int, int, dict[str, torch.Tenso
     kept = "offload" if more.get("checkpoint_offload") else True
     tiled = more.get("tiled_mlp")
     settings = ModelConfig(path="x", dtype="float32", gradient_checkpointing=kept, tiled_mlp=tiled)
-    memory = predict(shape, settings, OptimConfig(), device="cuda", gpu=80 * 10**9)
+    memory = predict(shape, settings, device="cuda", gpu=80 * 10**9)
     tokens = 4 * (4 + LENGTH - 1)  # the model does not read a completion's last token
     return peak, memory.peak(tokens, rows=0) - memory.fixed, gradients
 

@@ -132,9 +132,9 @@ def test_a_step_that_is_left_while_it_asks_again_keeps_what_it_began_with(tmp_pa
 
 
 def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, apart):
-    """Check that a run that samples in a thread during training has the same results.
+    """Check that sampling in a thread during training gives the same results.
 
-    The run is compared with a run that samples before the training of each step.
+    The results are compared with those of a run that samples before the training of each step.
     """
     options = [*AHEAD, "eval.every=1", "inner_iterations=2", "minibatches=2"]
     found = run(tmp_path / "apart", *options)
@@ -146,7 +146,7 @@ def test_an_engine_that_is_apart_samples_while_the_policy_is_trained(tmp_path, a
 
 
 def test_a_killed_run_goes_on_from_every_checkpoint_bit_for_bit(tmp_path):
-    """Check that a run that resumes from any of its checkpoints has bitwise the same results.
+    """Check that a run gives bitwise the same results if it resumes from any of its checkpoints.
 
     The test deletes the later checkpoints, as if the run had been killed before writing them.
     """

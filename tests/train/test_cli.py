@@ -98,10 +98,7 @@ def test_a_run_from_the_recipe_to_its_evaluation(tmp_path):
 
 
 def test_a_folder_that_this_locale_cannot_name(tmp_path):
-    """Check that an output folder with a name that ASCII cannot express is refused at the start.
-
-    The locale of the process is ASCII.
-    """
+    """Check that a process with an ASCII locale refuses an output folder with a non-ASCII name."""
     (tmp_path / "r.yaml").write_text(RECIPE.replace("OUT", f"{tmp_path}/läufe"), encoding="utf-8")
     result = in_a_process("train", str(tmp_path / "r.yaml"), **ASCII)
     assert result.returncode == 2, result.stderr

@@ -23,7 +23,6 @@ import torch
 from grpo_fast.errors import SAVED, EngineError, NonFiniteLogits, WriteError
 from grpo_fast.train.files import JsonLines
 from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
-from grpo_fast.train.runs.saving import Saver
 from grpo_fast.train.update import gradients
 from grpo_fast.train.update.optimizer import Optimizer
 from tests.command_line import ROOT, invoke, refused, write_recipe
@@ -361,15 +360,6 @@ def test_broken_weights_replace_no_checkpoint(tmp_path, monkeypatch):
     assert refused(
         ended, "the logits are NaN; this is after 2 steps; a lower optim.lr", str(saved), code=1
     )
-
-
-def test_moments_that_fit_into_no_file_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        Saver, "can_save", property(lambda _: False, lambda *_: None), raising=False
-    )
-    failing(monkeypatch, f"{COLLECTOR}.generate", 2, EngineError("gone"))
-    ended = invoke("train", write_recipe(tmp_path), *TABLE)
-    assert refused(ended, "gone; not saved: a checkpoint needs optim.states=full", code=1)
 
 
 def test_a_checkpoint_is_due_by_time(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Tests that memory options and ways of packing do not change the results of a step."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +11,13 @@ from benchmarks.trainers.step_providers import make_problem, prepare
 from grpo_fast import LossConfig, attention
 from grpo_fast.attention import dispatch
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, OptimConfig, ReferenceConfig
+from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.memory_options import apply_options, tile_mlps
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.reference import Reference
-from grpo_fast.train.update.optimizer import Optimizer, build_adam
 from tests.tiny import SYMBOLS, tiny_folder, tiny_model
-from tests.train.tiny_steps import accumulate, batch_of, rollout_of
+from tests.train.tiny_steps import batch_of, gradients, rollout_of
 
 SHAPES = [(11, (9, 1, 4)), (5, (3, 7, 2))]
 
@@ -32,9 +30,8 @@ def loss_and_gradients(policy):
         micro.write("old_logps", logps)
     policy.model.train()
     config = LossConfig(loss_type="grpo", compute_entropy=True)
-    seen = accumulate(policy, batch.minibatches[0], config)
-    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-    return seen.result()["loss"], gradients
+    metrics, found = gradients(policy, batch.minibatches[0], config)
+    return metrics["loss"], found
 
 
 def fp64_policy(family="llama", **options):
@@ -52,10 +49,10 @@ OPTIONS = [CHECKPOINTING, OFFLOAD, {"tiled_mlp": 7}, {**OFFLOAD, "tiled_mlp": 5}
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o)))
 def test_options_change_no_gradient(family, options):
     """Check that memory options of the model change neither the loss nor the gradients, in fp64."""
-    loss, gradients = loss_and_gradients(fp64_policy(family))
+    loss, ours = loss_and_gradients(fp64_policy(family))
     other, theirs = loss_and_gradients(fp64_policy(family, **options))
     assert other == pytest.approx(loss, rel=1e-6)
-    compare(theirs, gradients, 1e-12)
+    compare(theirs, ours, 1e-12)
 
 
 def compare(found, expected, tolerance):
@@ -165,52 +162,9 @@ def test_lora_with_all_options_has_the_gradients_of_plain_lora(tmp_path):
         for parameter in policy.trainable():  # LoRA's B starts at zero, so A would get no gradient
             torch.nn.init.normal_(parameter, std=0.1)
         results.append(loss_and_gradients(policy))
-    (loss, gradients), (other, theirs) = results
-    assert other == pytest.approx(loss, rel=1e-5) and len(gradients) == 28
-    compare(theirs, gradients, 1e-5)
-
-
-# --------------------------------------------------------------------------------- Optimizer states
-def torchao(monkeypatch, kind):
-    names = SimpleNamespace(AdamW8bit=kind, CPUOffloadOptimizer=kind)
-    monkeypatch.setitem(sys.modules, "torchao.optim", names)
-
-
-def test_states_that_need_a_package_name_it(monkeypatch):
-    weights = [torch.nn.Parameter(torch.ones(3))]
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    for states in ("8bit", "offload"):
-        with pytest.raises(ValueError, match=rf"{states} needs torchao \(pip install torchao\)"):
-            build_adam(weights, OptimConfig(states=states))
-    torchao(monkeypatch, torch.optim.AdamW)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="offload moves states from an accelerator"):
-        build_adam(weights, OptimConfig(states="offload"))
-
-
-def test_an_optimizer_that_keeps_its_rate_in_a_tensor(monkeypatch):
-    """Check that a learning rate that an optimizer stores as a tensor is changed in place.
-
-    The optimizers of torchao store the learning rate in this way.
-    """
-
-    class TensorRate(torch.optim.SGD):
-        def __init__(self, parameters, lr, weight_decay):
-            super().__init__(parameters, lr=torch.tensor(lr))
-            self.rate = self.param_groups[0]["lr"]
-
-        def step(self):
-            assert self.param_groups[0]["lr"] is self.rate
-            return super().step()
-
-    torchao(monkeypatch, TensorRate)
-    weight = torch.nn.Parameter(torch.zeros(1))
-    config = OptimConfig(states="8bit", lr=1.0, schedule="linear", max_grad_norm=9.0)
-    stepper = Optimizer([weight], config, 4)
-    for expected in (-1.0, -1.75):
-        weight.grad = torch.ones(1)
-        stepper.step()
-        assert weight.item() == expected
+    (loss, ours), (other, theirs) = results
+    assert other == pytest.approx(loss, rel=1e-5) and len(ours) == 28
+    compare(theirs, ours, 1e-5)
 
 
 # ------------------------------------------------------------- One step with three ways of batching

@@ -123,15 +123,6 @@ def test_other_errors_are_not_taken_for_out_of_memory(tmp_path, no_room):
 
 
 # -------------------------------------------------------------------------- Settings and the recipe
-def test_a_model_that_cannot_share_falls_back_with_one_line(tmp_path, monkeypatch, caplog):
-    supported = "grpo_fast.train.models.policy.shared_prompt_supported"
-    monkeypatch.setattr(supported, lambda _: "rope_type: 'some'")
-    with caplog.at_level(logging.WARNING, "grpo_fast"):
-        sort_run(tmp_path / "back")
-    said = "every completion gets a copy of the prompt: rope_type: 'some'"
-    assert caplog.messages == [said]
-
-
 def test_the_longcontext_recipe_trains_a_tiny_model(tmp_path, monkeypatch):
     # The default of `tokens_per_microbatch` depends on the memory of the machine. With 8 GiB the
     # whole batch fits into one micro-batch, which the assertions below expect.

@@ -8,7 +8,7 @@ import torch
 
 from grpo_fast.attention import pack_groups, trunk_tokens
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
-from grpo_fast.train.config import ModelConfig, OptimConfig
+from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import policy as policies
 from grpo_fast.train.models.memory_options import apply_options
@@ -41,7 +41,7 @@ def a_trunk(family, dtype, *, kv_heads=2, head_dim=16, **options):
     shape = Shape.of(model.config, sum(p.numel() for p in model.parameters()))
     packed = pack_groups([([2] * (TOKENS // 4), [[3]])] * 4)
     assert packed.layout.total == TOKENS
-    memory = predict(shape, config, OptimConfig(), device="cpu")
+    memory = predict(shape, config, device="cpu")
     return policy, shape, memory, packed
 
 
@@ -129,7 +129,7 @@ def test_tokens_is_the_inverse_of_peak():
     shape = Shape(28, 1536, 8960, 1536, 256, 151936, 1_543_714_304, True)
     for options in ({}, CHECKPOINTING, {**CHECKPOINTING, "tiled_mlp": 2048}):
         model = ModelConfig(path="x", dtype="bfloat16", **options)
-        memory = predict(shape, model, OptimConfig(), device="cuda")
+        memory = predict(shape, model, device="cuda")
         for limit in (2e10, 8e10, 141e9):
             most = memory.tokens(limit)
             assert memory.peak(most) <= limit < memory.peak(most + 2)
@@ -140,13 +140,11 @@ def test_tokens_is_the_inverse_of_peak():
 def test_fixed_memory():
     shape = Shape(2, 64, 128, 64, 32, 100, 10_000, True)
 
-    def fixed(optim=None, *, reference=False, **model):
-        configs = ModelConfig(path="x", **model), OptimConfig(**(optim or {}))
-        return predict(shape, *configs, device="cuda", reference=reference).fixed / 10_000
+    def fixed(*, reference=False, **model):
+        config = ModelConfig(path="x", **model)
+        return predict(shape, config, device="cuda", reference=reference).fixed / 10_000
 
     assert fixed() == 16 and fixed(dtype="bfloat16") == 8
-    assert fixed({"states": "offload"}) == 8
-    assert fixed({"states": "8bit"}) == pytest.approx(8 + 2, rel=0.01)
     assert fixed(reference=True) == 20 and fixed(autocast="bfloat16") == 18
     adapters = 2 * 4 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
     assert trainable_parameters(shape, ModelConfig(path="x", lora={"r": 4})) == adapters
@@ -182,7 +180,6 @@ def test_a_plan_of_a_known_model_a_recipe_and_a_config_file(tmp_path):
     assert list(memory) == list(OPTIONS)
     most = [memory[label].tokens(found.usable) for label in (
         "as configured", "checkpointing", "+ tiled MLP", "+ tiled MLP, offload",
-        "+ tiled MLP, offload, 8-bit Adam",
     )]  # fmt: skip
     assert most == sorted(set(most))
     text = shown(found)

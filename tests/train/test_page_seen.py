@@ -7,9 +7,10 @@ from tests import chromium
 
 pytestmark = pytest.mark.skipif(not chromium.COMMAND, reason="Chromium is not installed")
 
-# This JavaScript returns the lowest contrast ratio (WCAG 2.2, 1.4.3) between a text of the page and
-# its background, and the HTML of this text. Transparent backgrounds are blended.
-CONTRAST = """(() => {
+# JavaScript that returns the lowest contrast ratio of a text to its background (WCAG 2.2, 1.4.3),
+# and the HTML of this text, over both ways of shading the tokens. A transparent background is
+# blended with the background of the parent element.
+CONTRAST = """page => {
   const parse = text => {
     const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
     return {rgb: [r, g, b], a};
@@ -25,16 +26,18 @@ CONTRAST = """(() => {
     const [r, g, b] = rgb.map(c => linear(c / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  let least = [Infinity, ''];
-  for (const node of document.body.querySelectorAll('*')) {
-    if (![...node.childNodes].some(c => c.nodeType === 3 && c.data.trim())) continue;
-    const [dark, bright] = [light(parse(getComputedStyle(node).color).rgb), light(behind(node))]
-      .sort((a, b) => a - b);
-    const found = (bright + 0.05) / (dark + 0.05);
-    if (found < least[0]) least = [found, node.outerHTML.slice(0, 120)];
+  const rows = [];
+  for (const shade of ['by-logp', 'by-advantage']) {
+    page.getElementById(shade).checked = true;
+    for (const node of page.body.querySelectorAll('*')) {
+      if (![...node.childNodes].some(c => c.nodeType === 3 && c.data.trim())) continue;
+      const [dark, bright] = [light(parse(getComputedStyle(node).color).rgb), light(behind(node))]
+        .sort((a, b) => a - b);
+      rows.push([(bright + 0.05) / (dark + 0.05), node.outerHTML.slice(0, 120)]);
+    }
   }
-  return least;
-})()"""
+  return rows.reduce((least, row) => row[0] < least[0] ? row : least);
+}"""
 
 
 def row(number, reward, correct):
@@ -52,25 +55,13 @@ def row(number, reward, correct):
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    page = CompletionsPage(folder / "completions.html", "a-run-of-mine")
+@pytest.mark.parametrize(
+    ("scheme", "background"), [("dark", "rgb(21, 24, 29)"), ("light", "rgb(246, 247, 249)")]
+)
+def test_it_fits_and_can_be_read(tmp_path, scheme, background):
+    page = CompletionsPage(tmp_path / "completions.html", "a-run-of-mine")
     for step in range(40):
         page.add(step, [row(0, 1.0, True), row(1, 0.0, False), row(2, 0.2, None)])
-    with chromium.browser(folder / "profile") as browser:
-        yield browser, page.path
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("shade", ["by-logp", "by-advantage"])
-def test_it_fits_and_can_be_read(seen, width, scheme, shade):
-    browser, path = seen
-    browser.open(path, width, scheme)
-    assert browser.call("Page.getLayoutMetrics")["cssContentSize"]["width"] == width
-    browser.evaluate(f"document.getElementById('{shade}').checked = true")
-    least, where = browser.evaluate(CONTRAST)
-    assert least >= 4.5, where
-    dark = browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 29)"
-    assert dark == (scheme == "dark")
+    for measured in chromium.measured(tmp_path, page.path, scheme, CONTRAST):
+        _, fits, color, (contrast, _) = measured
+        assert fits and color == background and contrast >= 4.5, measured

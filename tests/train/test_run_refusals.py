@@ -208,6 +208,12 @@ def test_everything_of_a_run_lies_in_one_folder(tmp_path, recipe, monkeypatch):
     # folder.
     assert invoke("train", recipe, "output_dir=./~/a", *words).exit_code == 0
     assert {"model", "metrics.jsonl"} <= {p.name for p in (here / "~" / "a").iterdir()}
+    # The saved configuration has the full path, so it names the same folder for every user.
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert load_recipe(str(home / "a" / "config.yaml")).output_dir == str(home / "a")
+    other = ("model={path: ~/m}", "data={task: jsonl, path: ~/d.jsonl}")
+    config = load_recipe(recipe, other)
+    assert (config.model.path, config.data.path) == ("/elsewhere/m", "/elsewhere/d.jsonl")
 
 
 # ------------------------------------------------------------------------------ Errors during a run

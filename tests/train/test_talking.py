@@ -103,8 +103,8 @@ def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
     assert (
         found.memory["as configured"].fixed >= 16 * found.shape.parameters
     )  # weights, gradients and two moments in fp32
-    small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
-    assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
+    small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16"])
+    assert small.dtypes.startswith("weights and gradients bfloat16, moments bfloat16")
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "sort"])

@@ -10,9 +10,9 @@ from grpo_fast.train.config import ModelConfig, ReferenceConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import Reference, load_another
 from grpo_fast.train.update.precompute import teacher_advantages
+from tests import oracles
 from tests.rollout.vllm_stand_in import StandIn
 from tests.tiny import tiny_folder
-from tests.train.test_ppo_step import weight_by_hand
 from tests.train.tiny_runs import sort
 from tests.train.tiny_steps import accumulate, batch_of, logits_of, rollout_of, table_of
 
@@ -79,9 +79,10 @@ def test_loss_and_gradients_against_the_models_own_logits(folders, aggregation):
     policy.lm.zero_grad()
 
     rollout, loss, term, kls = step.samples, 0.0, 0.0, []
-    tokens = sum(rollout.lengths) - rollout.lengths[3]
+    lengths = [0 if i == 3 else n for i, n in enumerate(rollout.lengths)]
+    weights = oracles.token_weights(lengths, config, None, None)
     for i in (0, 1, 2, 4, 5):
-        w = weight_by_hand(aggregation, rollout.lengths[i], tokens, 6, 6)
+        w = weights[i]
         texts = rollout.prompt_ids[i], rollout.completion_ids[i]
         lp = (logits_of(policy, *texts, with_graph=True).double() / 0.8).log_softmax(-1)
         q = (logits_of(reference.copy, *texts).double() / 0.8).log_softmax(-1)

@@ -15,7 +15,7 @@ from tests.pairs import pairs
 from tests.tiny import tiny_policy
 from tests.train.test_ppo_step import CUT, GROUP, SCORES, make_batch
 from tests.train.tiny_runs import sort
-from tests.train.tiny_steps import accumulate, batch_of, taken
+from tests.train.tiny_steps import batch_of, gradients, taken
 
 NO_VERDICT = 2
 
@@ -63,31 +63,13 @@ def test_the_mean_over_prompts(minibatches, ranks):
                     of_prompt.setdefault(i // GROUP, []).extend(own.tolist())
         for weights in of_prompt.values():
             assert weights == pytest.approx([1 / (len(of_prompt) * len(weights))] * len(weights))
-    policy = tiny_policy()
-    whole = gradients(policy, make_batch(SCORES).minibatches[0], config,
-                      totals=make_batch(SCORES).totals[0])  # fmt: skip
-    cut = make_batch(SCORES, budget=14)
-    parts = gradients(policy, cut.minibatches[0], config, totals=cut.totals[0])
-    assert parts[0]["loss"] == pytest.approx(whole[0]["loss"], abs=1e-6)
-    torch.testing.assert_close(parts[1], whole[1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_without_a_token_that_counts_moves_nothing():
     policy, batch = tiny_policy(), make_batch(torch.full((9,), math.nan))
     assert batch.totals[0].items == 1
-    seen, gradient = gradients(policy, batch.minibatches[0], LossConfig(), totals=batch.totals[0])
-    assert seen["loss"] == 0 and not gradient.any()
-
-
-def gradients(policy, micro_batches, config, **options):
-    """Return the metrics and the gradient of some micro-batches.
-
-    The gradient is one vector for all parameters.
-    """
-    policy.model.zero_grad()
-    seen = accumulate(policy, micro_batches, config, **options)
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trainable()]
-    return seen.result(), torch.cat([x.flatten() for x in found])
+    seen, found = gradients(policy, batch.minibatches[0], LossConfig(), totals=batch.totals[0])
+    assert seen["loss"] == 0 and not any(gradient.any() for gradient in found.values())
 
 
 # ------------------------------------------------------------------------- Variance of the gradient

@@ -37,26 +37,12 @@ def test_every_shipped_recipe_is_valid(tmp_path):
         load_recipe(str(path))
 
 
-def test_overrides_are_yaml_and_dotted():
-    config = load_recipe(
-        "sort",
-        [
-            "optim.lr=1e-4", "rewards.1.weight=0.5", "model.lora.r=4", "warm_start.steps=7",
-            "advantages=normalized", "advantage_options={eps: 1.0e-6}", "loss.epsilon_high=0.3",
-            "data.n_test=32",
-        ],
-    )  # fmt: skip
-    assert config.optim.lr == 1e-4 and config.rewards[1].weight == 0.5 and config.model.lora.r == 4
-    assert config.warm_start.steps == 7 and config.advantage_options == {"eps": 1e-6}
-    assert config.loss_config().epsilon_high == 0.3 and config.data.n_test == 32
-
-
 CORRECTED = "rollout.correct_sampling=true"
 SAVED = [
     [], ["model.lora.r=8", "seed=3", "optim.max_grad_norm=.inf"], ["rollout.temperature=0.7"],
     ["rollout.temperature=0.7", "loss.temperature=1.0"], ["loss.corrections=[]"],
     [CORRECTED, "loss.corrections=[{kind: mask, low: 0.5, high: 5}]"],
-    ["loss.delta=3", "loss.loss_type=grpo"],
+    ["loss.delta=3", "loss.loss_type=grpo", "loss.kl_clamp=1"],
 ]  # fmt: skip
 
 
@@ -73,34 +59,13 @@ def test_a_saved_configuration_reads_back_equal(tmp_path, words):
     assert again.loss_config().temperature == (0.7 if words == ["rollout.temperature=0.7"] else 1.0)
 
 
-def test_the_home_folder_is_written_out_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    words = ["output_dir=~/runs/a", "model={path: ~/m}", "data={task: jsonl, path: ~/d.jsonl}"]
-    config = load_recipe("sort", words)
-    save_config(config, tmp_path / "config.yaml")
-    monkeypatch.setenv("HOME", "/elsewhere")
-    for read in (config, load_recipe(str(tmp_path / "config.yaml"))):
-        paths = (read.output_dir, read.model.path, read.data.path)
-        assert paths == tuple(str(tmp_path / name) for name in ("runs/a", "m", "d.jsonl"))
-    config.output_dir = "~/b"
-    assert config.output_dir == "/elsewhere/b"
-    assert load_recipe("sort", ["output_dir=./~/x"]).output_dir == "./~/x"
-
-
 def test_loss_settings_are_the_arguments_of_the_loss():
-    arguments = LossSettings().arguments()
-    assert LossConfig(**arguments) == LossConfig()
+    assert LossConfig(**dict(LossSettings())) == LossConfig()
     config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9, "max_new_tokens": 7}})
     loss = config.loss_config()
     assert loss.temperature == 0.9 and loss.max_completion_length == 7
-    warmer = validated(RunConfig, {**MINIMAL, "loss": {"temperature": 1.2}})
-    assert warmer.loss_config().temperature == 1.2
-
-
-def test_every_argument_of_the_loss_is_a_setting():
-    config = load_recipe("sort", ["loss.loss_type=grpo", "loss.delta=4", "loss.kl_clamp=1"])
-    assert config.loss_config().delta == 4 and config.loss_config().kl_clamp == 1
-    assert load_recipe("sort", ["loss.delta=null"]).loss_config().delta is None
+    warmer = validated(RunConfig, {**MINIMAL, "loss": {"temperature": 1.2, "delta": None}})
+    assert warmer.loss_config().temperature == 1.2 and warmer.loss_config().delta is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +105,6 @@ def test_plain_data():
     ("text", "reason"),
     [
         ("a: 1\nb: 2\na: 3", "the key 'a' appears twice in"),
-        ("a: 1\nb: 2\na: 3", "line 3, column 1"),
         ("[{x: 1}, {y: {z: 1, z: 1}}]", "the key 'z' appears twice"),
         (BOMB, "aliases (*name) are not supported"),
         (f"? {BOMB.replace(chr(10), ' ')}\n: 1", ""),
@@ -167,11 +131,8 @@ def test_the_same_rules_hold_for_settings(word):
     assert refused(invoke("eval", "no_model", f"task={BOMB}"), "task: expected plain YAML")
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfea\x00", b"\x89PNG\r\n\x1a\n\x00", "ä: 1".encode("latin-1")]
-)
-def test_a_recipe_that_is_no_text(tmp_path, content):
-    (tmp_path / "r.yaml").write_bytes(content)
+def test_a_recipe_that_is_no_text(tmp_path):
+    (tmp_path / "r.yaml").write_bytes("ä: 1".encode("latin-1"))
     assert refused(invoke("train", str(tmp_path / "r.yaml")), "r.yaml", "UTF-8")
 
 

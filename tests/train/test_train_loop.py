@@ -1,6 +1,7 @@
 """Tests of the training loop with tiny models: all recipes, and invariances of the results."""
 
 import itertools
+import logging
 import math
 from collections import Counter
 
@@ -48,16 +49,21 @@ def test_the_same_prompts_get_other_completions_in_another_step(tmp_path, monkey
     assert all(a != b for a, b in itertools.combinations(completions, 2))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_accumulation_changes_nothing(tmp_path, loss_type, monkeypatch):
+@pytest.mark.parametrize(
+    "loss", ["loss_type=grpo", "loss_type=dapo", "loss_type=dr_grpo", "loss_type=bnpo",
+             "aggregation=prompt_mean"],
+)  # fmt: skip
+def test_accumulation_changes_nothing(tmp_path, loss, monkeypatch, caplog):
     kl = ["loss.beta=0.05", "reference.kind=frozen"]
-    options = [f"loss.loss_type={loss_type}", "loss.compute_entropy=true", *kl]
+    options = [f"loss.{loss}", "loss.compute_entropy=true", *kl]
     whole = sort(tmp_path / "whole", *options)
     options += ["tokens_per_microbatch=30"]
     close(whole, sort(tmp_path / "tokens", *options))
     supported = "grpo_fast.train.models.policy.shared_prompt_supported"
-    monkeypatch.setattr(supported, lambda _: "not supported")  # packs without shared prompts
-    close(whole, sort(tmp_path / "packed", *options))
+    monkeypatch.setattr(supported, lambda _: "rope_type: 'some'")
+    with caplog.at_level(logging.WARNING, "grpo_fast"):
+        close(whole, sort(tmp_path / "packed", *options))
+    assert caplog.messages == ["every completion gets a copy of the prompt: rope_type: 'some'"]
 
 
 def test_one_step_per_batch_is_on_policy_and_the_second_pass_is_not(tmp_path):

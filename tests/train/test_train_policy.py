@@ -160,22 +160,3 @@ def test_a_step_in_micro_batches(shared, budget, minibatches):
         for i, targets, logps in zip(batch.chosen, *parts, strict=True):
             assert targets.tolist() == step.samples.completion_ids[i] and (logps == i).all()
     assert step.largest == max(batch.trunk_tokens for batch in step.micro_batches)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"), [("old_logps", ()), ("ref_hidden", (4,)), ("teacher", (3, 2))]
-)
-def test_packing_again_hands_on_what_is_fixed(name, shape):
-    step, before = a_step(budget=10**6), {}
-    for batch in step.micro_batches:
-        batch.write(name, torch.randn(len(batch.rows), *shape))
-        before |= dict(zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True))
-    step.has_fixed = True
-    step.pack(14, keep_fixed=True)
-    assert step.has_fixed and len(step.micro_batches) > 4
-    for batch in step.micro_batches:
-        for i, rows in zip(batch.chosen, batch.packed.split(batch.column(name)), strict=True):
-            assert torch.equal(rows, before[i])
-        assert batch.column("ref_logps") is None
-    step.pack(20)
-    assert not step.has_fixed and getattr(step.samples, name) is None

@@ -30,21 +30,17 @@ PPO = "advantages=gae critic.bootstrap=false"
         # The key is unknown. The message must name the nearest key of this section or of another
         # section, or our key for the name that another library uses.
         ("train", "stpes=1", "stpes: unknown key; nearest: steps"),
-        ("train", "STEPS=1", "STEPS: unknown key; nearest: steps"),
         ("train", "optim.learning_rate=1", "optim.learning_rate: unknown key; here it is optim.lr"),
-        ("train", "rollout.num_generations=1", "unknown key; here it is rollout.group_size"),
         ("train", "gradient_acumulation=1", "gradient_acumulation: unknown key; known: seed, "),
         ("train", "max_new_token=1", "unknown key; nearest: rollout.max_new_tokens"),
         ("eval", "max_completion_length=1", "here it is rollout.max_new_tokens"),
         ("train", "rollout.group_size=1e9", "rollout.group_size: Input should be a valid integer"),
         ("train", "rollout.group_size=1000000 rollout.prompts_per_step=1000000",
          "rollout.group_size: expected at most 1048576 completions in a step"),
-        ("train", "eval.samples=1000000000", "eval.samples: Input should be less than or equal to"),
         ("train", "lr=1", "lr: unknown key; nearest: optim.lr, critic.lr, warm_start.lr"),
         ("train", "rewards.0.wieght=2", "rewards.0.wieght: unknown key; nearest: weight"),
         ("train", "model.lora.rnk=2", "model.lora.rnk: unknown key"),
         ("train", "trainer=1", "trainer: unknown key; known: seed, output_dir"),
-        ("train", "🙂=1", "🙂: unknown key; known: seed, output_dir"),
         *(("train", f"{theirs}=1", f"{theirs}: unknown key; here it is {ours}")
           for theirs, ours in other_names().items()),
         ("eval", "sample=4", "sample: unknown key; nearest: samples"),
@@ -52,9 +48,7 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "loss.loss_type=gpro", "got 'gpro'; nearest: grpo"),
         ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
-        ("train", "advantages=centred", "got 'centred'; nearest: centered"),
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
-        ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
         ("eval", "task=jsonlx", "data.task: expected one of sort, arithmetic, open, gsm8k, "),
         # The argument does not have the form key=value.
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
@@ -66,7 +60,6 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "rewards=[]", "rewards: expected a weight that is not 0, got no reward"),
         ("train", "rewards=[{name: exact_match, weight: 0}, {name: gsm8k_format, weight: 0.0}]",
          "rewards: expected a weight that is not 0"),
-        ("train", "rewards.-1.weight=2", "'-1' is not an index of a list of 2"),
         ("train", "rewards.².weight=5", "'²' is not an index of a list of 2"),
         ("train", f"rewards.{'9' * 5000}.weight=2", "(5002 characters) is not an index of"),
         ("train", "steps.more=2", "steps.more: 'more' is below a value, not a section"),
@@ -86,13 +79,9 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "data.path=x", "data.path: expected none for task sort, got 'x'"),
         ("plan", "gpu=0", "gpu: Input should be greater than 0, got 0"),
         ("plan", "gpu=" + "9" * 400, "gpu: Input should be"),
-        ("plan", "group=0.5", "group: Input should be a valid integer"),
         ("plan", f"prompt={10**18}", "prompt: Input should be less than 9007199254740992"),
-        ("eval", "samples=0", "eval.samples: Input should be greater than or equal to 1, got 0"),
         ("eval", "k=1,a", "eval.k.1: Input should be a valid integer"),
         # The number is out of bounds.
-        ("train", "rollout.temperature=0", "rollout.temperature: "),
-        ("train", "tokens_per_microbatch=0", "tokens_per_microbatch: "),
         *(("train", f"{key}=1000000000000", f"{key}: ") for key in (
             "rollout.max_new_tokens", "eval.max_new_tokens", "data.digits",
             "data.n_test", "model.vocab_size")),
@@ -113,18 +102,15 @@ PPO = "advantages=gae critic.bootstrap=false"
         *(("train", word,
          "loss.corrections conflicts with rollout.correct_sampling=false") for word in (
             "loss.corrections=[{kind: mask, low: 0.5}]", 'loss.corrections=[{"high":2}]')),
-        ("train", "loss.sampling_correction=token_mask", "unknown key; here it is loss.correct"),
         ("train", "rollout.correct_sampling=true loss.corrections=[]",
          "rollout.correct_sampling=true conflicts with loss.corrections: "),
         ("train", "advantages=baseline advantage_options.running=1", "expected true or false"),
         ("train", "rollout.ahead=1", "rollout.ahead=1 conflicts with rollout.correct_sampling=fal"),
-        ("train", "rollout.ahead=2 rollout.correct_sampling=true", "rollout.ahead"),
         ("train", "loss.beta=0.1 reference.kind=frozen loss.kl_estimator=exact kl.into=reward "
          "advantages=gae critic.kind=shared",
           "kl.into=reward conflicts with loss.kl_estimator=exact"),
         ("train", "rollout.engine=vllm-server", "name at least one server"),
         ("train", "rollout.engine=vllm-server rollout.vllm.urls=[localhost]", "http://host:port"),
-        ("train", "rollout.engine=vllm-server rollout.vllm.url=x", "nearest: urls"),
         ("train", "distributed=hsdp", "distributed=hsdp conflicts with distributed_replicas=null"),
         ("train", "distributed=ddp distributed_replicas=2",
          "distributed=ddp conflicts with distributed_replicas=2"),
@@ -134,7 +120,6 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "critic={}", "advantages=centered conflicts with critic"),
         ("train", f"{PPO} advantage_options.eps=0.1",
          "advantages=gae conflicts with advantage_options: "),
-        ("train", f"{PPO} critic.loss=mae", "critic.loss: expected one of"),
         ("train", f"{PPO} kl.into=reward loss.beta=0.1", "reference.kind=none conflicts with "),
         *(("train", f"distill.teacher=http://127.0.0.1:9 {word}", setting) for word, setting in (
             ("rollout.temperature=0.7", "rollout.temperature=0.7 conflicts with"),
@@ -210,13 +195,6 @@ def test_a_hostile_word_is_refused_shortly_or_kept(word, tmp_path):
     assert load_recipe(str(tmp_path / "config.yaml")) == config
 
 
-def test_every_key_of_another_library_points_to_a_key_that_exists():
-    keys = set(dotted_keys(RunConfig))
-    assert not set(other_names()) & {key for key in keys if "." not in key}
-    for ours in other_names().values():
-        assert ours.partition("=")[0] in keys, ours
-
-
 def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
     said = invoke("config").output.splitlines()
     keys = [line.partition(":")[0] for line in said[::2]]
@@ -243,12 +221,8 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
     ],
 )  # fmt: skip
 def test_rewards_by_their_names_alone(value, names):
-    assert [reward.name for reward in load_recipe("sort", [f"rewards={value}"]).rewards] == names
-
-
-def test_a_setting_of_a_reward_that_was_given_by_its_name():
-    words = ["rewards=[exact_match, mine.py:f]", "rewards.1.weight=2"]
-    assert [reward.weight for reward in load_recipe("sort", words).rewards] == [1.0, 2.0]
+    rewards = load_recipe("sort", [f"rewards={value}", "rewards.0.weight=0.5"]).rewards
+    assert [reward.name for reward in rewards] == names and rewards[0].weight == 0.5
 
 
 def test_paths_in_a_recipe_file_are_relative_to_its_folder(tmp_path, monkeypatch):

@@ -11,14 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast import Support
+from grpo_fast import LossConfig, Support
 from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout import completions as rollouts
 from grpo_fast.rollout.engine import EOS, LENGTH
-from grpo_fast.train.update import gradients
+from grpo_fast.train.update import gradients as train_gradients
 from grpo_fast.train.update.batch import StepBatch
+from grpo_fast.train.update.critic import Critic
+from grpo_fast.train.update.micro_batch import MicroBatch
 
-accumulate = partial(gradients.accumulate, correct_sampling=False, validate="full")
+accumulate = partial(train_gradients.accumulate, correct_sampling=False, validate="full")
+
+
+def gradients(
+    policy: Any,
+    micro_batches: list[MicroBatch],
+    config: LossConfig,
+    critic: Critic | None = None,
+    **options: Any,
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Clear the gradients and call `accumulate`. Return the metrics, and the gradients by name.
+
+    The names of a separate critic begin with "own.", and those of a value head with "value.".
+    """
+    named = dict(policy.model.named_parameters())
+    if critic is not None:
+        named |= critic.head.named_parameters(prefix="value")
+        if not critic.is_shared:
+            named |= critic.trunk.model.named_parameters(prefix="own")
+    for parameter in named.values():
+        parameter.grad = None
+    seen = accumulate(policy, micro_batches, config, critic=critic, **options)
+    return seen.result(), {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
 
 
 def rollout_of(

@@ -21,8 +21,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 20)]  # number of items in memory at t
 class Section(BaseModel):
     """Base class of configuration sections. It rejects unknown keys and non-finite numbers.
 
-    Validation is strict: for example, `true` is not accepted as the integer 1. The docstring below
-    a field is the description of the field that `grpo-fast config` prints.
+    Validation is strict. For example, `true` is not accepted as the integer 1. `grpo-fast config`
+    prints the docstring below a field as the description of the field.
     """
 
     model_config = ConfigDict(
@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 @contextmanager
 def named_in(section: str) -> Iterator[None]:
-    """Add the name of a configuration section to the start of a ValueError's message."""
+    """Add `section` and a dot to the start of the message of a ValueError in the `with` block."""
     try:
         yield
     except ValueError as error:

@@ -14,9 +14,9 @@ from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.train.config.base import Count, Positive, Section, Size, UserPath, require
 from grpo_fast.train.config.plain import read_yaml
 
-# Value of top_k if only top_p is set. It limits how many token ids are stored per position.
+# Value of top_k if only top_p is set. It limits the number of token ids stored for each position.
 KEPT_AT_MOST = 512
-# YAML reads k=4 as a number and k=1,4,8 as a text. Convert both to a list.
+# YAML reads eval.k=4 as a number and eval.k=1,4,8 as a string. Convert both to a list.
 CommaList = BeforeValidator(
     lambda value: value if isinstance(value, list) else read_yaml(f"[{value}]", "k")
 )
@@ -130,9 +130,9 @@ class RolloutConfig(Section, Sampling):
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
-        # Set top_k if only top_p is set. For a flat distribution, top_p alone would keep nearly the
-        # whole vocabulary. Write to __dict__, because a normal assignment would validate the
-        # section again and mark top_k as set by the user.
+        # If only top_p is set, limit the number of kept tokens by top_k. For a flat distribution,
+        # top_p alone would keep nearly the full vocabulary. Write to __dict__, because a normal
+        # assignment would validate the section again and mark top_k as set by the user.
         if self.needs_support and "top_k" not in self.model_fields_set:
             self.__dict__["top_k"] = KEPT_AT_MOST
         return self
@@ -161,5 +161,5 @@ class EvalConfig(Section, Sampling):
 
     @property
     def needs_support(self) -> bool:
-        """Return False, because only a loss uses the kept tokens, and evaluations compute none."""
+        """Return False. Only a loss needs the kept tokens, and an evaluation computes no loss."""
         return False

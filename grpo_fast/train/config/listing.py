@@ -22,7 +22,7 @@ def listed_keys(kind: type[BaseModel], prefix: str = "") -> list[str]:
 
     Args:
         kind: class of the configuration.
-        prefix: a section such as `optim`, or a single key. An empty text selects all keys.
+        prefix: a section such as `optim`, or a single key. The empty string selects all keys.
 
     Raises:
         ValueError: no key or section has the name `prefix`.

@@ -17,10 +17,6 @@ from grpo_fast.train.config.base import Section
 OF_THE_RUN = ("softcap", "logit_scale", "max_completion_length", "group_size")
 
 
-def default_corrections() -> list[dict[str, Any]]:
-    return [asdict(correction) for correction in LossConfig.corrections]
-
-
 class LossSettings(Section):
     """The objective. Further arguments of LossConfig, for example delta, are also valid keys."""
 
@@ -45,7 +41,9 @@ class LossSettings(Section):
     """Weight of the entropy bonus; 0 adds none."""
     compute_entropy: bool = LossConfig.compute_entropy
     """Log the entropy even if entropy_coef is 0."""
-    corrections: list[dict[str, Any]] = Field(default_factory=default_corrections)
+    corrections: list[dict[str, Any]] = Field(
+        default_factory=lambda: [asdict(correction) for correction in LossConfig.corrections]
+    )
     """Corrections of the sampler-trainer mismatch, each with arguments of Correction."""
 
     @model_validator(mode="after")
@@ -57,12 +55,3 @@ class LossSettings(Section):
         if unknown:
             raise ValidationError.from_exception_data("loss", unknown)
         return self
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for `LossConfig`."""
-        # A recipe or a saved configuration may set a rarely used argument to null, which means its
-        # default. Omit it, because LossConfig would use None as the value.
-        rare = {
-            name: value for name, value in (self.model_extra or {}).items() if value is not None
-        }
-        return {name: getattr(self, name) for name in type(self).model_fields} | rare

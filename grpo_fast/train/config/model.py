@@ -62,8 +62,6 @@ class OptimConfig(Section):
     """Weight decay of AdamW; 0 switches it off."""
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)
     """Largest gradient norm; larger gradients are scaled down, and .inf switches this off."""
-    states: Literal["full", "8bit", "offload"] = "full"
-    """Store Adam's moments in the dtype of the weights, in 8 bits, or in host memory."""
 
 
 class ReferenceConfig(Section):
@@ -110,9 +108,11 @@ class DistillConfig(Section):
 
     @property
     def server(self) -> tuple[str, int] | None:
-        """Return the URL of the teacher server, and how many likeliest token ids to request.
+        """Return the URL of the teacher server and the number of token ids to request.
 
-        The number is 0 for `form: advantage`. The result is None if the teacher is not a server.
+        The server reports the likeliest token ids of each position. With `form: advantage` the
+        number is 0, because only the sampled token is needed. The result is None if the teacher is
+        not a server.
         """
         if self.teacher is None or "://" not in self.teacher:
             return None

@@ -62,7 +62,7 @@ def read_yaml(text: str, name: str) -> Any:
 
     Args:
         text: the YAML text.
-        name: what the text is, for example its path. Error messages begin with this name.
+        name: name of the text, for example its path. Error messages begin with this name.
 
     Raises:
         ValueError: the text is not strict YAML.

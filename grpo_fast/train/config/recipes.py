@@ -1,4 +1,7 @@
-"""Loading and saving of recipes, which are YAML configurations in the package or of the user."""
+"""Functions that load and save recipes.
+
+A recipe is a YAML file with settings of a run. It is part of the package or written by the user.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def recipe_names() -> list[str]:
 def recipe_table() -> list[list[str]]:
     """Return the command, subject, size, time and requirements of each recipe in the package.
 
-    The first line of a recipe's file contains the values after the command, separated by ` · `.
+    The first line of a recipe's file contains these values except the command, separated by ` · `.
     """
     table = []
     for name in recipe_names():
@@ -84,21 +87,21 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
 
 
 def _resolved(value: Any, folder: str, key: str = "") -> Any:
-    """Return the settings of a recipe with paths that no longer depend on the recipe's folder.
+    """Prepend the folder of a recipe to the recipe's relative paths, and return the settings.
 
-    If a path exists relative to the recipe's folder, the folder is prepended. Any other path stays
-    unchanged, because it may be a hub id or relative to the working folder.
+    A path that does not exist in the folder stays unchanged, because it may be a hub id or relative
+    to the working folder.
 
     Args:
         value: nested settings, or a single value.
         folder: folder of the recipe's file.
-        key: key of `value`, which tells whether `value` is a path.
+        key: key of `value`. It determines whether `value` is a path.
     """
     if isinstance(value, dict):
         return {name: _resolved(item, folder, str(name)) for name, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, folder, key) for item in value]
-    # The value of these keys can be a reward function, given as file.py:function.
+    # The value of these keys can be a reward function in a file, written as file.py:function.
     is_code = key in ("rewards", "name", *CONVENTIONS) and ".py:" in str(value)
     if not isinstance(value, str) or not (is_code or key in ("path", "teacher")):
         return value

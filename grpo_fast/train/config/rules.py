@@ -1,4 +1,4 @@
-"""Checks of `RunConfig` for settings that would make a run wrong or let it fail late."""
+"""Checks that reject contradictory settings of a run, and settings that would fail late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_COMPLETIONS = 1 << 20  # maximum number of completions in one step
 SERVER = "distill.teacher=*://*"
 TRACES = "data.task=traces"
 DIFFER = "the branches of a task differ in number"
-# Losses in which beta is not the weight of a KL to the reference.
+# Conditions that hold for the losses in which beta is not the weight of a KL to the reference.
 NO_KL = [f"loss.loss_type={name}" for name, loss in OBJECTIVES.items() if not loss.reference]
 # Each row has two conditions that must not both hold, and the reason. The conditions `key=pattern`
 # and `key!=pattern` compare the key's value with a shell pattern. The condition `key` holds if the
@@ -68,8 +68,6 @@ CONFLICTS = (
     ("distributed=hsdp", "distributed_replicas=null", "hsdp needs this number"),
     ("distributed!=hsdp", "distributed_replicas", "only hsdp reads it"),
     ("distributed=*sdp*", "log.grad_variance", "a rank has a part of each sum"),
-    ("distributed=*sdp*", "optim.states!=full", "they need unsharded weights"),
-    ("checkpoint.every", "optim.states!=full", "a checkpoint cannot hold these states"),
 )
 
 
@@ -117,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise a ValueError for settings that conflict in ways that CONFLICTS cannot express.
+    """Raise a ValueError for invalid combinations of settings that CONFLICTS cannot express.
 
     Args:
         config: the `RunConfig`.
@@ -137,7 +135,7 @@ def check_numbers(config: Any) -> None:
     teacher = config.distill and config.distill.teacher
     serves = bool(config.distill and config.distill.server)
     if serves and loss.temperature != 1:
-        section = "loss" if "temperature" in config.loss.arguments() else "rollout"
+        section = "loss" if "temperature" in dict(config.loss) else "rollout"
         setting = f"{section}.temperature={loss.temperature:g}"
         raise conflict(setting, "a teacher's server", "the server computes at temperature 1")
     if serves and rollout.needs_support:

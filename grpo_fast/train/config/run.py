@@ -28,8 +28,8 @@ from grpo_fast.train.config.rules import GAE, check_conflicts, check_numbers
 def reward_sections(rewards: Any) -> Any:
     """Convert the setting `rewards` to a list of reward sections.
 
-    A single reward becomes a list of one. A plain text such as myreward.py:reward becomes a section
-    with this name.
+    A single reward becomes a list with one element. A string such as myreward.py:reward becomes a
+    section with this name.
     """
     listed = [rewards] if isinstance(rewards, (str, dict)) else rewards
     if not isinstance(listed, list):
@@ -62,7 +62,7 @@ class CheckpointConfig(Section):
 
 
 class RunConfig(Section):
-    """All settings of a run. The run also saves its settings to config.yaml in the output_dir."""
+    """All settings of a run. A run saves them in the file config.yaml of its output_dir."""
 
     seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
     """Seed of all random numbers."""
@@ -137,19 +137,19 @@ class RunConfig(Section):
         if "://" in str(path):
             teacher = plain_url("distill.teacher", path)
             return {**values, "distill": {**distill, "teacher": teacher}}
-        # The trainer uses the reference model as a local teacher. Make the teacher the frozen
-        # reference, unless the user has set a reference.
+        # The trainer uses its reference model as the teacher, unless the teacher is a server. Make
+        # the teacher the frozen reference if the user has not set a reference.
         if path is None or "reference" in values:
             return values
         return {**values, "reference": {"kind": "frozen", "path": path}}
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        # 1. Set rollout.max_new_tokens to the length of a generated task's longest answer.
+        # 1. For a generated task, set rollout.max_new_tokens to the length of the longest answer.
         by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
-            # A sum can have one digit more than its terms, and it is followed by an EOS. Add two
-            # tokens for them.
+            # Add two tokens, because a sum can have one digit more than its terms, and an EOS
+            # follows it.
             longer = 2 if self.data.task == "arithmetic" else 0
             self.rollout.max_new_tokens = self.data.digits + longer
         # 2. Reject settings that cannot be combined.
@@ -164,7 +164,7 @@ class RunConfig(Section):
 
     @property
     def stores_reference(self) -> bool:
-        """Return True if checkpoints must store the reference, because it has no path."""
+        """Return True if checkpoints must store the reference, because no file has its weights."""
         is_new = self.reference.kind == "synced" or self.warm_start is not None
         return is_new and self.reference.path is None
 
@@ -175,7 +175,7 @@ class RunConfig(Section):
 
     def loss_config(self) -> LossConfig:
         """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""
-        settings = self.loss.arguments()
+        settings = dict(self.loss)
         # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
         if self.kl.into == "reward":
             settings["beta"] = 0.0

@@ -23,7 +23,7 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")
 Config = TypeVar("Config", bound=BaseModel)
 
 
-# ----------------------------------------------------------------------------------------- Words
+# --------------------------------------------------------------------- Parsing of key=value words
 def read_words(
     kind: type[Config],
     words: Iterable[str],
@@ -36,13 +36,13 @@ def read_words(
         kind: class of the configuration.
         words: changes such as ``optim.lr=1e-4`` or ``rewards.0.weight=2``. Values are read as YAML.
             If a key appears twice, the last word is used.
-        settings: nested settings. They are changed in place. None means no settings.
+        settings: nested settings, which are changed in place. None starts without settings.
         also: further keys that the command accepts. Error messages list them as known keys.
 
     Raises:
         ValueError: a word is not of the form key=value, a key is unknown, or a value is invalid.
     """
-    # Apply all words before the validation. Two changes may only be valid together.
+    # Apply all changes before the validation, because some changes are only valid together.
     settings = {} if settings is None else settings
     for word in words:
         apply_word(settings, word)
@@ -59,7 +59,8 @@ def own_words(kind: type[Config], words: Sequence[str]) -> tuple[Config, list[st
     Returns:
         The command's own settings, and the arguments whose keys are not fields of `kind`.
     """
-    # A dotted key such as model.path is never one of the command's own settings.
+    # No field name contains a dot, so a dotted key such as model.path is never a setting of the
+    # command itself.
     own = [word for word in words if split_word(word)[0] in kind.model_fields]
     return read_words(kind, own), [word for word in words if word not in own]
 
@@ -80,7 +81,8 @@ def split_word(word: str) -> tuple[str, str]:
 def apply_word(settings: dict[str, Any], word: str) -> None:
     """Change nested settings as a `key=value` argument says.
 
-    Three keys have short forms. The last two require that the settings contain the section.
+    Three keys have short forms. The short forms of `data` and `model` work only if the settings
+    already contain these sections.
 
     - `rewards=NAME` sets a list with one reward section.
     - `data=X` sets data.path.
@@ -102,7 +104,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key in nested settings, and create missing sections.
 
     Raises:
-        ValueError: the key leads below a value that is not a section, or a list has no such index.
+        ValueError: a part of the key is below a value that is not a section, or is not an index of
+            a list.
     """
     node: Any = settings
     for part in key.split("."):
@@ -113,7 +116,8 @@ def set_key(settings: dict[str, Any], key: str, value: Any) -> None:
             raise ValueError(f"{where} is not an index of a list of {len(node)}")
         parent = node
         index: Any = int(part) if isinstance(node, list) else part
-        # An optional section such as model.lora can be null. Replace it with an empty section.
+        # Replace null by an empty section, so that keys of optional sections such as model.lora can
+        # be set.
         if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
         node = node[index]
@@ -141,7 +145,7 @@ def validated(kind: type[Config], settings: Any, also: Iterable[str] = ()) -> Co
 
 def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     """Format a pydantic error as one line with the dotted key, expected value and actual value."""
-    # 1. Build the dotted key, and find the section that contains it and the type of its value.
+    # 1. Build the dotted key. Find the section that contains this key, and the type of its value.
     path = list(map(str, error["loc"]))
     where = quoted(".".join(path), str)
     section = None
@@ -160,7 +164,7 @@ def _explain(error: Any, kind: type[BaseModel], also: Iterable[str]) -> str:
     if error["type"] == "missing":
         return f"{where}: is missing"
     # 3. Describe an invalid value. The message of a section's validator already begins with the
-    # name of the field, so only the name of the section is missing.
+    # name of the field, so add only the name of the section.
     message = error["msg"].removeprefix("Value error, ")
     value = error["input"]
     if error["type"] == "value_error" and section_of(annotation) is not None:
@@ -214,7 +218,7 @@ def other_names() -> dict[str, str]:
 
 
 def nearest(key: str, known: Sequence[str], dotted: Sequence[str] = ()) -> str:
-    """Return a suggestion to append to a message about an unknown key.
+    """Return a suggestion that is appended to the error message for an unknown key.
 
     If the key is a setting of another library, suggest the matching key of this package. Otherwise
     suggest similar keys. If no key is similar, list all known keys.

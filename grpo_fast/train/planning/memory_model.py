@@ -43,7 +43,7 @@ import torch
 
 from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
-from grpo_fast.train.config import LoraConfig, ModelConfig, OptimConfig, RunConfig
+from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,7 +55,6 @@ SMALL = 1_000_000
 USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
 USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-STATE_BYTES_8BIT = 2 * (1 + 4 / 256)  # two moments of one byte and an fp32 scale per block of 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +148,6 @@ class Memory:
 def predict(
     shape: Shape,
     model: ModelConfig,
-    optim: OptimConfig,
     *,
     device: str,
     reference: bool = False,
@@ -161,20 +159,18 @@ def predict(
     Args:
         shape: sizes of the model.
         model: the section `model` of the configuration.
-        optim: the section `optim` of the configuration.
         device: "cpu" or "cuda". On the CPU, offloading of layer inputs saves no memory.
         reference: True if a copy of the weights is stored for the KL term.
         critic: True if a separate critic of the policy's shape is trained, too.
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
-    # 1. Add up weights, gradients, optimizer states and a reference. Autocast stores a 16-bit copy
-    # of the weights.
+    # 1. Add up the weights, their gradients, Adam's two moments and a reference. Autocast stores a
+    # 16-bit copy of the weights.
     weight = DTYPE_BYTES[model.dtype]
     activation = DTYPE_BYTES[model.autocast or model.dtype]
     stored = weight + (activation if model.autocast else 0)
-    states = {"full": 2.0 * weight, "8bit": STATE_BYTES_8BIT, "offload": 0.0}[optim.states]
     trained = trainable_parameters(shape, model)
-    fixed = shape.parameters * stored + int(trained * (weight + states))
+    fixed = shape.parameters * stored + 3 * trained * weight
     if critic:
         fixed *= 2
     if reference and model.lora is None:
@@ -254,7 +250,7 @@ def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = 
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
     return predict(
-        shape, config.model, config.optim, device=device, gpu=gpu,
+        shape, config.model, device=device, gpu=gpu,
         reference=config.reference.kind != "none",
         critic=config.critic is not None and config.critic.kind == "model",
     )  # fmt: skip

@@ -35,7 +35,6 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = _KNOWN["models"]
 CHECKPOINTING = "model.gradient_checkpointing=true"
 OFFLOAD = "model.gradient_checkpointing=offload"
 TILED = "model.tiled_mlp=2048"
-EIGHT_BIT = "optim.states=8bit"
 LORA = "model.lora={r: 16}"
 # Sets of options that the plan compares: from the label of a table row to its settings.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -43,8 +42,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "checkpointing": (CHECKPOINTING,),
     "+ tiled MLP": (CHECKPOINTING, TILED),
     "+ tiled MLP, offload": (OFFLOAD, TILED),
-    "checkpointing, 8-bit Adam": (CHECKPOINTING, EIGHT_BIT),
-    "+ tiled MLP, offload, 8-bit Adam": (OFFLOAD, TILED, EIGHT_BIT),
     "checkpointing, LoRA r=16": (CHECKPOINTING, LORA),
     "+ tiled MLP, offload, LoRA r=16": (OFFLOAD, TILED, LORA),
 }
@@ -154,9 +151,8 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     completion = own.completion or run.rollout.max_new_tokens
     size = own.group or run.rollout.group_size
     stored = run.model.dtype
-    moments = "moments 8 bit" if run.optim.states == "8bit" else f"moments {stored}"
     computed = run.model.autocast or stored
-    dtypes = f"weights and gradients {stored}, {moments}, computed in {computed}"
+    dtypes = f"weights and gradients {stored}, moments {stored}, computed in {computed}"
     return Plan(model, shape, device, gb, memory, own.prompt, completion, size, dtypes)
 
 

@@ -169,7 +169,6 @@ class Saver:
         self.collector = collector
         self.trainer = trainer
         self.report = report
-        self.can_save = config.optim.states == "full"  # 8-bit or offloaded states cannot be saved
         self.saved_at = time.monotonic()
         now = {**collector.state_dict(), **trainer.state_dict()}
         self.state = State(length=report.length(), settings=settings, **now)
@@ -185,8 +184,7 @@ class Saver:
         trainer = self.trainer
         collector = self.collector
         tensors = trainer.weights()
-        if self.can_save:
-            tensors |= trainer.moments(tensors)
+        tensors |= trainer.moments(tensors)
         state = dataclasses.replace(
             self.state, length=self.report.length(), **collector.state_dict(),
             **trainer.state_dict(), **changes,
@@ -207,7 +205,7 @@ class Saver:
         changes a weight, and the step counters are tensors among the moments.
         """
         tensors = list(self.tensors.values())
-        for optimizer in self.trainer.optimizers.values() if self.can_save else ():
+        for optimizer in self.trainer.optimizers.values():
             for moments in optimizer.adam.state.values():
                 tensors += moments.values()
         # A moment that was created after `mark` has version 0 until the first update changes it.
@@ -222,7 +220,7 @@ class Saver:
         by_step = plan.every and self.state.step % plan.every == 0
         seconds = 60 * plan.every_minutes
         is_late = distributed.from_main(lambda: 0 < seconds <= time.monotonic() - self.saved_at)
-        return self.can_save and bool(by_step or is_late)
+        return bool(by_step or is_late)
 
     def save(self) -> Path:
         """Write a checkpoint of the recorded state, and delete old checkpoints. Collective call."""
@@ -266,9 +264,6 @@ class Saver:
 
     def _save_at_the_end(self, error: BaseException) -> str:
         """Save the recorded state if possible. Return a sentence that says what was saved."""
-        if not self.can_save:
-            states = self.config.optim.states
-            return f"not saved: a checkpoint needs optim.states=full, and this run has {states}"
         if self.has_moved():
             return f"the step was not finished; {self._newest()}"
         is_shared = distributed.is_on_all_ranks(error)

@@ -1,8 +1,10 @@
-"""Pack a step's samples into micro-batches that are planned before the first forward pass."""
+"""The samples of a step, packed into micro-batches.
+
+The micro-batches of a step are planned before its first forward pass.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 from itertools import groupby
@@ -23,7 +25,7 @@ FIXED = (
 
 
 class Totals(NamedTuple):
-    """Counts over all ranks that normalize the losses of an optimizer step."""
+    """Counts of an optimizer step over all ranks. They normalize the losses of the step."""
 
     items: int  # tokens with a loss
     completions: int
@@ -40,9 +42,9 @@ class Totals(NamedTuple):
 class StepBatch:
     """The samples of one step, packed into micro-batches of limited size.
 
-    `minibatches[k]` contains the micro-batches of optimizer step k on this rank. `totals[k]`
-    contains the counts of step k over all ranks. A sample that exceeds the token budget gets a
-    micro-batch alone.
+    `minibatches[k]` contains this rank's micro-batches of optimizer step k. `totals[k]` contains
+    the counts of optimizer step k over all ranks. A sample that exceeds the token budget gets a
+    micro-batch that contains only this sample.
 
     The groups of every minibatch are divided among the ranks, so that all ranks have about the same
     number of tokens. A rank with too few micro-batches gets idle micro-batches, because all ranks
@@ -75,8 +77,7 @@ class StepBatch:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.given = samples.on(device)  # samples without the columns of `precompute`
-        self.samples = dataclasses.replace(self.given)
+        self.samples = samples.on(device)
         self.group_size = group_size
         self.rank = rank
         self.ranks = ranks
@@ -121,7 +122,7 @@ class StepBatch:
         # Sort the samples of each minibatch, so that samples with the same prompt are adjacent and
         # can share the prompt.
         self.parts = [sorted(part) for part in parts]
-        self.pack(self.budget, keep_fixed=True)
+        self.pack(self.budget)
 
     def shuffle(self, seed: str, by_group: bool = False) -> None:
         """Redistribute the samples in a random order, and pack them.
@@ -135,21 +136,19 @@ class StepBatch:
         random.Random(seed).shuffle(blocks)
         self.deal([i for block in blocks for i in block])
 
-    def pack(self, budget: int, keep_fixed: bool = False) -> None:
+    def pack(self, budget: int) -> None:
         """Distribute the samples over micro-batches and pack them. Collective call.
+
+        If `has_fixed` is True, the columns that `precompute` has computed keep their values.
 
         Args:
             budget: maximum number of trunk tokens of a micro-batch.
-            keep_fixed: True keeps the columns that `precompute` has filled. False drops them, so
-                that they are computed again.
         """
         self.budget = budget
-        if keep_fixed:
-            # A sample may move to a different rank, which then needs the sample's columns.
+        if self.has_fixed:
+            # Packing can move a sample to a different rank, which then needs the columns of the
+            # sample.
             self.exchange(FIXED)
-        else:
-            self.samples = dataclasses.replace(self.given)
-            self.has_fixed = False
         packed = [self._pack_part(part, budget) for part in self.parts]
         self.minibatches = [micro_batches for micro_batches, _ in packed]
         self.totals = [totals for _, totals in packed]
@@ -158,22 +157,22 @@ class StepBatch:
         """Give every rank the values of all ranks in the named columns. Collective call."""
         if self.ranks == 1:
             return
-        # Collect the values by a sum over ranks. Each value is added to zeros from the other ranks,
-        # so the sum keeps every bit. The empty tensor is needed if all micro-batches of a rank are
-        # idle, because `cat` needs an input.
+        # Collect the values by a sum over the ranks. The other ranks add zeros to a value, so the
+        # sum keeps every bit. Start with an empty tensor, because `cat` fails without an input, and
+        # all micro-batches of a rank can be idle.
         own = torch.zeros(0, dtype=torch.int64, device=self.device)
         own = torch.cat([own, *(x.rows for x in self.micro_batches if not x.is_idle)])
         for name in names:
             column = getattr(self.samples, name)
             if column is not None:
-                # Convert the column, because gloo can add neither bools nor bf16.
+                # Convert the column to at least fp32. gloo can add neither bools nor bf16.
                 dtype = torch.promote_types(column.dtype, torch.float32)
                 every = torch.zeros_like(column, dtype=dtype)
                 every[own] = column[own].to(dtype)
                 setattr(self.samples, name, sum_(every).to(column.dtype))
 
     def used_advantages(self) -> tuple[Tensor, ...]:
-        """Return one tensor per sample with the advantages of its tokens. Collective call."""
+        """Return the advantages of each sample's tokens, one tensor per sample. Collective call."""
         lengths = self.samples.lengths
         if self.samples.token_advantages is not None:
             self.exchange(["token_advantages"])
@@ -186,7 +185,7 @@ class StepBatch:
         return MicroBatch.pack(self.samples, groups, self.counts, self.device, **options)
 
     def _pack_part(self, part: Sequence[int], budget: int) -> tuple[list[MicroBatch], Totals]:
-        """Return this rank's micro-batches of a minibatch, and the totals over all ranks."""
+        """Pack a minibatch. Return this rank's micro-batches, and the totals over all ranks."""
         # 1. Assign complete groups to the ranks, and plan the micro-batches of each rank.
         group_of = self.samples.group.tolist()
         groups = [list(members) for _, members in groupby(part, key=group_of.__getitem__)]
@@ -203,9 +202,9 @@ class StepBatch:
         if missing:
             shortest = min(part, key=lambda i: self._cost([i]))
             micro_batches += [self.packed([[shortest]]).idle()] * missing
-        # 3. Count tokens. For prompt_mean the loss divides by len(part) / G prompts. The
-        # completions of a shuffled minibatch may belong to more prompts, so scale the divisors to
-        # correct this.
+        # 3. Count the tokens with a loss. The aggregation `prompt_mean` assumes len(part) / G
+        # prompts. A shuffled minibatch can have completions of more prompts, so multiply its
+        # divisors by the ratio of the two numbers.
         tokens = [n if counts else 0 for n, counts in
                   zip(self.samples.lengths, self.counts.tolist(), strict=True)]  # fmt: skip
         scale = len(groups) * self.group_size / len(part)
@@ -217,7 +216,12 @@ class StepBatch:
         return micro_batches, Totals(total, len(part), sum(map(len, plans)), trunk)
 
     def _plan(self, groups: list[list[int]], budget: int) -> list[list[list[int]]]:
-        """Plan micro-batches. Each is a list of groups, and each group a list of sample indices."""
+        """Plan micro-batches of at most `budget` tokens.
+
+        Returns:
+            A list of micro-batches. A micro-batch is a list of groups, and a group is a list of
+            sample indices.
+        """
         if self.trees:
             every = [i for group in groups for i in group]
             rows = plan_trees([self.samples.sample(i) for i in every], budget)

@@ -1,4 +1,7 @@
-"""Token budget of micro-batches, predicted from the usable memory and halved if memory runs out."""
+"""Token budget of micro-batches.
+
+The budget is predicted from the usable memory. It is halved if memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 40
 GIB = 2**30
 
-# Parts of error messages that also mean "out of memory", although the error is not an
-# OutOfMemoryError.
+# Parts of the messages of errors that also mean "out of memory", but have a different class than
+# torch.OutOfMemoryError.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -26,8 +29,8 @@ class TokenBudget:
 
     Args:
         device: the training device.
-        memory: predicted memory of a step. None makes the budget unlimited. It is passed for models
-            whose memory cannot be predicted.
+        memory: predicted memory of a step. None, for models whose memory cannot be predicted,
+            makes the budget unlimited.
         fixed: initial budget (`tokens_per_microbatch`). None uses the prediction.
         in_step: True if the weights are sharded. A single rank then cannot repeat a pass.
     """
@@ -56,7 +59,7 @@ class TokenBudget:
         return max(tokens, 1)
 
     def note(self, batch: StepBatch) -> None:
-        """Record the size of the largest micro-batch of a batch."""
+        """Record the largest micro-batch sizes so far, for the prediction of the peak memory."""
         rows = [len(micro.rows) for micro in batch.micro_batches]
         self.largest = max(self.largest, batch.largest)
         self.most_rows = max(self.most_rows, *rows)
@@ -99,14 +102,14 @@ class TokenBudget:
             raise ValueError(
                 f"tokens_per_microbatch: one completion with its prompt ({largest} tokens) "
                 f"does not fit into memory ({reason}); `grpo-fast plan` shows what "
-                "model.gradient_checkpointing, model.tiled_mlp, model.lora and optim.states save"
+                "model.gradient_checkpointing, model.tiled_mlp and model.lora save"
             )
         self.tokens = min(self.tokens, largest) // 2
         log.warning("out of memory: tokens_per_microbatch lowered to %d (%s)", self.tokens, reason)
 
     @property
     def predicted_peak(self) -> int | None:
-        """Predicted memory of the largest micro-batch so far in bytes, or None if it is unknown."""
+        """Predicted peak memory in bytes for the largest micro-batch so far, or None if unknown."""
         return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
 
 
@@ -116,9 +119,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usable_memory(device: torch.device) -> float:
-    """Return the number of bytes that a run may use.
+    """Return the number of bytes that a run may use on a device.
 
-    The value does not depend on other processes, so that repeating a run packs the same batches.
+    The number does not depend on other processes, so that a repeated run packs the same batches.
     """
     if device.type == "cuda":
         return USABLE_GPU * torch.cuda.get_device_properties(device).total_memory

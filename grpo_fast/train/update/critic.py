@@ -1,4 +1,4 @@
-"""PPO's value function with its loss, and advantages that are computed from its values.
+"""The value function of PPO, its loss, and the advantages that are computed from its values.
 
 The value V(s_t) of the state before token t is computed from the hidden state that predicts token
 t. The last hidden state of a prompt therefore serves the first tokens of all its completions.
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.attention import PackedTree, pack_groups
 from grpo_fast.objective.advantages import whitened
 from grpo_fast.objective.gae import gae, lam_by_length
 from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.value import explained_variance, value_losses
-from grpo_fast.train.config import CriticConfig, ModelConfig, OptimConfig
+from grpo_fast.train.config import CriticConfig, ModelConfig
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import sharding
 from grpo_fast.train.ranks.distributed import sum_
 from grpo_fast.train.update.batch import StepBatch
 from grpo_fast.train.update.micro_batch import MicroBatch
-from grpo_fast.train.update.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,7 @@ HEAD_FILE = "value_head.safetensors"
 
 
 class Critic:
-    """Value function, which is a linear head on the layers of a model. The head starts at zero.
+    """Value function: a linear head on the layers of a model. The head's weights start at zero.
 
     Args:
         policy: the policy.
@@ -56,16 +56,6 @@ class Critic:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that only the critic trains."""
         return [*self.head.parameters(), *([] if self.is_shared else self.trunk.trainable())]
-
-    def optimizer(self, config: OptimConfig, total_steps: int) -> Optimizer:
-        """Return an optimizer for the critic's parameters.
-
-        Args:
-            config: the section `optim`. `critic.lr`, if set, replaces its learning rate.
-            total_steps: optimizer steps of the run.
-        """
-        rate = self.config.lr or config.lr
-        return Optimizer(self.parameters(), config.model_copy(update={"lr": rate}), total_steps)
 
     def values(self, packed: PackedTree, policys_hidden: Tensor | None = None) -> Tensor:
         """Compute the value of the state before each completion token.
@@ -132,7 +122,7 @@ class Critic:
                 cut = []
             if cut:
                 following[cut] = self._last_values(batch, cut).cpu()
-            # Run a pass without using its result, because ranks with sharded weights must run the
+            # Run a forward pass and ignore its result. All ranks with sharded weights must run the
             # same number of forward passes.
             elif self.trunk.is_sharded:
                 self._last_values(batch, micro.chosen[:1])
@@ -144,7 +134,7 @@ class Critic:
         groups = []
         for _, members in groupby(cut, key=lambda i: i // batch.group_size):
             listed = list(members)
-            # Any token can be appended, because only the state before it is used.
+            # Append any token, here the last one. Only the state before the new token is used.
             completions = [samples.completion(i) for i in listed]
             longer = [torch.cat([ids, ids[-1:]]) for ids in completions]
             groups.append((samples.prompt(listed[0]), longer))
@@ -154,10 +144,10 @@ class Critic:
     def estimate_advantages(
         self, batch: StepBatch, beta: float | None, estimator: str, following: Tensor | None
     ) -> None:
-        """Write each token's advantage (GAE) and return into the samples. Collective call.
+        """Compute the advantage (GAE) and the return of each token. Collective call.
 
-        With `critic.whiten`, advantages are whitened over the tokens of the step that have a loss.
-        Other tokens get the advantage 0.
+        Both are written into columns of the samples. With `critic.whiten`, the advantages are
+        whitened over the tokens of the step that have a loss. Other tokens get the advantage 0.
 
         Args:
             batch: the samples of the step with their values.
@@ -169,20 +159,18 @@ class Critic:
         config = self.config
         samples = batch.samples
         assert samples.values is not None
-        # 1. Pad the flat columns to one row per sample, as `gae` expects.
+        # 1. Convert the flat columns to padded rows, one per sample, as `gae` expects.
         lengths = torch.tensor(samples.lengths)
         is_token = torch.arange(int(lengths.max())) < lengths[:, None]
 
         def by_sample(column: Tensor) -> Tensor:  # (R,) -> (samples, longest)
-            rows = torch.zeros(is_token.shape, dtype=column.dtype)
-            rows[is_token] = column.cpu()
-            return rows
+            return pad_sequence(column.cpu().split(samples.lengths), batch_first=True)
 
         counts = by_sample(batch.completion_mask)
         values = by_sample(samples.values)
         rewards = by_sample(rewards_with_kl(batch, beta, estimator))
-        # 2. Compute the advantages. For the returns use `lam_returns` instead of `lam` if it is
-        # set.
+        # 2. Compute the advantages with λ = `lam`, or with a λ that depends on the length. The
+        # returns use λ = `lam_returns` if it is set.
         alpha = config.lam_alpha
         lam = config.lam if alpha is None else lam_by_length(counts.sum(1), alpha)
         lam_returns = config.lam if config.lam_returns is None else config.lam_returns
@@ -193,26 +181,26 @@ class Critic:
         if alpha is not None or lam_returns != lam:
             towards = gae(rewards, values, config.gamma, lam_returns, **ends)
         returns = towards + torch.where(counts, values, 0.0)
-        # 3. Whiten over the step, and convert back to flat columns.
+        # 3. Whiten the advantages over the step, and convert both to flat columns.
         if config.whiten and counts.any():
             advantages = torch.where(counts, whitened(advantages.double(), counts), 0.0).float()
         samples.token_advantages = advantages[is_token].to(batch.device)
         samples.returns = returns[is_token].to(batch.device)
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Shard the head, and the separate model if there is one, over a device mesh."""
+        """Shard the value head, and a separate model, over a device mesh."""
         sharding.shard(self.head, mesh, self.head.weight.device)
         if not self.is_shared:
             self.trunk.shard(mesh)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the head and of a separate model, keyed by name."""
+        """Return the weights of the value head and of a separate model, keyed by name."""
         head = {f"head.{name}": tensor for name, tensor in self.head.named_parameters()}
         trunk = {} if self.is_shared else self.trunk.weights()
         return head | {f"trunk.{name}": tensor for name, tensor in trunk.items()}
 
     def save(self, directory: str | Path) -> None:
-        """Save the head and the separate model, if any, in a folder that `critic.path` accepts."""
+        """Save the value head, and a separate model, in a folder that `critic.path` accepts."""
         from safetensors.torch import save_file
 
         folder = Path(directory)
@@ -224,10 +212,10 @@ class Critic:
 
 
 def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy) -> Critic | None:
-    """Return the critic of a run, or None if the run has none.
+    """Build the critic of a run, and load its saved weights if `critic.path` is set.
 
     Args:
-        critic: the section `critic`. A value head in the folder `path` is loaded.
+        critic: the section `critic`, or None for a run without a critic.
         model: the section `model`, whose dtype and options a separate model uses.
         policy: the policy.
 
@@ -249,8 +237,7 @@ def load_critic(critic: CriticConfig | None, model: ModelConfig, policy: Policy)
         raise ValueError(str(error).replace("model.path:", "critic.path:")) from error
     trunk.freeze_head()
     loaded = Critic(policy, critic, trunk)
-    # 3. Load a saved value head. If the folder contains only a language model, the head stays at
-    # zero.
+    # 3. Load a saved value head. If the folder has none, the weights of the head stay zero.
     file = Path(critic.path) / HEAD_FILE
     if file.is_file():
         from safetensors.torch import load_file

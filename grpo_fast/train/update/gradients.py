@@ -1,4 +1,7 @@
-"""The gradients of one optimizer step over its micro-batches, and their variance over groups."""
+"""Gradients of an optimizer step, and the variance of the gradient between groups.
+
+The gradients are accumulated over the micro-batches of the step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from grpo_fast import (
     TeacherTopK,
     linear_grpo_loss,
 )
-from grpo_fast.attention import Head, PackedTree
+from grpo_fast.attention import Head
 from grpo_fast.objective.aggregation import Total, step_weights
 from grpo_fast.objective.kl import EXACT, KL_ESTIMATORS
 from grpo_fast.train.config import DistillConfig
@@ -50,9 +53,9 @@ def accumulate(
         correct_sampling: pass the sampler's log-probs to the loss.
         validate: argument `validate` of `linear_grpo_loss`.
         critic: value function whose loss is added, or None.
-        ref_head: LM head of the reference, which an exact divergence needs.
-        distill: the section `distill`. None means no distillation. An exact KL is then computed if
-            `loss.kl_estimator` names one.
+        ref_head: LM head of the reference. Only an exact divergence needs it.
+        distill: the section `distill`, or None without distillation. The loss then has an exact KL
+            if `config.kl_estimator` selects one.
         totals: counts over all ranks that normalize the losses. None counts `minibatch`.
 
     Returns:
@@ -63,83 +66,74 @@ def accumulate(
     by_prompt = config.aggregation == "prompt_mean"
     seen = LossMetrics()
     for batch in minibatch:
-        # 1. Collect the inputs of the loss.
         mask = batch.completion_mask
         total: Any = batch.prompt_items if by_prompt else items
-        by_token = batch.column("token_advantages")
-        advantages = batch.advantages if by_token is None else by_token
-        ref_logps = batch.column("ref_logps")
         sampling_logps = batch.column("logps")
         assert sampling_logps is not None
         term = divergence_term(batch, ref_head, config, distill)
-        inputs: dict[str, Any] = {
-            "completion_mask": mask,
-            "cu_seqlens": batch.packed.cu_seqlens,
-            "old_logps": batch.column("old_logps"),
-            "ref_logps": ref_logps,
-            "sampling_logps": sampling_logps if correct_sampling else None,
+        options: dict[str, Any] = {
             "num_items_in_batch": total,
             "num_completions_in_batch": completions,
-            "support": batch.support,
+            "sampling_logps": sampling_logps if correct_sampling else None,
             "divergence": term,
+            "validate": validate,
         }
-        # 2. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
+        # 1. Compute hidden states and the fused loss inside the model's forward pass, where FSDP2
         # has gathered the weights of the head.
-        loss, hidden, output = policy.inside(
-            partial(packed_loss, policy, batch.packed, advantages, alone, validate, inputs)
-        )
+        loss, hidden, output = policy.inside(partial(packed_loss, policy, batch, alone, options))
         metrics = {"loss": loss, **output.metrics}
         if term is not None and distill is None:
             metrics["kl"] = metrics.pop("divergence")
-        # 3. Run the backward pass. It includes the critic if the run has one.
+        # 2. Run the backward pass. With a critic, the backward pass includes the value loss.
         if critic is None:
             loss.backward()
         else:
             weights = token_weights(batch, config, total, completions)
             metrics |= critic.backward(loss, batch, hidden, weights)
-        # 4. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
+        # 3. Record metrics. Skip idle micro-batches, which exist only because FSDP2 requires the
         # same number of passes on all ranks.
         if batch.is_idle:
             continue
+        ref_logps = batch.column("ref_logps")
         if ref_logps is not None and not config.uses_reference:
-            metrics["kl"] = mean_kl(output.logps, ref_logps, mask, config)
+            differences = ref_logps - output.logps
+            kl, _ = KL_ESTIMATORS[config.kl_estimator](differences, *config.kl_limits)
+            metrics["kl"] = kl[mask].sum() / mask.sum().clamp(min=1)
         seen.add(metrics, batch.active_tokens)
         seen.logps.append((output.logps[mask], sampling_logps[mask]))
     return seen
 
 
 def packed_loss(
-    policy: Policy,
-    packed: PackedTree,
-    advantages: Tensor,
-    config: LossConfig,
-    validate: str,
-    inputs: dict[str, Any],
+    policy: Policy, batch: MicroBatch, config: LossConfig, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, LossOutput]:
-    """Compute the fused loss of a packed row.
+    """Compute the fused loss of a micro-batch with T tokens.
 
     Args:
         policy: the policy.
-        packed: the packed row with T tokens, of which R are completion tokens.
-        advantages: advantages per completion, shape (B,), or per token, shape (R,).
+        batch: the micro-batch.
         config: configuration of the loss.
-        validate: argument `validate` of `linear_grpo_loss`.
-        inputs: further arguments of `linear_grpo_loss`.
+        options: arguments of `linear_grpo_loss` that do not come from the policy or the
+            micro-batch.
 
     Returns:
         The loss, the hidden states of shape (T, H), and the LossOutput.
     """
-    hidden = policy.hidden(packed)
+    hidden = policy.hidden(batch.packed)
     head = policy.head
+    by_token = batch.column("token_advantages")
     output = linear_grpo_loss(
-        hidden, head.weight, packed.target_ids, advantages, config.replace(**head.logit_kwargs),
-        hidden_rows=packed.predicting, bias=head.bias, validate=validate, **inputs,
+        hidden, head.weight, batch.packed.target_ids,
+        batch.advantages if by_token is None else by_token, config.replace(**head.logit_kwargs),
+        completion_mask=batch.completion_mask, cu_seqlens=batch.packed.cu_seqlens,
+        old_logps=batch.column("old_logps"), ref_logps=batch.column("ref_logps"),
+        support=batch.support, hidden_rows=batch.packed.predicting, bias=head.bias, **options,
     )  # fmt: skip
     return output.loss, hidden, output
 
 
 def policy_term(config: LossConfig) -> LossConfig:
-    """Return the loss configuration without its exact KL, which is computed by a DivergenceTerm."""
+    """Return the loss configuration without an exact KL, because a DivergenceTerm computes it."""
     if config.kl_estimator not in EXACT:
         return config
     return config.replace(beta=0.0, kl_estimator=LossConfig.kl_estimator)
@@ -148,7 +142,7 @@ def policy_term(config: LossConfig) -> LossConfig:
 def divergence_term(
     batch: MicroBatch, ref_head: Head | None, config: LossConfig, distill: DistillConfig | None
 ) -> DivergenceTerm | None:
-    """Return the term of the loss that contains the divergence from a teacher or the reference.
+    """Build the term of the loss for the divergence from a teacher or from the reference.
 
     Returns:
         The term for `linear_grpo_loss`, or None if the micro-batch has no columns for it.
@@ -168,15 +162,6 @@ def divergence_term(
     if distill is None:
         return DivergenceTerm(teacher, EXACT[config.kl_estimator], config.beta)
     return DivergenceTerm(teacher, distill.kind, distill.coef, distill.beta)
-
-
-def mean_kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Return the mean KL to a reference over the tokens with a loss, as a metric.
-
-    This metric is logged if the loss itself does not compute the KL.
-    """
-    kl, _ = KL_ESTIMATORS[config.kl_estimator](ref_logps - logps, *config.kl_limits)
-    return kl[mask].sum() / mask.sum().clamp(min=1)
 
 
 def token_weights(
@@ -202,12 +187,13 @@ def token_weights(
         max_completion_length=config.max_completion_length, num_items_in_batch=items,
         num_completions_in_batch=completions, group_size=config.group_size,
     )  # fmt: skip
-    # Without output_size, repeat_interleave would wait for the GPU to learn the size of its result.
+    # Pass output_size. Without it, repeat_interleave reads the size of its result from the GPU,
+    # which is a sync.
     return weights.repeat_interleave(ends.diff(), output_size=len(counts)) * counts
 
 
 def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> dict[str, float]:
-    """Estimate variance and size of the gradient of the policy loss before the first update.
+    """Estimate the variance and the squared norm of the gradient of the policy loss.
 
     Each of the n groups gives an independent estimate g_i of the gradient. The loss of a group is
     normalized as if the step consisted of this group only. The two metrics use the mean ḡ of the
@@ -231,7 +217,7 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
     count = len(batch.advantages) // group_size
     if count < 2:
         return {}
-    # 1. Exclude KL divergence and entropy bonus from the loss.
+    # 1. Exclude the KL divergence and the entropy bonus from the loss.
     alone = config.replace(beta=0.0 if config.uses_reference else config.beta, entropy_coef=0.0)
     parameters = policy.trainable()
     total = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
@@ -249,10 +235,11 @@ def gradient_variance(policy: Policy, batch: StepBatch, config: LossConfig) -> d
                     squares += float(p.grad.double().square().sum())
                     own += p.grad.float()
                     p.grad = None
-    # 3. Use the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum of the gradients, so
-    # that the gradients of the groups need not be stored.
+    # 3. Compute the metrics with the identity Σ|g_i - ḡ|² = Σ|g_i|² - n·|ḡ|². It needs only the sum
+    # of the gradients, so the gradients of the groups need not be stored.
     squares = float(sum_(torch.tensor(squares, dtype=torch.float64)))
     mean_square = sum(float(sum_(s).double().square().sum()) for s in total) / count**2
-    # Rounding can make the difference negative. max() returns its first argument if that is NaN.
+    # Rounding can make the difference negative. Pass it to max() first: max() returns its first
+    # argument if that is NaN, so a NaN stays visible.
     variance = max(squares - count * mean_square, 0.0) / (count * (count - 1))
     return {"grad_variance": variance, "grad_signal": mean_square - variance}

@@ -1,4 +1,4 @@
-"""A micro-batch, which is a packed row of some samples of a step."""
+"""A micro-batch: some samples of a step, packed into one row."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from grpo_fast.rollout.ranges import ranges, select_support
 
 @dataclass
 class MicroBatch:
-    """A row into which B samples are packed, with T tokens in total and R completion tokens.
+    """A packed row of B samples. It has T tokens, of which R are completion tokens.
 
-    A prompt that is stored once for several samples counts only once in T.
+    T counts a prompt only once if several samples share it.
     """
 
     samples: Samples  # all samples of the step
@@ -60,7 +60,7 @@ class MicroBatch:
         else:
             listed = [(samples.prompt(g[0]), [samples.completion(i) for i in g]) for g in groups]
             packed = pack_groups(listed, shared=shared, device=device)
-        # Select the rows of this micro-batch in the flat columns of the step.
+        # Find the completion tokens of this micro-batch in the flat columns of the step.
         at = torch.tensor(chosen)
         rows = ranges(samples.rows, at)
         assert samples.advantages is not None
@@ -88,10 +88,10 @@ class MicroBatch:
         self.samples.write(name, self.rows, values)
 
     def idle(self) -> MicroBatch:
-        """Return a copy that runs the same passes but in which no token has a loss.
+        """Return a copy that runs the same passes, but in which no token has a loss.
 
-        A rank with fewer micro-batches than another runs such copies, because FSDP2 requires the
-        same number of passes on all ranks.
+        A rank with too few micro-batches runs such copies, because FSDP2 requires the same number
+        of passes on all ranks.
         """
         nothing = torch.zeros_like(self.completion_mask)
         return dataclasses.replace(self, completion_mask=nothing, is_idle=True)

@@ -1,11 +1,13 @@
-"""AdamW with a learning rate schedule and clipping, which skips non-finite gradients."""
+"""AdamW with gradient clipping and a learning rate schedule.
+
+Steps with a non-finite gradient are skipped.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +40,9 @@ class Optimizer:
         self.parameters = parameters
         self.config = config
         self.total_steps = total_steps
-        self.adam = build_adam(parameters, config)
+        self.adam = torch.optim.AdamW(
+            parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True
+        )
         self.steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -63,7 +67,8 @@ class Optimizer:
             full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         )
         if math.isfinite(norm):
-            self._set_rate(self.learning_rate)
+            for group in self.adam.param_groups:
+                group["lr"] = self.learning_rate
             self.adam.step()
             self.skipped_in_a_row = 0
         else:
@@ -98,7 +103,7 @@ class Optimizer:
         }
 
     def make_moments(self, stored: Collection[str], names: Mapping[Tensor, str]) -> None:
-        """Create moments of zeros, into which a checkpoint can be loaded.
+        """Create Adam's moments as zeros, so that a checkpoint can be loaded into them.
 
         Args:
             stored: names of the tensors in the checkpoint. Parameters that never had a gradient
@@ -119,37 +124,9 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.adam.zero_grad(set_to_none=True)
 
-    def _set_rate(self, rate: float) -> None:
-        for group in self.adam.param_groups:
-            old = group["lr"]
-            # torchao stores the rate in a tensor and does not accept a number instead.
-            group["lr"] = old.fill_(rate) if isinstance(old, torch.Tensor) else rate
-
-
-def build_adam(parameters: list[nn.Parameter], config: OptimConfig) -> Any:
-    """Return AdamW from torch, or from torchao with 8-bit or offloaded moments.
-
-    Raises:
-        ValueError: torchao is not installed, or there is no accelerator from which to offload.
-    """
-    options = config.model_dump(include={"lr", "weight_decay"})
-    if config.states == "full":
-        return torch.optim.AdamW(parameters, fused=True, **options)
-    try:
-        from torchao.optim import AdamW8bit, CPUOffloadOptimizer
-    except ImportError as error:
-        needed = f"{config.states} needs torchao (pip install torchao)"
-        raise ValueError(f"optim.states: {needed}") from error
-    if config.states == "8bit":
-        return AdamW8bit(parameters, **options)
-    if not torch.accelerator.is_available():
-        why = "offload moves states from an accelerator, and this machine has none"
-        raise ValueError(f"optim.states: {why}")
-    return CPUOffloadOptimizer(parameters, torch.optim.AdamW, fused=True, **options)
-
 
 def schedule(kind: str, step: int, warmup: int, total: int) -> float:
-    """Return the factor by which a step's learning rate is multiplied.
+    """Return the factor of the learning rate in a step.
 
     Args:
         kind: constant, linear or cosine. The last two decrease to 0 at `total`.
@@ -157,7 +134,7 @@ def schedule(kind: str, step: int, warmup: int, total: int) -> float:
         warmup: steps of the linear warm-up.
         total: steps of the run.
     """
-    # Use step + 1, because a factor of 0 would waste the first step.
+    # Use step + 1, because with a factor of 0 the first step would change nothing.
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant" or total <= warmup:

@@ -1,4 +1,4 @@
-"""Compute columns that all updates of a step share, such as old log-probs and values."""
+"""Columns that are computed once and used by all updates of a step, such as old log-probs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def precompute(
         batch: the samples of a step.
         policy: the policy.
         loss: configuration of the loss, which sets the temperature and the KL estimator.
-        keep_old: True computes the policy's log-probs before the first update. A single update does
-            not need these old log-probs, because they equal the new ones and the ratio is exactly
-            1.
+        keep_old: True computes the old log-probs, which are those of the policy before the first
+            update. A step with a single update does not need them, because its ratio is exactly 1.
         reference: the reference model, or None.
         critic: the value function, or None.
         reward_beta: weight of the KL divergence in the rewards. None adds no KL divergence.
@@ -55,8 +54,8 @@ def precompute(
     keep_old = keep_old or by_advantage or reward_beta is not None
     with together(in_step=policy.is_sharded):
         for micro in batch.micro_batches:
-            # 1. Evaluate the reference. An exact divergence needs its hidden states. All other
-            # estimators need its log-probs.
+            # 1. Evaluate the reference model. An exact divergence needs the hidden states of the
+            # reference. All other estimators need its log-probs.
             if reference is not None and (by_loss or loss.kl_estimator in EXACT):
                 micro.write("ref_hidden", reference.hidden(micro.packed))
             elif reference is not None:
@@ -69,7 +68,7 @@ def precompute(
             if keep_old:
                 logps = policy.logps(micro.packed, temperature, hidden, micro.support)
                 micro.write("old_logps", logps)
-            # 3. Request the teacher's scores from its server, and evaluate the critic.
+            # 3. Request the log-probs of the teacher from its server, and evaluate the critic.
             if server is not None:
                 given = scores_of(server, micro)
                 if by_advantage:
@@ -91,7 +90,7 @@ def precompute(
 
 
 def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
-    """Request the teacher's scores of a micro-batch from its server.
+    """Request the teacher's log-probs of a micro-batch from its server.
 
     Returns:
         Tensor of shape (R, K + 1, 2) with ids and log-probs. Index 0 of the second dimension is the
@@ -106,11 +105,11 @@ def scores_of(server: TeacherServer, micro: MicroBatch) -> Tensor:
 
 
 def teacher_advantages(batch: StepBatch, coef: float) -> Tensor:
-    """Return the advantage of each token in distillation from a teacher, shape (R,).
+    """Return the advantage of each token for distillation from a teacher, shape (R,).
 
-    The advantage is coef · (log q - log p) plus the advantage of the sample. q is the probability
-    under the teacher and p is the probability under the policy. For a sample without a reward the
-    second term is 0.
+    The advantage is coef · (log q - log p) plus the advantage of the sample. q and p are the
+    probabilities of the token under the teacher and under the policy. The advantage of a sample
+    without a reward counts as 0.
     """
     samples = batch.samples
     assert samples.ref_logps is not None and samples.old_logps is not None

@@ -1,4 +1,4 @@
-"""Record of one training step, with its packed batch and the updates made so far."""
+"""Data of one training step: its packed batch, its metrics and the updates so far."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def merge_losses(updates: Sequence[Update], per_pass: int) -> LossMetrics:
 
     Args:
         updates: the updates of the step.
-        per_pass: updates per pass over the batch. Log-probabilities of later passes are left out.
+        per_pass: updates per pass over the batch. The result has the log-probs of the first pass
+            only.
     """
     seen = LossMetrics(optimizer_steps=len(updates))
     for index, each in enumerate(updates):

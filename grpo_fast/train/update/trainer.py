@@ -1,4 +1,4 @@
-"""The trainer, which updates the weights with the samples of a step, for GRPO and PPO."""
+"""The trainer of GRPO and PPO. It updates the weights with the samples of a step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from grpo_fast.train.update.step import Step, Update, merge_losses
 
 log = logging.getLogger(__name__)
 
-# Number of first steps in which the loss checks all inputs. In later steps it only makes checks
-# that need no GPU sync.
+# In this number of first steps, the loss checks all its inputs. In later steps, it only makes the
+# checks that need no GPU sync.
 FULLY_VALIDATED_STEPS = 2
 
 
@@ -72,7 +72,9 @@ class Trainer:
         self.optimizer = Optimizer(policy.trainable(), config.optim, total)
         self.optimizers = {"policy": self.optimizer}
         if critic is not None:
-            self.optimizers["critic"] = critic.optimizer(config.optim, total)
+            rate = critic.config.lr or config.optim.lr
+            optim = config.optim.model_copy(update={"lr": rate})
+            self.optimizers["critic"] = Optimizer(critic.parameters(), optim, total)
         memory = predict_model(policy.lm, config)
         in_step = distributed.size() > 1
         self.budget = TokenBudget(
@@ -107,8 +109,8 @@ class Trainer:
     def minibatches(self, step: Step) -> Iterator[int]:
         """Yield the index of the minibatch for each optimizer step of a training step.
 
-        The batch is used in `inner_iterations` passes. Before each pass except the first, iteration
-        stops if the KL of the previous pass exceeds `max_approx_kl`.
+        The trainer makes `inner_iterations` passes over the batch. If the mean KL of a pass exceeds
+        `max_approx_kl`, no further pass is made.
         """
         config = self.config
         batch = step.batch
@@ -129,7 +131,7 @@ class Trainer:
     def update(self, step: Step, minibatch: int) -> None:
         """Run one optimizer step on a minibatch.
 
-        If memory runs out, repeat the passes with smaller micro-batches.
+        If memory runs out, repeat the forward and backward passes with smaller micro-batches.
         """
         batch = step.batch
         losses = None
@@ -137,8 +139,13 @@ class Trainer:
             self.budget.note(batch)
             try:
                 # 1. In the first update of a step, compute old and reference log-probs and values.
-                self.precompute(batch)
-                # 2. Compute the gradients from hidden states, fused loss and backward pass.
+                precompute(
+                    batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
+                    reference=self.reference if self.reads_reference else None,
+                    critic=self.critic, distill=self.config.distill, server=self.teacher,
+                    reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
+                )  # fmt: skip
+                # 2. Compute the gradients: hidden states, fused loss, backward pass.
                 in_step = self.policy.is_sharded
                 with distributed.together(in_step=in_step), shared_copies():
                     own = accumulate(
@@ -157,31 +164,24 @@ class Trainer:
                 self.budget.lower(batch, failure)
                 # After the first update, keep the columns of `precompute`. They depend on old
                 # weights and cannot be computed again.
-                batch.pack(self.budget.tokens, keep_fixed=len(step.updates) > 0)
+                batch.has_fixed = batch.has_fixed and len(step.updates) > 0
+                batch.pack(self.budget.tokens)
         # 3. Clip the gradients and step. Read the rate before `step` advances the schedule.
         rate = self.optimizer.learning_rate
         norms = [optimizer.step() for optimizer in self.optimizers.values()]
         step.updates.append(Update(losses, norms[0], rate))
 
-    def precompute(self, batch: StepBatch) -> None:
-        """Compute the columns that all updates of a step share, such as old log-probs."""
-        precompute(
-            batch, self.policy, self.loss_config, keep_old=self.updates_per_step > 1,
-            reference=self.reference if self.reads_reference else None, critic=self.critic,
-            reward_beta=self.beta.value if self.config.kl.into == "reward" else None,
-            distill=self.config.distill, server=self.teacher,
-        )  # fmt: skip
-
     def finish(self, step: Step) -> dict[str, float]:
-        """Advance the schedules, the reference and β after a step. Return the metrics of the step.
+        """Finish a step after its updates. Return the metrics of the step.
 
-        After an early stop by the KL limit, the schedules advance by the full number of updates.
+        The learning rate schedules advance by the full number of updates, even if the KL limit
+        ended the step early.
         """
         batch = step.batch
         clock = step.clock
         updates = step.updates
         lengths = batch.samples.lengths
-        # 1. Advance schedules, reference and counters.
+        # 1. Advance the schedules, update a synced reference, and count tokens and memory.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
         self.reference.after_step(step.number)
@@ -200,20 +200,20 @@ class Trainer:
             "skipped_steps": float(self.optimizer.skipped),
             **clock.metrics(),
         }  # fmt: skip
-        # 3. Adapt the weight of the KL divergence to this step's KL.
+        # 3. Adapt β, the weight of the KL divergence, to the KL of this step.
         self.beta.after_step(metrics.get("kl", math.nan), completions=len(lengths))
         self._use_beta()
         return metrics
 
     def forget_gradients(self) -> None:
-        """Clear the gradients of a minibatch that must be repeated."""
+        """Clear all gradients, which frees their memory."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that a checkpoint stores, keyed by name. The tensors are not copied.
 
-        A reference is included only if it cannot be loaded or built again.
+        The reference is included only if a resumed run cannot load or build it again.
         """
         reference = self.reference.copy if self.config.stores_reference else None
         models: dict[str, Policy | Critic | None] = {

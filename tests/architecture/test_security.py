@@ -38,7 +38,6 @@ ALLOWED = {
     (RANKS, "torch.distributed.broadcast_object_list"): "the same",
     ("grpo_fast/rewards/workers/answer.py", "exec"): "an answer's code, in the sandbox",
     ("grpo_fast/rewards/workers/judge.py", "exec"): "the tests of an answer, in the sandbox",
-    ("benchmarks/gpu/loops.py", "exec"): "the shipped kernel's source, with lines of that file",
     ("grpo_fast/train/config/plain.py", "yaml.dump"): "with a SafeDumper that quotes more",
 }
 

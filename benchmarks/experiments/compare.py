@@ -62,8 +62,8 @@ PANELS = {
     "KL to the reference": "kl",
     "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
-# Metrics that are only shown if one of their values differs by more than TELLING from the neutral
-# value given here. All other metrics are always shown.
+# Neutral values of metrics. A metric is only shown if one of its values differs from its neutral
+# value by more than TELLING. A metric without a neutral value is always shown.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
 TELLING = 0.01
 MOST_LINES = 8  # for more settings, the panels that show all settings are left out
@@ -174,7 +174,10 @@ def with_error(values: list[float]) -> str:
 
 
 def table(rows: dict[str, list[Rows]]) -> str:
-    """Return the table in Markdown. Leave out a metric whose value is always the neutral one."""
+    """Return the table in Markdown.
+
+    A metric without values, or with nothing but its neutral value, is left out.
+    """
     every = [run for runs in rows.values() for run in runs]
     shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -185,9 +188,7 @@ def table(rows: dict[str, list[Rows]]) -> str:
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:
-    """Return True if a metric must be shown: it has no neutral value, or a run deviates from this
-    value.
-    """
+    """Return True if a metric has a value that differs from its neutral value (see NEUTRAL)."""
     neutral = NEUTRAL.get(metric, math.inf)
     return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 

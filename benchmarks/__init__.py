@@ -1,6 +1,6 @@
-"""Benchmarks that compare grpo_fast with other libraries and with limits of the hardware.
+"""Benchmarks that compare grpo_fast with other libraries and with the limits of the hardware.
 
-Results are written as JSON. benchmarks/README.md explains the method.
+The results are JSON files. benchmarks/README.md explains the method.
 """
 
 from __future__ import annotations

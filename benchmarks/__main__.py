@@ -1,4 +1,4 @@
-"""Entry point of `python -m benchmarks`, which is the same as `grpo-fast bench`."""
+"""Entry point of `python -m benchmarks`, which does the same as `grpo-fast bench`."""
 
 from __future__ import annotations
 

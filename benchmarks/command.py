@@ -1,10 +1,10 @@
-"""Benchmarks of kernels, steps and rollouts against peers and limits.
+"""Benchmarks that compare grpo_fast with other libraries and with the limits of the hardware.
 
-A run prints a table and writes JSON to benchmarks/results/. Every result is compared with an exact
-fp64 result before it is timed. A wrong result is listed, but not timed. All candidates of a case
-are timed in one process on the same tensors, in interleaved rounds. On a CPU, each case runs in two
-processes: one with glibc's default allocator, and one with an allocator that keeps freed pages
-("fair", see benchmarks/measure.py).
+A run prints tables and writes a JSON file to benchmarks/results/. Every result is compared with an
+exact fp64 result before it is timed. A wrong result is listed, but not timed. All candidates of a
+case are timed in one process on the same tensors, in interleaved rounds. On a CPU, each case runs
+twice: in a process with glibc's default memory allocator, and in a process with an allocator that
+keeps freed pages ("fair").
 
     grpo-fast bench --quick
     grpo-fast bench linear_grpo_loss --model qwen3-8b --tokens 1024 8192 --active 1.0 0.2
@@ -31,8 +31,8 @@ from benchmarks.kernels import shapes as shape_table
 from benchmarks.kernels.operations import OPERATIONS, SCRIPTS
 from benchmarks.options import new_parser
 
-# Options that only the kernel benchmarks have. The command rejects them if only benchmarks of
-# benchmarks/trainers/ are selected.
+# Options that only the benchmarks of kernels have. The command rejects them if it runs no such
+# benchmark.
 KERNELS_ONLY = (
     "shapes", "model", "tokens", "dtype", "active", "inactive", "softmax", "mask", "backend",
     "providers", "allocator", "verify_only",
@@ -40,11 +40,11 @@ KERNELS_ONLY = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit status.
+    """Run `grpo-fast bench` and return its exit status.
 
     Returns:
-        0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 for a usage
-        error.
+        0 on success, 1 if a case did not run or a result of grpo_fast is wrong, and 2 if the
+        arguments are wrong.
     """
     options = parse_arguments(arguments)
     measured = [name for name in options.operations if name in OPERATIONS]
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    parser = new_parser("grpo-fast bench", __doc__)
+    parser = new_parser(__doc__, "grpo-fast bench")
     names = [*OPERATIONS, *SCRIPTS]
     words = f"{', '.join(names)} (default: linear_grpo_loss)"
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=words)
@@ -139,7 +139,7 @@ def duration(text: str) -> float:
 
 
 def plan_fields(options: argparse.Namespace, operations: list[str]) -> dict[str, Any]:
-    """Return the fields of the `Plan` that the command line options describe.
+    """Return the arguments of `Plan` for the given command line options.
 
     Raises:
         ValueError: an option is out of range, or two options contradict each other.
@@ -203,7 +203,7 @@ def chosen_shapes(options: argparse.Namespace, device: str) -> list[shape_table.
 
 
 def described(plan: Any) -> str:
-    """Describe a plan for --dry: its cases, and why a provider cannot run."""
+    """Return the text of --dry: all cases of the plan, and why some providers cannot run."""
     from benchmarks.kernels.runner import DTYPES
 
     cpu = f", allocators {', '.join(plan.allocators)}, {plan.threads} threads"
@@ -220,7 +220,7 @@ def described(plan: Any) -> str:
 
 
 def measure_all(plan: Any, options: argparse.Namespace) -> int:
-    """Run all cases of a plan, write the report after each, and return the exit status (0 or 1)."""
+    """Run all cases of a plan, and write the report after each. Return the exit status, 0 or 1."""
     from benchmarks import measure
     from benchmarks.kernels.runner import run
     from benchmarks.report.files import write
@@ -253,7 +253,7 @@ def measure_all(plan: Any, options: argparse.Namespace) -> int:
 
 
 def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
-    """Return the path of a report if --out is not given. It contains device, date and commit."""
+    """Return the path of a report for a run without --out. Its name has the date and the commit."""
     import torch
 
     device = torch.cuda.get_device_name().replace(" ", "-") if device == "cuda" else "cpu"
@@ -262,7 +262,7 @@ def default_path(what: str, device: str, commit: str, quick: bool) -> Path:
 
 
 def run_script(name: str, options: argparse.Namespace) -> int:
-    """Run a benchmark of benchmarks/trainers/ in a new process, with the options it supports."""
+    """Run a benchmark of benchmarks/trainers/ in a new process, with those options that it has."""
     from benchmarks import measure
 
     gpu = options.device == "cuda"

@@ -1,4 +1,4 @@
-"""Timing, memory, hardware and report headers, shared by all benchmarks."""
+"""Measurement of time and memory, and the header of every report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import resource
 import statistics
 import subprocess
 import time
@@ -28,25 +27,25 @@ MIB = 2**20
 COMMIT_VARIABLE = "GRPO_FAST_COMMIT"
 SLOW = 5.0  # seconds; if the first call of a step takes longer, it already counts as a sample
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
-# The clock with which `seconds` measures on a CPU. "process" measures the CPU time of this process,
-# so that other programs on the same CPU have little effect.
+# The clock of all timings on a CPU. "process" is the CPU time of this process, on which other
+# programs have little effect.
 clock = "wall"
 PACKAGES = (
-    "torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels",
+    "torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy",
     "nvidia-cutlass-dsl", "verl", "flash-attn", "flash-attn-3", "flash-attn-4", "numpy",
 )  # fmt: skip
 
-# Environment variables for glibc's allocator. By default, glibc returns large blocks to the
-# operating system at every free, so each call causes the same page faults again. With these
-# settings, it keeps freed blocks and requests huge pages. Times with both allocators are reported,
-# because page faults may take most of a peer's time.
+# Environment variables for glibc's allocator. By default, glibc returns a large block to the
+# operating system when it is freed, so every call causes the same page faults again. With these
+# variables, glibc keeps freed blocks and requests huge pages. Times with both allocators are
+# reported, because page faults may take most of the time of a peer.
 FAIR_ALLOCATOR = {
     "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=68719476736"
     ":glibc.malloc.mmap_threshold=68719476736"
     ":glibc.malloc.hugetlb=1"
 }
-# Outputs of a step. The possible keys are loss (0-d), logps (N,), grad_hidden (N, H),
-# grad_weight (V, H) and grad_logits (R, V).
+# Results of a step. The possible keys are loss (0-d), logps (N,), grad_hidden (N, H), grad_weight
+# (V, H) and grad_logits (R, V).
 Result = dict[str, Tensor]
 
 
@@ -55,28 +54,28 @@ class Step:
     """An operation that is verified and timed.
 
     Attributes:
-        run: function that does the work and returns the results. It may write a result over an
-            input, such as a gradient over the logits.
-        reset: function that restores the input that `run` overwrites. It is called before each run,
-            outside of the timing.
-        owned_bytes: bytes of the gradients that `run` writes over an input. `peak_memory` subtracts
-            the bytes of all gradients except these, because these need no additional memory.
+        run: function that does the work and returns the results. It may overwrite an input with a
+            result, such as the logits with their gradient.
+        reset: function that is called before each run, but not timed. It restores the input that
+            `run` overwrites.
+        owned_bytes: bytes of the gradients with which `run` overwrites an input. They need no
+            further memory, so `peak_memory` does not subtract them.
     """
 
-    run: Callable[[], Result]
+    run: Callable[[], Any]
     reset: Callable[[], None] | None = None
     owned_bytes: int = 0
 
-    def __call__(self) -> Result:
+    def __call__(self) -> Any:
         if self.reset is not None:
             self.reset()
         return self.run()
 
 
 def seconds(step: Step | Callable[[], Any], calls: int, device: str) -> float:
-    """Return the mean time of one call in seconds, measured over `calls` calls.
+    """Return the mean time of a call in seconds, measured over `calls` calls.
 
-    CUDA events measure the time on a GPU. On a CPU, the module variable `clock` selects the clock.
+    On a GPU, CUDA events measure the time. On a CPU, the module variable `clock` names the clock.
     """
     step = as_step(step)
     if device == "cuda":
@@ -106,10 +105,10 @@ def synchronize(device: str) -> None:
 
 
 def _seconds_on_gpu(step: Step, calls: int) -> float:
-    """Return the mean time of one call in seconds, measured with CUDA events.
+    """Return the mean time of a call in seconds, measured with CUDA events.
 
-    Each call has its own pair of events, so the time of `reset` is excluded. The host does not wait
-    between calls, so the GPU always has queued work.
+    Each call has its own pair of events, so the time of `reset` does not count. The host does not
+    wait between calls, so the GPU always has queued work.
     """
     torch.cuda.synchronize()
     pairs = []
@@ -134,19 +133,19 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time all steps in interleaved rounds, so that a slow phase of the machine affects all steps.
 
-    A fast step is repeated within a round until the round takes about 20 ms. The caller has already
-    run the steps to verify them, so there is no warm-up. One call estimates the time of each step.
-    If this call takes longer than `SLOW`, it counts as a sample.
+    A fast step is repeated within a round until this takes about 20 ms. The steps are not warmed
+    up, because the caller has already run them to verify them. One call of each step estimates its
+    time. If this call takes longer than `SLOW`, it counts as a sample.
 
     Args:
         steps: the steps, keyed by name.
         device: "cpu" or "cuda".
         budget: time for each step, in seconds.
         rounds: maximum number of samples of a step.
-        minimum: minimum number of samples of a step. It takes precedence over the budget.
+        minimum: minimum number of samples of a step, even if they exceed the budget.
 
     Returns:
-        For each step, its samples: the time of one call in seconds.
+        The samples of each step. A sample is the time of one call in seconds.
     """
     warm = {name: seconds(step, 1, device) for name, step in steps.items()}
     samples = {name: [time_] if time_ > SLOW else [] for name, time_ in warm.items()}
@@ -170,7 +169,7 @@ def interleaved(
 def spread(samples: list[float]) -> dict[str, float]:
     """Return the median, the spread and the minimum of samples, in ms.
 
-    The spread is half the interquartile range. For fewer than four samples, it is half the
+    The spread is half the interquartile range. With fewer than four samples, it is half the
     difference between the largest and the smallest sample.
     """
     ordered = sorted(samples)
@@ -184,14 +183,13 @@ def spread(samples: list[float]) -> dict[str, float]:
 
 
 def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]:
-    """Return the additional memory at the peak of one warm call, in MiB (`workspace_mib`).
+    """Return how much the memory grows at the peak of one warm call, in MiB (`workspace_mib`).
 
-    Memory that was in use before the call and the returned gradients are not counted. On a GPU, the
-    statistics of torch's allocator give the peak. On a CPU, malloc_trim first returns free pages to
-    the operating system, and writing 5 to /proc/self/clear_refs resets the peak of the resident
-    set. The result is then the peak after the call (VmHWM) minus the resident set before the call.
-    The workspace that grpo_fast keeps between calls is released before the call, so it is counted.
-    On a CPU, `page_faults` is the number of page faults of the call.
+    The returned gradients are not counted. The workspace that grpo_fast keeps between calls is
+    released before the call, so it is counted. On a GPU, the peak comes from the statistics of
+    torch's allocator. On a CPU, malloc_trim first returns free pages to the operating system, and
+    writing 5 to /proc/self/clear_refs resets the peak of the resident set. The result is then the
+    peak after the call (VmHWM) minus the resident set before the call.
     """
     step = as_step(step)
     gc.collect()
@@ -207,22 +205,20 @@ def peak_memory(step: Step | Callable[[], Any], device: str) -> dict[str, float]
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     gradients = gradient_bytes(step.run()) - step.owned_bytes
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     workspace = (resident("VmHWM") - before - gradients) / MIB
-    return {"workspace_mib": workspace, "page_faults": float(faults)}
+    return {"workspace_mib": workspace}
 
 
 def gradient_bytes(result: Any) -> int:
-    """Return the total bytes of the gradients in a `Result` or in a tuple (loss, gradient, …)."""
+    """Return the bytes of all gradients in a `Result`, or in a tuple (loss, gradient, …)."""
     if isinstance(result, dict):
         return sum(value.nbytes for name, value in result.items() if name.startswith("grad_"))
     return 0 if result is None else sum(value.nbytes for value in result[1:])
 
 
 def resident(field: str) -> int:
-    """Return a memory field of /proc/self/status, such as VmRSS, in bytes."""
+    """Return a field of /proc/self/status with a size of memory, such as VmRSS, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -230,7 +226,7 @@ def resident(field: str) -> int:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """Return a description of CPU, memory and GPU, which every report contains."""
+    """Return the description of CPU, memory and GPU that every report contains."""
     information: dict[str, Any] = {"machine": platform.machine(), "cpu": "unknown"}
     information["cores"] = os.cpu_count()
     cpuinfo = Path("/proc/cpuinfo")
@@ -255,9 +251,9 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def cpu_class(hardware: dict[str, Any]) -> str:
-    """Return a file name that identifies the kind of CPU.
+    """Return a name for the kind of CPU, which is used in file names.
 
-    Times can be compared if they were measured on CPUs with the same name.
+    Times of CPUs with the same name can be compared.
     """
     instructions = " ".join(hardware.get("instructions", []))
     text = f"{hardware['machine']} {hardware['cpu']} {instructions}"
@@ -267,8 +263,8 @@ def cpu_class(hardware: dict[str, Any]) -> str:
 def commit() -> str:
     """Return the commit hash of the source tree, or "none" if it is unknown.
 
-    "+changes" is appended if there are uncommitted changes. If the tree was copied without .git,
-    set the environment variable `GRPO_FAST_COMMIT` to the hash.
+    If there are uncommitted changes, "+changes" is appended. For a tree that was copied without
+    .git, set the environment variable `GRPO_FAST_COMMIT` to the hash.
     """
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
@@ -288,7 +284,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of `PACKAGES`, or "not installed"."""
+    """Return the version of Python and of each package, or "not installed"."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -299,7 +295,7 @@ def versions() -> dict[str, str]:
 
 
 def header(benchmark: str, device: str) -> dict[str, Any]:
-    """Return the fields that begin every report: benchmark, date, commit, hardware and versions."""
+    """Return the first fields of every report: benchmark, date, commit, hardware and versions."""
     return {
         "benchmark": benchmark,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

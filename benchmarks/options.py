@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 
 
-def new_parser(prog: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser without arguments whose help shows `doc` with its line breaks unchanged."""
+def new_parser(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser without arguments. Its help shows `doc` with the line breaks unchanged."""
     return argparse.ArgumentParser(
         prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
-def measuring(prog: str, doc: str | None, arguments: list[str]) -> argparse.Namespace:
-    """Parse the two options of a GPU measurement: --device (default: cuda) and --out."""
-    parser = new_parser(prog, doc)
+def measuring(doc: str | None, arguments: list[str]) -> argparse.Namespace:
+    """Parse the options of a GPU measurement: --device (default: cuda) and --out."""
+    parser = new_parser(doc)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", help="where the JSON goes")
     return parser.parse_args(arguments)

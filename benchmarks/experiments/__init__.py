@@ -1,1 +1,1 @@
-"""Training comparisons for grpo_fast/train/README.md. benchmarks/experiments.sh runs them all."""
+"""Comparisons of training runs for grpo_fast/train/README.md. experiments.sh starts them."""

@@ -15,7 +15,6 @@ curve.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import re
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.options import new_parser
 from grpo_fast.errors import require
 from grpo_fast.train import loop
 from grpo_fast.train.config import RunConfig
@@ -43,8 +43,8 @@ from grpo_fast.train.report.curves import (
     smooth,
 )
 
-# COLUMNS maps the titles of the table's columns to logged metrics. PANELS maps the titles of the
-# picture's panels to logged metrics.
+# The logged metrics by the title of their column in the table (COLUMNS), and by the title of their
+# panel in the picture (PANELS).
 COLUMNS = {
     "reward": "reward",
     "held-out reward": "eval_reward",
@@ -62,24 +62,23 @@ PANELS = {
     "KL to the reference": "kl",
     "Trainer's probability over sampler's": "sampling/importance_sampling_ratio/mean",
 }
-# Metrics with a neutral value, which are only shown if one of their values differs from it by more
-# than TELLING. All other metrics are always shown.
+# Neutral values of metrics. A metric is only shown if one of its values differs from its neutral
+# value by more than TELLING. A metric without a neutral value is always shown.
 NEUTRAL = {"sampling/importance_sampling_ratio/mean": 1.0}
 TELLING = 0.01
 MOST_LINES = 8  # for more settings, the panels that show all settings are left out
-# Lower end of the logarithmic axis of the gradient variance, as a fraction of its upper end.
-# Without this limit, runs that end with variance 0 would stretch the axis.
+# The axis of the gradient variance is logarithmic. Its lower end is this fraction of its upper end,
+# because a run that ends with variance 0 would stretch the axis without limit.
 SMALLEST = 1e-4
 
 
 class Arm(NamedTuple):
-    """One setting of the grid.
+    """One setting of the grid, which is trained with several seeds.
 
     Attributes:
-        name: name of the setting's folder and of its line in the picture, such as
-            loss_type=grpo,advantages=max.
-        values: value of each key of the grid in this setting.
-        runs: configurations of the runs, one for each seed.
+        name: such as "loss_type=grpo,advantages=max". It names the setting's folder and its curve.
+        values: the value of each key of the grid.
+        runs: the configurations of the runs, one for each seed.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Arm(NamedTuple):
 
 # ------------------------------------------------------------------------------------------- runs
 def grid_values(word: str) -> tuple[str, list[str]]:
-    """Split `key=a,b` into key and values. Commas in brackets or quotes are part of a value."""
+    """Split `key=a,b` into the key and its values. Commas in brackets or quotes do not separate."""
     key, text = split_word(word)
     listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
     slices = [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in listed.value]
@@ -98,7 +97,7 @@ def grid_values(word: str) -> tuple[str, list[str]]:
 
 
 def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Return every setting of the grid with its validated configurations. Nothing is run."""
+    """Return every setting of the grid with its validated configurations, without training."""
     parsed = [grid_values(word) for word in words]
     require(seeds >= 1, "seeds", "at least 1", seeds)
     require(len({key for key, _ in parsed}) == len(parsed), "settings", "each key once", words)
@@ -125,7 +124,7 @@ def plan_arms(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> li
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Return whether the run has finished. Raise ValueError if its folder has a different run."""
+    """Return whether a run has finished. Raise ValueError if its folder has a different run."""
     folder = Path(config.output_dir)
     if not folder.is_dir():
         return False
@@ -137,7 +136,7 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list[Arm]:
-    """Run all unfinished runs one after the other, and write the table and the picture."""
+    """Run all runs that have not finished, one after the other. Write the table and the picture."""
     arms = plan_arms(recipe, words, seeds, folder)
     missing = [config for arm in arms for config in arm.runs if not is_finished(config)]
     for number, config in enumerate(missing, start=1):
@@ -152,10 +151,10 @@ def compare(recipe: str, words: Sequence[str], seeds: int, folder: Path) -> list
 
 # ------------------------------------------------------------------------------ table and picture
 def cell(runs: list[Rows], metric: str) -> str:
-    """Return the table cell of a metric: the mean over the runs ± the standard error.
+    """Return the text for a metric in the table: the mean over the runs ± the standard error.
 
-    The value of a run is the mean of the last tenth of its points. For a metric of the evaluation,
-    the cell also shows the value before training: "before → after".
+    The value of a run is the mean of the last tenth of its logged values. For a metric of the
+    evaluation, the text also has the value before training: "before → after".
     """
     lines = [points for points in (series(rows, metric) for rows in runs) if points]
     if not lines:
@@ -169,13 +168,16 @@ def cell(runs: list[Rows], metric: str) -> str:
 
 
 def with_error(values: list[float]) -> str:
-    """Format the mean of the values, and for several values also the standard error."""
+    """Format the mean of the values, followed by the standard error if there are several values."""
     mean, error = mean_and_error(values)
     return f"{mean:.4g}" if math.isnan(error) else f"{mean:.4g} ± {error:.2g}"
 
 
 def table(rows: dict[str, list[Rows]]) -> str:
-    """Return the table in Markdown, without metrics that have their neutral value in all runs."""
+    """Return the table in Markdown.
+
+    A metric without values, or with nothing but its neutral value, is left out.
+    """
     every = [run for runs in rows.values() for run in runs]
     shown = {title: metric for title, metric in COLUMNS.items() if is_telling(every, metric)}
     lines = [" | ".join(["| setting", *shown, "runs |"]), "|" + "---|" * (len(shown) + 2)]
@@ -186,13 +188,13 @@ def table(rows: dict[str, list[Rows]]) -> str:
 
 
 def is_telling(runs: list[Rows], metric: str) -> bool:
-    """Return whether a metric must be shown, because it differs from its neutral value."""
+    """Return True if a metric has a value that differs from its neutral value (see NEUTRAL)."""
     neutral = NEUTRAL.get(metric, math.inf)
     return any(abs(value - neutral) > TELLING for run in runs for _, value in series(run, metric))
 
 
 def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path: Path) -> None:
-    """Draw one panel for each metric and each group of lines, and save the picture at `path`."""
+    """Save the picture at `path`. It has one panel for each metric and each group of curves."""
     groups = grouped(rows, settings)
     every = [run for runs in rows.values() for run in runs]
     titles = [title for title, name in PANELS.items() if is_telling(every, name)]
@@ -213,11 +215,12 @@ def plot(rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]], path:
 def grouped(
     rows: dict[str, list[Rows]], settings: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, list[Rows]]]:
-    """Group the runs into the rows of panels of the picture.
+    """Return the curves of each row of panels.
 
     Returns:
-        A dict from a key of the grid to the lines of its panels. The lines are a dict from the
-        key's value to all runs with this value. The key "" has one line for each setting.
+        A dict from a key of the grid to the curves of its row. There is one curve for each value of
+        the key, which is the mean of all runs with this value. The row "" has one curve for each
+        setting.
     """
     keys = list(next(iter(settings.values())))
     groups = {}
@@ -232,7 +235,7 @@ def grouped(
 
 
 def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
-    """Draw a panel that shows the mean and the standard error of the runs of each label."""
+    """Draw one curve for each label: the mean of its runs, with a band of one standard error."""
     for index, (label, runs) in enumerate(lines.items()):
         middle, low, high = band([series(rows, metric) for rows in runs], metric)
         if not middle:
@@ -248,7 +251,7 @@ def draw(axes: Any, lines: dict[str, list[Rows]], metric: str) -> None:
 
 
 def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[float]]:
-    """Return the mean over the runs at each step, and both ends of the error band."""
+    """Return the mean over the runs at each step, and the lower and upper end of the error band."""
     at = defaultdict(list)
     for points in runs:
         for step, value in points if metric.startswith("eval_") else smooth(points):
@@ -264,9 +267,7 @@ def band(runs: list[Series], metric: str) -> tuple[Series, list[float], list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("settings", nargs="*", metavar="KEY=A,B")
     parser.add_argument("--seeds", type=int, default=1)

@@ -8,11 +8,11 @@ writes the same files as compare.py: `table.md` and `compare.png`.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from pathlib import Path
 
 from benchmarks.experiments.compare import plot, table
+from benchmarks.options import new_parser
 from grpo_fast.examples import lecture
 
 LOSSES = ("reinforce", "unclipped", "grpo")
@@ -21,9 +21,7 @@ STEPS = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("-o", "--out", type=Path, default=Path("runs/lecture"))
     options = parser.parse_args()

@@ -10,7 +10,6 @@ with equal curves share one row, whose title has all their names. A thin gray li
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import math
 import textwrap
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import new_parser
 from grpo_fast.objective.coefficients import token_loss
 from grpo_fast.objective.config import LossConfig
 from grpo_fast.objective.losses import OBJECTIVES
@@ -39,7 +39,7 @@ Curve = tuple[Tensor, Tensor]  # loss and its gradient with respect to the log-p
 
 
 def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float) -> Curve:
-    """Return the loss of one token, and its gradient, at each of the importance ratios (n,)."""
+    """Return the loss of one token and its gradient at each of the importance ratios, (n,)."""
     old = torch.tensor([math.log(old_prob)])
     one = torch.ones(1)
     first = torch.zeros(1, dtype=torch.int64)
@@ -52,7 +52,7 @@ def curve(config: LossConfig, ratios: Tensor, advantage: float, old_prob: float)
 
 
 def clip_range(config: LossConfig) -> tuple[float, float] | None:
-    """Return the smallest and largest unclipped ratio of a loss, or None if it never clips."""
+    """Return the smallest and the largest unclipped ratio, or None if the loss never clips."""
     objective = OBJECTIVES[config.loss_type]
     if objective.ratio_kind == "geometric":
         return math.exp(-config.epsilon_low), math.exp(config.epsilon_high)
@@ -63,7 +63,7 @@ def clip_range(config: LossConfig) -> tuple[float, float] | None:
 
 
 def config_of(loss: str, options: dict[str, float]) -> LossConfig:
-    """Return the configuration of a loss, without the options that this loss does not use."""
+    """Return the configuration of a loss. Options that this loss does not use are left out."""
     params = OBJECTIVES[loss].params
     read: dict[str, Any] = {
         name: value
@@ -121,7 +121,7 @@ def plot_losses(
                 lines = [each[column] for each in curves]
                 _draw(axes, ratios, lines, [each[column] for each in reference], advantages)
                 for left, right in sorted(set(filter(None, map(clip_range, configs)))):
-                    # Shade the unclipped ratios, unless they fill the panel.
+                    # Shade the range of unclipped ratios, unless it fills the panel.
                     if left > ratio[0] or right < ratio[1]:
                         start, end = max(left, ratio[0]), min(right, ratio[1])
                         axes.axvspan(start, end, color=GRID, alpha=0.45, linewidth=0)
@@ -140,7 +140,7 @@ def _draw(
     reference: list[Tensor],  # (POINTS,), the curves of the loss REFERENCE
     advantages: Sequence[float],
 ) -> None:
-    """Draw one panel: a line for each advantage, on top of the gray lines of `REFERENCE`."""
+    """Draw one panel: a line for each advantage, over gray lines for the loss `REFERENCE`."""
     axes.axhline(0.0, color=INK, linewidth=0.6)
     for index, points in enumerate(reference):
         label = REFERENCE if index == 0 else None
@@ -152,9 +152,7 @@ def _draw(
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("losses", nargs="?", default=DEFAULT, help="names with commas")
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--advantages", type=float, nargs="+", default=[1.0, -1.0])

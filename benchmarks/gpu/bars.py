@@ -1,7 +1,8 @@
-"""Bars (acceptance thresholds) for one GPU. Each bar has a prediction and finds its measured value.
+"""Bars, which are acceptance thresholds for the measurements on one GPU.
 
-A bar that is a ratio compares times that were measured in the same run, such as the time of
-grpo_fast and the time of a limit. Bars for memory depend on the memory of the card.
+Each bar has a prediction, and a function that finds its value in the measurements. A bar that is a
+ratio compares two times of the same run, such as the time of grpo_fast and the time of a limit.
+Bars for memory depend on the memory of the card.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from benchmarks.kernels.shapes import MODELS, Shape
 OURS = "grpo_fast (auto)"
 GIB = 2**30
 RATIOS = {"qwen3-8b": 1.12, "qwen3-1.7b": 1.15, "qwen2.5-0.5b": 1.30}
-# For each (prompt, completion, group), two speedups over TRL's step: the required speedup, and the
-# speedup that LOG.md predicts for Qwen2.5-0.5B.
+# For each (prompt, completion, group): the required speedup over the step of TRL, and the speedup
+# that LOG.md predicts for Qwen2.5-0.5B.
 STEP_RATIOS = dict(zip(STEPS, ((5.0, 6.9), (3.0, 4.3), (1.3, 1.5)), strict=True))
-# Prompt length in tokens that must at least fit on an H200, for each model. For a card with less
-# memory, the required length is lower in proportion.
+# Number of prompt tokens that must fit on an H200, for each model. For a card with less memory, the
+# required number is lower in proportion.
 CONTEXTS = {"qwen2.5-0.5b": 1_000_000, "qwen2.5-1.5b": 650_000, "qwen2.5-7b": 300_000}
 
 
@@ -32,15 +33,17 @@ class Results:
     """Measurements of one card.
 
     Attributes:
-        cases: cases of the kernel benchmarks, with the oldest first.
-        reports: reports of all benchmarks.
+        cases: the cases of the kernel benchmarks, with the oldest first.
+        reports: the reports of all benchmarks.
     """
 
     cases: list[dict[str, Any]]
     reports: list[dict[str, Any]]
 
     def rows(self, case: Case, *names: str) -> dict[str, dict[str, Any]] | None:
-        """Return the timed rows of the newest run of a case in which all providers `names` ran."""
+        """Return the timed rows of a case in its newest run, in which all providers `names` were
+        timed.
+        """
         for found in reversed(self.cases):
             timed = {name: row for name, row in found["rows"].items() if "median_ms" in row}
             if key_of(found) == key(case) and timed.keys() >= set(names):
@@ -48,7 +51,7 @@ class Results:
         return None
 
     def value(self, case: Case, field: str) -> float | None:
-        """Return a field of grpo_fast's row in the newest run of a case. None if there is none."""
+        """Return a field of grpo_fast's row in the newest run of a case, or None without a run."""
         rows = self.rows(case, OURS)
         return rows[OURS].get(field) if rows else None
 
@@ -62,7 +65,7 @@ class Bar:
         wanted: the bound.
         predicted: the predicted value, or None if there is no prediction.
         measured: function that returns the value from `Results`, or None if it was not measured.
-        command: the command that measures this value alone.
+        command: the command that measures only this value.
         unit: text after the value.
         at_least: True if `wanted` is a lower bound.
     """
@@ -91,16 +94,16 @@ def key_of(found: dict[str, Any]) -> tuple:
 
 
 def bars(card: Card) -> list[Bar]:
-    """Return all bars (acceptance thresholds) for a card, with the most important first."""
+    """Return all bars for a card, with the most important bar first."""
     heads = [Shape(8192, *MODELS[name]) for name in RATIOS]
-    found = [
-        head_ratio(card, shape, RATIOS[name]) for name, shape in zip(RATIOS, heads, strict=True)
-    ]
     small = Shape(1024, *MODELS["qwen2.5-0.5b"])
-    found.append(head_ratio(card, small, 1.6))
+    title = "head forward + backward / three GEMMs"
+    limits = zip((*heads, small), (*RATIOS.values(), 1.6), strict=True)
+    found = [ratio(card, "linear_grpo_loss", title, shape, wanted) for shape, wanted in limits]
     found += [over_peer(shape, "TRL", 2.5) for shape in heads]
     found += [over_peer(shape, None, 1.0) for shape in (*heads, small)]
-    found += [logps_ratio(card, shape) for shape in heads]
+    title = "linear_logps without gradient / one GEMM"
+    found += [ratio(card, "linear_logps", title, shape, 1.15) for shape in heads]
     found += [sparse(card, inactive) for inactive in ("masked", "zero-advantage")]
     operations = ("logits_grpo_loss_inplace", "logits_grpo_loss")
     found += [copy_share(card, operation) for operation in operations]
@@ -114,7 +117,7 @@ def title_of(shape: Shape) -> str:
 
 
 def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -> Bar:
-    """Return a bar for the time of an operation, divided by the time of its limit."""
+    """Return a bar for the time of an operation divided by the time of its limit."""
     case = Case(operation, shape)
     guess = predict.estimate(card, case)
     return Bar(
@@ -123,17 +126,8 @@ def ratio(card: Card, operation: str, title: str, shape: Shape, wanted: float) -
     )  # fmt: skip
 
 
-def head_ratio(card: Card, shape: Shape, wanted: float) -> Bar:
-    title = "head forward + backward / three GEMMs"
-    return ratio(card, "linear_grpo_loss", title, shape, wanted)
-
-
-def logps_ratio(card: Card, shape: Shape) -> Bar:
-    return ratio(card, "linear_logps", "linear_logps without gradient / one GEMM", shape, 1.15)
-
-
 def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
-    """Return a bar for the speedup over a peer. None selects the fastest peer."""
+    """Return a bar for the speedup over a peer, or over the fastest peer if `peer` is None."""
     case = Case("linear_grpo_loss", shape)
 
     def measured(results: Results) -> float | None:
@@ -158,7 +152,7 @@ def over_peer(shape: Shape, peer: str | None, wanted: float) -> Bar:
 def sparse(card: Card, inactive: str) -> Bar:
     """Return a bar for the speedup of a call with 20% active rows over a call with 100%.
 
-    Each time is divided by the limit that its run measured.
+    Each time is divided by the time of the limit in the same run.
     """
     dense = Case("linear_grpo_loss", Shape(8192, *MODELS["qwen3-8b"]))
     case = dense._replace(active=0.2, inactive=inactive)
@@ -184,7 +178,7 @@ def copy_share(card: Card, operation: str) -> Bar:
 
 
 def peak(card: Card, shape: Shape) -> Bar:
-    """Return a bar for the peak memory: the prediction, rounded up to a twentieth of a GiB."""
+    """Return a bar for the peak memory: the prediction, rounded up to a multiple of 0.05 GiB."""
     case = Case("linear_grpo_loss", shape)
     planned = predict.estimate(card, case).workspace / GIB
 
@@ -221,7 +215,7 @@ def step_ratio(sizes: tuple[int, int, int]) -> Bar:
 
 
 def context(card: Card, model: str) -> Bar:
-    """Return a bar for the longest prompt with which a step did not run out of memory."""
+    """Return a bar for the longest prompt with which a training step fits into the memory."""
 
     def measured(results: Results) -> float | None:
         prompts = [

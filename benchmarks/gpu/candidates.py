@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.tune --compile sm_90   writes benchmarks/results/candidates-sm_90.json
 
-The command compiles every candidate without a GPU. tune.py times the candidates without register
-spills on a GPU.
+The command compiles every candidate without a GPU. On a GPU, tune.py times the candidates whose
+registers do not spill.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.patch import patched
 from grpo_fast.kernels.gpu.configs import LinearConfig, RowConfig
@@ -27,7 +28,6 @@ ROWS = 64
 # for 64 x 256. For smaller tiles, L2 would be the bottleneck.
 TILES = [(128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 256, 64)]
 KINDS = ("exponentials", "linear", "linear store")
-LOOPS = ("", "flatten")
 
 
 class Candidate(NamedTuple):
@@ -38,27 +38,24 @@ class Candidate(NamedTuple):
             logits) or "exponentials" (stores 16-bit exponentials).
         dtype: name of the torch dtype of the inputs.
         config: the fields of RowConfig or LinearConfig.
-        loop: name of a loop in loops.py, or "" for the shipped loop.
     """
 
     kind: str
     dtype: str
     config: tuple
-    loop: str = ""
 
     @property
     def line(self) -> str:
-        """Return the line of source code for grpo_fast/kernels/gpu/configs.py."""
+        """Return the configuration as source code for grpo_fast/kernels/gpu/configs.py."""
         name = "RowConfig" if self.kind == "rows" else "LinearConfig"
-        return f"{name}{tuple(self.config)}{' ' * bool(self.loop)}{self.loop}"
+        return f"{name}{tuple(self.config)}"
 
     def make(self) -> RowConfig | LinearConfig:
-        """Return the configuration object that the kernels accept."""
         return RowConfig(*self.config) if self.kind == "rows" else LinearConfig(*self.config)
 
 
 def candidates() -> list[Candidate]:
-    """Return the candidates for sm_90 that fit into its registers and shared memory."""
+    """Return the candidates for sm_90 that fit into its registers and its shared memory."""
     found = [
         Candidate("rows", dtype, (block_v, warps))
         for dtype in ("float32", "bfloat16")
@@ -66,20 +63,18 @@ def candidates() -> list[Candidate]:
         if 4 <= block_v // (32 * warps) <= 32
     ]
     for kind in KINDS:
-        for (block_t, block_v, block_h), stages, loop in itertools.product(TILES, (3, 4), LOOPS):
+        for (block_t, block_v, block_h), stages in itertools.product(TILES, (3, 4)):
             fits = (block_t + block_v) * block_h * 2 * stages <= 228 * 1024
             if fits:
-                # Use pieces of 32 columns in the epilogue, because with larger pieces registers
-                # spill.
+                # Use pieces of 32 columns in the epilogue. Larger pieces make registers spill.
                 config = LinearConfig(block_t, block_v, block_h, 8, stages, piece=32, use_tma=True)
-                found.append(Candidate(kind, "bfloat16", tuple(config), loop))
+                found.append(Candidate(kind, "bfloat16", tuple(config)))
     return found
 
 
 @contextlib.contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
-    """Make the kernels use this configuration in a `with` block."""
-    from benchmarks.gpu.loops import using_loop
+    """Make the kernels use the configuration of a candidate in a `with` block."""
     from grpo_fast.kernels.gpu import linear, rows
 
     config = candidate.make()
@@ -87,15 +82,14 @@ def using(candidate: Candidate) -> Iterator[None]:
     def chosen(*args: Any, **options: Any) -> RowConfig | LinearConfig:
         return config
 
-    loop = using_loop(candidate.loop) if candidate.loop else contextlib.nullcontext()
-    with patched(rows, row_config=chosen), patched(linear, linear_config=chosen), loop:
+    with patched(rows, row_config=chosen), patched(linear, linear_config=chosen):
         yield
 
 
 def call_of(
     candidate: Candidate, rows: int, hidden: int, vocab: int, device: str
-) -> Callable[[], Any]:
-    """Return a call of the candidate's kernel with the arguments that the loss passes.
+) -> Callable[[], list[Tensor]]:
+    """Return a function that calls the kernel of a candidate as the loss does.
 
     Args:
         candidate: selects the kernel and the dtype. Its configuration is not applied.
@@ -105,7 +99,7 @@ def call_of(
         device: a GPU, or "cpu" to compile without a GPU.
 
     Returns:
-        A function that returns the kernel's result, or (lse, logps, matrix) for "exponentials".
+        The function. It returns the logps, and for "exponentials" also the stored matrix.
     """
     from grpo_fast.kernels.gpu import exponentials, linear
     from grpo_fast.kernels.gpu.rows import row_loss_
@@ -119,24 +113,23 @@ def call_of(
         logits = torch.randn(rows, vocab, device=device).to(dtype)
         d_logits, v = torch.empty_like(logits), torch.ones(rows, device=device)
         terms, config = RowTerms(v, v, old_logps=v), LossConfig(loss_type="dapo")
-        return lambda: row_loss_(
-            logits, d_logits, targets, terms, config, rule, return_entropy=False
-        )
+        arguments = (logits, d_logits, targets, terms, config, rule)
+        return lambda: [row_loss_(*arguments, return_entropy=False).logps]
     # Scale the logits to a standard deviation of 2. With larger logits, most targets would be so
-    # unlikely that the kernel computes their rows twice, which happens rarely in training.
+    # unlikely that the kernel computes their rows twice. This rarely happens in training.
     states, weight = (torch.randn(n, hidden, device=device).to(dtype) for n in (rows, vocab))
     weight *= 2 / hidden**0.5
     head = (states, weight, None, targets, rule)
     if candidate.kind == "exponentials":
         matrix = states.new_empty(rows, vocab)
-        return lambda: (*exponentials.head_exponentials(*head, matrix).stats[:2], matrix)
+        return lambda: [exponentials.head_exponentials(*head, matrix).stats[1], matrix]
     is_stored = candidate.kind == "linear store"
     out = torch.empty(rows, vocab, device=device) if is_stored else None
-    return lambda: linear.head_logps(*head, return_entropy=False, logits_out=out)
+    return lambda: [linear.head_logps(*head, return_entropy=False, logits_out=out)[1]]
 
 
 def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
-    """Compile every candidate for `arch`, and print for each whether it starts.
+    """Compile every candidate for `arch`, and print whether it can be launched.
 
     This takes minutes, but does not need a GPU. The compiled kernels stay in Triton's cache.
 
@@ -156,7 +149,7 @@ def compile_all(arch: str, chosen: list[Candidate]) -> list[dict[str, Any]]:
 def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
     """Compile one candidate, and return its entry of the report.
 
-    The fake driver stays active in this process.
+    Call this in a separate process, because the fake driver stays active.
     """
     from benchmarks.gpu.fake_driver import compile_launches
     from benchmarks.gpu.resources import SHARED_LIMIT, resources
@@ -179,7 +172,7 @@ def compile_one(arch: str, candidate: Candidate) -> dict[str, Any]:
 
 
 def verdict(entry: dict[str, Any]) -> str:
-    """Return a sentence that says whether a candidate starts, and which resources it needs."""
+    """Return a text that says whether a candidate can be launched, and which resources it needs."""
     if "reason" in entry:
         return f"does not compile: {entry['reason']}"
     numbers = ", ".join(f"{name} {entry[name]}" for name in ("registers", "spills", "shared"))

@@ -1,9 +1,9 @@
-"""Triton driver that only names a target, so that kernels compile without a GPU.
+"""Triton driver that only names a GPU architecture, so that kernels compile without a GPU.
 
-`kernel.warmup(...)` reads the target from the active driver. It then specialises the kernel for its
-arguments, which may be CPU tensors, and compiles it, as a launch would. In a `with` block of
-`compile_launches`, every launch of the package is replaced by such a warmup. The fake driver stays
-active afterwards, so use this module in a separate process.
+`kernel.warmup(...)` asks the active driver for the architecture. It then compiles the kernel for
+its arguments, which may be CPU tensors, as a launch would. In a `with` block of `compile_launches`,
+every launch of the package is replaced by a warmup. The fake driver stays active afterwards, so use
+this module in a separate process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = {
 
 
 class TargetOnlyDriver:
-    """Driver that returns what the compiler needs to know, but cannot launch a kernel."""
+    """Driver that answers the questions of the compiler, but cannot launch a kernel."""
 
     launcher_cls = None
     utils = None
@@ -40,9 +40,8 @@ class TargetOnlyDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        # Return a different number for each target. A JIT function caches one backend per device
-        # number, so with equal numbers, every architecture would silently get the code of the first
-        # one.
+        # Return a different number for each architecture. A kernel caches one compiler backend per
+        # device number. With equal numbers, every architecture would get the code of the first one.
         return list(TARGETS.values()).index(self.target)
 
     def set_current_device(self, device: int) -> None:

@@ -1,39 +1,40 @@
-"""Profile of `linear_grpo_loss` on a GPU, by kernel name.
+"""Times of the kernels in one call of `linear_grpo_loss` on a GPU, by kernel name.
 
     python -m benchmarks.gpu.kernel_times [--out FILE] [--device cpu]
 
-torch's profiler records forward and backward. The report lists the 25 kernels that take the most
-time, including those of the vendor's libraries, with their launches and microseconds for one call
-of the loss. The time of a call without the profiler shows how long the GPU idles between kernels.
+torch's profiler records a forward and backward pass. The report lists the 25 slowest kernels, with
+their launches and microseconds in one call. They include the kernels of the vendor's libraries. The
+time of a call without the profiler shows how long the GPU is idle between kernels.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
-from benchmarks.gpu import by_size
 from benchmarks.kernels.problem import make_problem
 from benchmarks.kernels.providers.ours import loss
 from benchmarks.kernels.shapes import Shape
+from benchmarks.options import measuring
+from benchmarks.report.files import write
 
-# Shapes to profile. The last one is so small that launching its kernels may take longer than
-# running them.
+# The last shape is so small that launching its kernels may take longer than running them.
 SHAPES = (Shape(8192, 4096, 151936), Shape(8192, 896, 151936), Shape(1024, 896, 151936))
+SMALL = Shape(16, 32, 96)  # the only shape on a CPU
 CALLS, SHOWN = 3, 25
 
 
-def profiled(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, Any]]:
+def profiled(shape: Shape, device: str) -> dict[str, Any]:
     """Return the entry of the report for one shape, with the slowest kernel first.
 
     Raises:
         RuntimeError: the profiler saw no kernel.
     """
-    shape = Shape(rows, hidden, vocab)
     step = loss("auto")(make_problem(shape, torch.bfloat16, device))
     for _ in range(2):
         step.run()
@@ -58,21 +59,23 @@ def profiled(rows: int, hidden: int, vocab: int, device: str) -> list[dict[str, 
     print(f"{tuple(shape)}: {inside / 1e3:.2f} ms in kernels, {alone / 1e3:.2f} ms a call")
     for row in kernels:
         print(f"{row['us']:10.1f} us {row['calls']:6.1f} x  {row['kernel'][:110]}")
-    return [
-        {
-            "shape": list(shape),
-            "kernels": kernels,
-            "us_in_kernels": inside,
-            "us_without_profiler": alone,
-            "launches": sum(row["calls"] for row in found),
-        }
-    ]
+    return {
+        "shape": list(shape),
+        "kernels": kernels,
+        "us_in_kernels": inside,
+        "us_without_profiler": alone,
+        "launches": sum(row["calls"] for row in found),
+    }
 
 
 def main(arguments: list[str]) -> int:
-    return by_size.run(
-        "kernel_times", __doc__, arguments, profiled, SHAPES, "kernel times", "profiles"
-    )
+    options = measuring(__doc__, arguments)
+    shapes = SHAPES if options.device == "cuda" else [SMALL]
+    report = measure.header("kernel times", options.device)
+    report |= {"cases": [], "profiles": [profiled(shape, options.device) for shape in shapes]}
+    if options.out:
+        write(Path(options.out), report)
+    return 0
 
 
 if __name__ == "__main__":

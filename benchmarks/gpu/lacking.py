@@ -1,19 +1,18 @@
-"""Import hook that hides packages that the GPU machine does not have, for the dry run of a session.
+"""Import hook for the dry run of a session. It hides packages that the GPU machine does not have.
 
-A Python process that has the written file on its PYTHONPATH cannot import PACKAGES. Copies in a
-folder of PYTHONPATH, such as the wheels that session.sh unpacks, can still be imported.
+A Python process that has the hook on its PYTHONPATH cannot import the modules in PACKAGES. It can
+still import copies of them in a folder of PYTHONPATH, such as the wheels that session.sh unpacks.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Top-level modules that the GPU machine does not have. It has torch, triton, transformers,
-# accelerate, peft, pytest, rich, typer, pyyaml, matplotlib, safetensors, tokenizers, numpy and
-# pyarrow.
+# Modules that the GPU machine does not have. It has torch, triton, transformers, accelerate, peft,
+# pytest, rich, typer, pyyaml, matplotlib, safetensors, tokenizers, numpy and pyarrow.
 PACKAGES = (
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "datasets", "dill",
-    "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "quack", "cutlass", "math_verify",
+    "multiprocess", "trl", "liger_kernel", "cut_cross_entropy", "cutlass", "math_verify",
     "latex2sympy2_extended", "antlr4", "verl", "openrlhf", "vllm", "flash_attn", "bitsandbytes",
     "httpx2", "httpcore2",
 )  # fmt: skip
@@ -41,5 +40,5 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Lacking
 
 
 def write(folder: Path) -> None:
-    """Write the hook into a folder, as sitecustomize.py, which Python imports when it starts."""
+    """Write the hook to sitecustomize.py in a folder. Python imports this file when it starts."""
     (folder / "sitecustomize.py").write_text(SOURCE.format(packages=PACKAGES))

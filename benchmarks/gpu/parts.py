@@ -1,8 +1,8 @@
-"""The parts of a GPU session, each with its commands and its limit in seconds.
+"""The parts of a GPU session. Each part has commands and a time limit in seconds.
 
-A session has two visits. A visit is one loan of a GPU machine for one command. Visit 1 checks that
-the kernels are right, and measures the values for which bars.py has thresholds. Visit 2 repeats the
-failed tests and measures the peers. All other parts run only if they are named on the command line.
+A session has two visits. A visit is one loan of a GPU machine. Visit 1 checks that the kernels are
+right, and measures the values for which bars.py has thresholds. Visit 2 repeats the failed tests
+and measures other libraries. All other parts run only if the command line names them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Part(NamedTuple):
 
     Attributes:
         visit: 1, 2, or `BY_NAME`.
-        seconds: limit for all commands together.
-        commands: command lines. With `measures`, each gets `--out FILE` (`--json FILE` for a
-            benchmark of trainers/).
+        seconds: time limit for all commands together.
+        commands: command lines. If `measures` is True, `--out FILE` is added to each of them
+            (`--json FILE` for a benchmark of trainers/).
         dry: command lines for a machine without a GPU, which check that the part would start.
         measures: True if the commands write reports.
-        environment: variables for the commands.
-        stops: True for a part that begins every visit and ends the visit if it fails.
+        environment: environment variables of the commands.
+        stops: True for a part that begins every visit, and that ends the visit if it fails.
     """
 
     visit: int
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def parts() -> dict[str, Part]:
-    """Return all parts, keyed by name, with the most valuable part of each visit first."""
+    """Return all parts, keyed by name. The most valuable part of each visit comes first."""
     tests, attention_tests = gpu_tests()
     long = f"linear_grpo_loss --model qwen3-8b --tokens 131072 {OURS} --budget 2"
     return {
@@ -58,13 +58,11 @@ def parts() -> dict[str, Part]:
         "attention-tests": sharded(2, 40, attention_tests),
         "support": support(2, 20),
         "steps": steps(2, 25, STEPS[1:]),
-        "gemms": own(BY_NAME, 40, "gemms"),
         "tune": tune(BY_NAME, 120),
         "memcheck": sanitize(BY_NAME, 60, "memcheck"),
         "races": sanitize(BY_NAME, 240, "racecheck", "synccheck"),
         "attention": bench(BY_NAME, 40, "attention"),
         "long": bench(BY_NAME, 60, long),
-        "sparse": own(BY_NAME, 30, "sparse"),
         "rollout": bench(BY_NAME, 25, "rollout"),
         "trl": bench(BY_NAME, 60, "trl"),
     }
@@ -79,7 +77,7 @@ def of_visit(every: dict[str, Part], visit: int) -> dict[str, Part]:
 
 
 def bars() -> list[str]:
-    """Return the benchmark commands for every shape that has a bar (a threshold in bars.py)."""
+    """Return the benchmark commands for all shapes for which bars.py has a threshold."""
     both = "linear_grpo_loss linear_logps"
     large = f"--model qwen3-8b --tokens 8192 {OURS} --budget 0.7"
     return [
@@ -100,14 +98,14 @@ def peers() -> list[str]:
 
 
 def bench(visit: int, seconds: int, *arguments: str) -> Part:
-    """Return a part that runs several benchmarks in one process, to start torch only once."""
+    """Return a part that runs several benchmarks in one process, which imports torch only once."""
     lines = [f"{line} --device cuda" for line in arguments]
     command = [PY, "-m", "benchmarks.gpu.several", *lines]
     return Part(visit, seconds, [command], [[*command, "--dry"]])
 
 
 def own(visit: int, seconds: int, module: str) -> Part:
-    """Return a part for a module of this folder. Its dry run uses tiny sizes on a CPU."""
+    """Return a part that runs a module of this folder. Its dry run uses tiny sizes on a CPU."""
     command = [PY, "-m", f"benchmarks.gpu.{module}"]
     return Part(visit, seconds, [command], [[*command, "--device", "cpu"]])
 
@@ -118,7 +116,7 @@ def tune(visit: int, seconds: int) -> Part:
 
 
 def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> Part:
-    """Return a part that times the step with shared prompts against TRL's."""
+    """Return a part that compares our training step with shared prompts with the step of TRL."""
     command = [PY, "-m", "benchmarks.trainers.step", "--providers", "shared", "TRL"]
     where = "--device cuda --model-config qwen2.5-0.5b --rounds 5 --budget 3"
     commands = [
@@ -129,22 +127,22 @@ def steps(visit: int, seconds: int, sizes: tuple[tuple[int, int, int], ...]) -> 
 
 
 def support(visit: int, seconds: int) -> Part:
-    """Return a part that times rows with a sampler's support against the dense head."""
+    """Return a part that compares the loss with a sampler's support with the dense loss."""
     command = [PY, "-m", "benchmarks.trainers.support"]
     timed = [*command, "--device", "cuda", "--cases", "8192,4096,151936,50"]
     return Part(visit, seconds, [timed], [[*command, "--help"]])
 
 
 def sharded(visit: int, seconds: int, files: list[str]) -> Part:
-    """Return a part that runs tests, which stop 5 s early to report the unfinished ones."""
+    """Return a part that runs tests. They end 5 s early, so that unfinished tests are reported."""
     command = [PY, "-m", "benchmarks.gpu.shards", "--processes", str(PROCESSES), *files]
     timed = [*command, "--seconds", str(seconds - 5)]
     return Part(visit, seconds, [timed], [[*command, "--dry"]], measures=False)
 
 
 def sanitize(visit: int, seconds: int, *tools: str) -> Part:
-    """Return a part that runs every operation under compute-sanitizer, at small shapes."""
-    # Set PYTORCH_NO_CUDA_MEMORY_CACHING, which allocates each tensor separately. With torch's
+    """Return a part that runs every operation at small shapes under compute-sanitizer."""
+    # Set PYTORCH_NO_CUDA_MEMORY_CACHING, so that each tensor is allocated separately. In torch's
     # caching allocator, an access past the end of a tensor would hit the next block and remain
     # undetected.
     operations = "linear_grpo_loss linear_logps linear_logps_backward logits_grpo_loss_inplace"
@@ -158,7 +156,7 @@ def sanitize(visit: int, seconds: int, *tools: str) -> Part:
 
 
 def gpu_tests() -> tuple[list[str], list[str]]:
-    """Return the files of GPU tests in two lists: the general tests, and the attention tests."""
+    """Return two lists of test files: the GPU tests of attention, after all other GPU tests."""
     tests = ROOT / "tests"
     found = {*tests.rglob("test_gpu*.py"), *(tests / "gpu").glob("test_*.py")}
     files = sorted((str(path.relative_to(ROOT)) for path in found), key=lambda f: (len(f), f))

@@ -13,7 +13,6 @@ from typing import Any
 
 @contextlib.contextmanager
 def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
-    """Replace attributes of a module or class in a `with` block, and restore them afterwards."""
     before = {name: getattr(owner, name) for name in changes}
     for name, value in changes.items():
         setattr(owner, name, value)
@@ -26,12 +25,12 @@ def patched(owner: ModuleType | type, **changes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched_launches(launch: Callable[..., None]) -> Iterator[None]:
-    """Replace the function that launches Triton kernels, in every loaded module that uses it."""
+    """Replace the function that launches Triton kernels in all modules that use it."""
     from grpo_fast.kernels import gpu
     from grpo_fast.kernels.gpu import launch as original
 
-    # Import all kernel modules first. A module that is imported later would use the original
-    # function.
+    # Import all kernel modules first, because a module that is imported later would use the
+    # original function.
     for found in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."):
         importlib.import_module(found.name)
     users = [

@@ -1,9 +1,9 @@
-"""Recorder of the work that a call would queue on a GPU. It works with any build of torch.
+"""Recorder of the work that a call would queue on a GPU. It needs no CUDA build of torch.
 
 All tensors are FakeTensors on "cuda", which have shapes and dtypes but no memory. An ATen operation
-counts as one launch unless it is a view or an allocation. A Triton kernel counts as one launch, and
-is recorded instead of launched. The bytes of an operation are the bytes that it must read and
-write. Matrix products, and kernels whose programs may return without work, count as 0 bytes.
+counts as one launch, unless it is a view or an allocation. A Triton kernel is recorded instead of
+launched, and counts as one launch. The bytes of an operation are those that it must read and write.
+Matrix products count as 0 bytes, and so do kernels whose programs may return at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Launch(NamedTuple):
 
     Attributes:
         name: name of the ATen operation or Triton kernel.
-        phase: "outside", or the chunk in which it runs: "chunk 1", "chunk 2" and so on.
+        phase: "chunk 1", "chunk 2" and so on, or "outside" for an operation before or after all
+            chunks.
         bytes: bytes that must be read and written. 0 for matrix products.
         flops: flops of a matrix product.
     """
@@ -44,16 +45,16 @@ class Launch(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records every operation inside the context, in order.
+    """Dispatch mode that records every operation in its `with` block, in order.
 
     Attributes:
         launches: the recorded operations.
-        syncs: the reason for each wait of the host that leaves the GPU idle, because no later work
-            is queued.
-        reads: the reason for each wait of the host that leaves the GPU busy, because the host waits
-            for a copy that was queued before a matrix product.
-        phase: name of the phase to which the next operation belongs, such as "chunk 1".
-        chunks: number of chunks that have started so far.
+        syncs: waits of the host during which the GPU becomes idle, because no later work is queued.
+            An entry is the reason for the wait.
+        reads: waits of the host during which the GPU stays busy, because a matrix product was
+            queued after the copy for which the host waits. An entry is the reason for the wait.
+        phase: phase of the next operation, such as "chunk 1".
+        chunks: number of chunks that have started.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
-        # Do not run a product with `out` of a different dtype, which needs a CUDA build even with
+        # Do not run a product whose `out` has a different dtype. It needs a CUDA build even with
         # fake tensors.
         out = kwargs["out"] if "dtype_out" in str(function) else function(*args, **kwargs)
         if function.is_view or "empty" in name or name in FREE:
@@ -94,7 +95,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def kernel(self, kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-        """Record a Triton launch, in place of `grpo_fast.kernels.gpu.launch.launch`."""
+        """Record the launch of a Triton kernel, in place of `gpu.launch.launch`, which would launch
+        it.
+        """
         name, given = kernel.fn.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "slice_kernel" and not options["ONLY_HIGH_NLL"]:
             self.add(name, flops=2 * given["n_rows"] * given["V"] * given["H"])
@@ -103,9 +106,10 @@ class Recorder(TorchDispatchMode):
 
 
 class Plain(TorchFunctionMode):
-    """Function mode that replaces x[...], ~x and nonzero() by operations without a CUDA build.
+    """Function mode that replaces x[...], ~x and nonzero() by operations that work without CUDA.
 
-    Python's operators on a fake CUDA tensor query the CUDA device, which a CPU build does not have.
+    Python's operators on a fake CUDA tensor ask for the CUDA device, which a CPU build does not
+    have.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -154,8 +158,8 @@ def all_of(given: dict[str, Any]) -> int:
 def target_rows(given: dict[str, Any]) -> int:
     """Return the bytes of `add_targets_kernel`.
 
-    For each target, the kernel reads a row of `hidden`, and reads and writes a row of dW. With
-    `product_ptr`, the kernel processes only a few rows, so nothing is counted.
+    The kernel reads a row of `hidden` for each target, and reads and writes a row of dW. If
+    `product_ptr` is given, it processes only a few rows, which count as 0 bytes.
     """
     rows, width = given["id_ptr"].shape[0], given["H"]
     once = given["hidden_ptr"].element_size() + 2 * given["out_ptr"].element_size()
@@ -163,7 +167,7 @@ def target_rows(given: dict[str, Any]) -> int:
 
 
 def indexed_rows(given: dict[str, Any]) -> int:
-    """Return the bytes of a kernel that reads one matrix row for each id, and writes its output."""
+    """Return the bytes of a kernel that reads one matrix row for each id and writes its output."""
     head = "id_ptr" in given
     names, matrix = (("id_ptr", "weight_ptr"), ("index_ptr", "matrix_ptr"))[not head]
     row_bytes = given["H"] * given[matrix].element_size()
@@ -189,7 +193,7 @@ KERNEL_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Make all tensors fake in a `with` block, and record the work that a GPU would get."""
+    """Record the work that a GPU would get in a `with` block. All tensors in the block are fake."""
     from grpo_fast.kernels import workspace
     from grpo_fast.kernels.gpu import linear, support
     from grpo_fast.kernels.head import activity, loop
@@ -198,7 +202,7 @@ def recording() -> Iterator[Recorder]:
     recorder = Recorder()
 
     def copied(checks: list, validate: str) -> None:
-        """Record a copy of the error flags to the host, in place of `values.check_values`.
+        """Record a copy of the error flags to the host. This replaces `values.check_values`.
 
         The real function copies the flags without waiting.
         """
@@ -223,11 +227,11 @@ def recording() -> Iterator[Recorder]:
         return read
 
     def sizes(has_set: Tensor, lengths: Tensor) -> tuple[int, int]:
-        """Record a wait for the GPU, and return invented sizes, in place of `values._sizes`.
+        """Record that the host waits for two sizes, and return assumed sizes.
 
-        The real function reads the number of rows that have a support, and the number of ids in all
-        supports. It cannot read them from fake tensors. The invented numbers are those of rows that
-        all have a support of SET_SIZE ids.
+        This replaces `values._sizes`, which reads the number of rows with a support and the number
+        of ids in all supports. Fake tensors have no values, so assume that every row has SET_SIZE
+        ids.
         """
         recorder.syncs.append("sizes of the support")
         return len(lengths), len(lengths) * SET_SIZE

@@ -1,10 +1,9 @@
-"""Report of the GPU sessions in Markdown: every bar with its prediction and its measurement.
+"""Report of the GPU sessions in Markdown: every bar with its predicted and its measured value.
 
     python -m benchmarks.gpu.report [RESULTS.json] [-o REPORT.md]
 
 The command reads benchmarks/results/gpu_session.json and writes benchmarks/gpu/REPORT.md, with
-tables for each card. A value that was not measured is shown as "not measured", together with the
-command that measures it.
+tables for each card. A missing measurement is shown as "not measured", with the command for it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, ROOT
-from benchmarks.gpu import predict, sparse
+from benchmarks.gpu import predict
 from benchmarks.gpu.bars import OURS, Bar, Results, bars
 from benchmarks.gpu.parts import BY_NAME, parts
 from benchmarks.gpu.predict import CARDS, Card
-from benchmarks.kernels.shapes import Shape
 from benchmarks.options import new_parser
 from benchmarks.report.files import cases_of, load, machine
 
@@ -30,7 +28,7 @@ NOTHING = "not measured"
 
 
 def rendered(path: Path) -> str:
-    """Return the text of the report. Without a file of results, nothing is shown as measured.
+    """Return the text of the report. If the file does not exist, nothing is shown as measured.
 
     Raises:
         ValueError: the file was not written by a session, or its results have no commit.
@@ -53,8 +51,6 @@ def rendered(path: Path) -> str:
         for section in (
             bar_table(name, card, found),
             times(name, card, found),
-            live_tiles(name, card, own),
-            gemms(name, own),
             profiles(name, own),
         ):
             lines += [*section, ""]
@@ -63,7 +59,7 @@ def rendered(path: Path) -> str:
 
 
 def origin(reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield lines with the machine, the commit and the versions of the measurements."""
+    """Yield lines with the machine, the commit and the package versions of the measurements."""
     yield "Written by `python -m benchmarks.gpu.report`. All figures are for bf16 on one GPU."
     on_gpu = [r for r in reports if "gpu" in r.get("hardware", {})]
     if not on_gpu:
@@ -94,7 +90,7 @@ def judged(bar: Bar, value: float) -> str:
 
 
 def times(name: str, card: Card, found: Results) -> Iterator[str]:
-    """Yield the table of milliseconds and workspace, each as predicted / measured."""
+    """Yield the table of times and workspace sizes. Each cell has "predicted / measured"."""
     yield f"## Times on an {name}, predicted / measured"
     yield ""
     yield (
@@ -118,45 +114,6 @@ def times(name: str, card: Card, found: Results) -> Iterator[str]:
 
 def against(guess: float, measured: float | None) -> str:
     return f"{guess:.1f} / {NOTHING if measured is None else f'{measured:.1f}'}"
-
-
-def live_tiles(name: str, card: Card, reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the times of dense gradients and of gradients over live tiles only."""
-    yield f"## `grad_filter` by live tiles on an {name}, ms predicted / measured"
-    yield ""
-    yield "| rows | H | tolerance | live tiles | ms | × three GEMMs, predicted |"
-    yield "|---|---|---|---|---|---|"
-    entries = [row for report in reports for row in report.get("live_tiles", ())]
-    for hidden in sparse.HIDDEN:
-        shape = Shape(sparse.ROWS, hidden, sparse.VOCAB)
-        dense = predict.estimate(card, predict.Case("linear_grpo_loss", shape))
-        for call, counted in (("dense", 1.0), *predict.LIVE_SHARES.items()):
-            rows = [row for row in entries if (row["hidden"], row["call"]) == (hidden, f"{call}")]
-            row = rows[-1] if rows else {}
-            live = row.get("live", counted)
-            guess = sum(predict.live_tiles(card, shape, live).values())
-            guess = dense.ours if call == "dense" else guess
-            ms = against(guess * 1e3, row.get("median_ms"))
-            where = f"{shape.n} | {hidden} | {call} | {live:.3f}"
-            yield f"| {where} | {ms} | {guess / dense.limit:.2f} |"
-
-
-def gemms(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of the times that benchmarks.gpu.gemms measured."""
-    yield f"## The vendor's products alone on an {name}"
-    yield ""
-    entries = [row for report in reports for row in report.get("gemms", ())]
-    if not entries:
-        yield f"{NOTHING.capitalize()}: `python -m benchmarks.gpu.gemms`."
-        return
-    yield "| rows | H | product | ms | TFLOP/s |"
-    yield "|---|---|---|---|---|"
-    for row in entries:
-        cells = ["does not run", row.get("reason", "")]
-        if "tflops" in row:
-            cells = [f"{row['median_ms']:.3f}", f"{row['tflops']:.0f}"]
-        where = (str(row["rows"]), str(row["hidden"]), row["product"])
-        yield f"| {' | '.join((*where, *cells))} |"
 
 
 def profiles(name: str, reports: list[dict[str, Any]]) -> Iterator[str]:
@@ -191,7 +148,7 @@ def session_table(done: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = new_parser("python -m benchmarks.gpu.report", __doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("results", nargs="?", type=Path, default=SESSION)
     parser.add_argument("-o", "--out", type=Path, default=REPORT)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Resources of a compiled kernel: registers, spills, shared memory and tensor-core instructions.
 
-For NVIDIA, the disassembler in the Triton wheel reads them from the cubin. For AMD, they are in the
-metadata of the assembly.
+For NVIDIA, the disassembler in the Triton wheel reads them from the binary. For AMD, they are in
+the metadata of the assembly.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SHARED_LIMIT = {
     "sm_120": 101376,
     "gfx942": 65536,
 }
-# Instructions that are counted: matrix products on Hopper, on older GPUs and on Blackwell, TMA
-# loads and stores, and fp32 multiply-adds.
+# The counted instructions: matrix products (on Hopper, on older GPUs, on Blackwell), TMA loads and
+# stores, and fp32 multiply-adds.
 COUNTED = ("HGMMA", "HMMA", "UTCHMMA", "UTMALDG", "UTMASTG", "FFMA")
 
 
@@ -33,10 +33,12 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: registers of a thread.
-        spills: instructions that load or store spilled registers (AMD: spilled registers).
-        shared: bytes of shared memory of a program.
+        spills: number of instructions that load or store spilled registers. On AMD, the number of
+            spilled registers.
+        shared: shared memory of a program in bytes.
         matrix: number of matrix-product instructions.
-        counts: number of instructions, keyed by name (AMD: registers and spilled registers).
+        counts: number of instructions by name. On AMD, the numbers of registers and spilled
+            registers.
     """
 
     registers: int
@@ -57,9 +59,9 @@ def resources(kernel: Any, *, counts_all: bool = True) -> Resources:
 
     Args:
         kernel: the result of `kernel.warmup`.
-        counts_all: count the instructions of every kernel. Without it, a kernel that uses no local
-            memory, matrix products or bulk copies gets counts of 0, because disassembling it takes
-            a third of a second.
+        counts_all: True counts the instructions of every kernel. False leaves all counts at 0 for a
+            kernel without local memory, matrix products and bulk copies. This is faster, because
+            disassembling a kernel takes a third of a second.
     """
     if "cubin" not in kernel.asm:
         return _amd(kernel)
@@ -69,7 +71,7 @@ def resources(kernel: Any, *, counts_all: bool = True) -> Resources:
 
 @functools.cache
 def of_cubin(cubin: bytes, shared: int, counts_all: bool = True) -> Resources:
-    """Return the resources of an NVIDIA kernel with `shared` bytes of shared memory."""
+    """Return the resources of an NVIDIA kernel, given its binary and its shared memory in bytes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,11 +1,11 @@
 """Run one visit of a GPU session. gpu_session.sh starts this command.
 
 A visit is one loan of a GPU machine. Its parts (benchmarks and tests) run one after the other.
+gpu_session.json has the status and the reports of each part, and gpu_session.log has the output. A
+part that has passed is skipped in the next visit.
 
-gpu_session.json contains the status and the reports of each part, and gpu_session.log contains its
-output. If a part passed, the next visit skips it. Exit status 0 means that every part passed, 1
-that a part failed or ran out of time, 2 that nothing could be run, and 3 that the smoke test failed
-and the other parts were not run.
+The exit status is 0 if every part passed, 1 if a part failed or ran out of time, 2 if nothing could
+be run, and 3 if the smoke test failed and the other parts were therefore not run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEAST = 10  # seconds that must be left to start a part
 
 
 class Session:
-    """The results of a session, on disk and in memory."""
+    """Results of a session in memory, which are also written to files."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Session:
             log.write(text + "\n")
 
     def run_part(self, name: str, part: Part, limit: float) -> bool:
-        """Run the commands of a part. Reports are kept even if the part fails."""
+        """Run the commands of a part, and record their reports, even if the part fails."""
         started = time.monotonic()
         codes: list[int] = []
         reports: list[dict[str, Any]] = []
@@ -82,20 +82,21 @@ class Session:
 
 
 def option_for(command: list[str]) -> str:
-    """Return the command line option that sets the path of a report."""
+    """Return the command line option for the path of the report: --json or --out."""
     return "--json" if any(word.startswith("benchmarks.trainers.") for word in command) else "--out"
 
 
 def run(
     command: list[str], limit: float, environment: dict[str, str], say: Callable[[str], None]
 ) -> int:
-    """Run a command, show and log its output, and return its exit status.
+    """Run a command and return its exit status. Pass each line of its output to `say`.
 
-    After `limit` seconds, its whole process group is killed, and the status is 124.
+    After `limit` seconds, the command and all processes that it has started are killed. The status
+    is then 124.
     """
     if limit <= 1:
         return 124
-    say(f"$ {' '.join(command)}")
+    say(f"$ {' '.join(command)}"[:400])  # the list of tests of shards.py is long
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     try:
         process = subprocess.Popen(
@@ -127,7 +128,7 @@ def run(
 
 
 def gpu_or_reason() -> tuple[str | None, str]:
-    """Return (None, name of the GPU), or (the reason why there is none, "")."""
+    """Return (None, a description of the GPU), or (why no GPU can be used, "")."""
     try:
         import torch
         import triton
@@ -143,7 +144,7 @@ def dry_run(chosen: dict[str, Part], reason: str | None, say: Callable[[str], No
     """Check that every part would run, by starting its dry commands.
 
     The commands cannot import packages that the GPU machine does not have. A part that needs such a
-    package therefore fails here and not on the GPU machine.
+    package therefore fails here instead of on the GPU machine.
     """
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +200,7 @@ def chosen_parts(
 
 
 def plan(chosen: dict[str, Part]) -> str:
-    """Return a line with the limit of each part, and their sum."""
+    """Return a line with the time limit of each part and the sum of the limits."""
     limits = [f"{name} {part.seconds} s" for name, part in chosen.items()]
     total = sum(part.seconds for part in chosen.values())
     return f"# plan: {', '.join(limits)}; in all at most {total} s"
@@ -211,7 +212,7 @@ def run_all(
     session: Session,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Run the parts in order until the deadline. Return the exit status of the session."""
+    """Run the parts in order until the deadline, and return the exit status of the session."""
     started = clock()
     failed = False
     for name, part in chosen.items():

@@ -1,10 +1,10 @@
-"""Runner of several benchmark command lines in one process, which imports torch only once.
+"""Run several lines of benchmark arguments in one process, which imports torch only once.
 
     python -m benchmarks.gpu.several "linear_grpo_loss --shapes 64,64,512" "linear_logps --quick"
     [--out FILE.json] [--dry]
 
-Each command line writes a separate report: FILE-0.json, FILE-1.json and so on. The exit code is the
-largest one of the command lines.
+Each line writes a separate report: FILE-0.json, FILE-1.json and so on. The exit code is the largest
+exit code of all lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.options import new_parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = new_parser("python -m benchmarks.gpu.several", __doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("lines", nargs="+", metavar="LINE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry", action="store_true", help="list the cases of each line")

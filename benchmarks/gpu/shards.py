@@ -5,8 +5,8 @@
 
 Every result is printed immediately and added to gpu_tests.json in $OUT, so that a run that is
 killed keeps its results. Tests with small sizes run first. `--failed` repeats the tests that
-benchmarks/results/gpu_tests.json lists as failed or unfinished. The exit code is 0 if every test
-passed.
+benchmarks/results/gpu_tests.json lists as failed or unfinished, unless they have been deleted. The
+exit code is 0 if every test passed.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.gpu import session
 from benchmarks.options import new_parser
 from benchmarks.report.files import write
 
-OPTIONS = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
+OPTIONS = ["-p", "no:cacheprovider", "-m", "gpu"]
 NO_TESTS = 5  # pytest's exit status if it collected nothing
 NAME = "gpu_tests.json"
 RESULT = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)$")
 
 
 def collected(files: list[str]) -> list[str]:
-    """Return the ids of all GPU tests of the files, those with small sizes first.
+    """Return the ids of all GPU tests in the files. Tests with small sizes come first.
 
     Raises:
-        ValueError: pytest cannot read the files. The message has pytest's output.
+        ValueError: pytest cannot read the files. The message has the output of pytest.
     """
     command = [sys.executable, "-m", "pytest", "-q", *OPTIONS, "--collect-only", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -47,54 +45,41 @@ def collected(files: list[str]) -> list[str]:
 
 
 def largest_size(test: str) -> int:
-    """Return the largest number in a test id's parameters, as an estimate of its duration."""
+    """Return the largest number in the parameters of a test, as an estimate of its duration."""
     return max(map(int, re.findall(r"\d+", test.partition("[")[2])), default=0)
 
 
 def results_of(*paths: Path) -> dict[str, str]:
-    """Return the results in the first of these files that exists, keyed by test."""
+    """Return the results by test, from the first of the given files that exists."""
     known = next(filter(Path.is_file, paths), None)
     return json.loads(known.read_text())["results"] if known else {}
 
 
-def unfinished_of(path: Path) -> list[str]:
-    """Return the tests that an earlier run left as failed or unfinished."""
-    results = results_of(path).items()
-    return [test for test, result in results if result not in ("PASSED", "SKIPPED", "XFAIL")]
+def failed_before(path: Path) -> list[str]:
+    """Return the tests that an earlier run did not pass or finish, and that still exist."""
+    passed = ("PASSED", "SKIPPED", "XFAIL")
+    failed = {test for test, result in results_of(path).items() if result not in passed}
+    files = {test.partition("::")[0] for test in failed}
+    present = sorted(file for file in files if (ROOT / file).is_file())
+    return [test for test in collected(present) if test in failed] if present else []
 
 
 def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
-    """Run the tests with pytest-xdist until all have ended or time runs out."""
+    """Run the tests with pytest-xdist until all of them have ended, or until time runs out."""
     # Read the earlier results, and add to them. Several parts of a visit write this file, and the
-    # next visit repeats the failed tests of all parts.
+    # next visit repeats all failed tests.
     results = results_of(out, RESULTS / NAME) | dict.fromkeys(tests, "unfinished")
-    with tempfile.TemporaryDirectory() as folder:
-        # 1. Start pytest. Pass the test ids in a file, because they are too long for a command
-        # line.
-        ids = Path(folder) / "ids"
-        ids.write_text("\n".join(tests))
-        code = (
-            "import pathlib, pytest, sys; ids = pathlib.Path(sys.argv[1]).read_text().splitlines();"
-            "sys.exit(pytest.main([*sys.argv[2:], *ids]))"
-        )
-        spread = ["-v", "-n", str(processes), "--dist", "worksteal"]
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(ids), *OPTIONS, *spread], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        timer = threading.Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
-        timer.start()
-        # 2. Print and record each result as it comes.
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            found = RESULT.match(line.strip())
-            if found and found[2] in results:
-                results[found[2]] = found[1]
-                write(out, {"benchmark": "gpu tests", "results": results})
-        status = process.wait()
-        timer.cancel()
-    # 3. List the tests without a result.
+
+    def record(line: str) -> None:
+        print(line, flush=True)
+        found = RESULT.match(line.strip())
+        if found and found[2] in results:
+            results[found[2]] = found[1]
+            write(out, {"benchmark": "gpu tests", "results": results})
+
+    spread = ["-v", "-n", str(processes), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *spread, *tests]
+    status = session.run(command, seconds, {}, record)
     write(out, {"benchmark": "gpu tests", "results": results})
     unfinished = [test for test in tests if results[test] == "unfinished"]
     print(f"{len(tests) - len(unfinished)} of {len(tests)} tests ended")
@@ -103,7 +88,7 @@ def run(tests: list[str], processes: int, seconds: float, out: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = new_parser("python -m benchmarks.gpu.shards", __doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("files", nargs="*")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=600, help="stop after this time")
@@ -111,14 +96,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dry", action="store_true", help="print the number of tests")
     options = parser.parse_args(arguments)
     started = time.monotonic()
-    if options.failed:
-        tests = unfinished_of(RESULTS / NAME)
-    else:
-        try:
-            tests = collected(options.files)
-        except ValueError as error:
-            print(f"shards: {error}", file=sys.stderr)
-            return 2
+    try:
+        tests = failed_before(RESULTS / NAME) if options.failed else collected(options.files)
+    except ValueError as error:
+        print(f"shards: {error}", file=sys.stderr)
+        return 2
     print(f"{len(tests)} tests in {options.processes} processes", flush=True)
     if options.dry or options.failed and not tests:
         return 0 if tests or options.failed else 1

@@ -1,4 +1,4 @@
-"""Smoke test of a GPU: one LM head and one attention, compared with fp64, in 20 seconds.
+"""Smoke test of a GPU: an LM head and an attention kernel, compared with fp64, in 20 seconds.
 
     python -m benchmarks.gpu.smoke [--out FILE] [--device cpu]
 
@@ -46,7 +46,7 @@ def head(device: str) -> tuple[float, str]:
 
 
 def attention(device: str) -> tuple[float, str]:
-    """Run the self-test of the attention kernel that is chosen on this device.
+    """Run the self-test of the attention kernel that the package chooses on this device.
 
     Returns:
         The error as a fraction of its tolerance, and a description.
@@ -64,7 +64,6 @@ CHECKS: dict[str, Callable[[str], tuple[float, str]]] = {"head": head, "attentio
 
 
 def checked(name: str, device: str) -> dict[str, Any]:
-    """Run a check, print its outcome and return its entry of the report."""
     started = time.monotonic()
     try:
         share, words = CHECKS[name](device)
@@ -77,7 +76,7 @@ def checked(name: str, device: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    options = measuring("python -m benchmarks.gpu.smoke", __doc__, arguments)
+    options = measuring(__doc__, arguments)
     versions = measure.versions()
     wanted = ("python", "torch", "triton", "transformers")
     print(", ".join(f"{name} {versions[name]}" for name in wanted), flush=True)

@@ -1,13 +1,14 @@
 """Launches, waits, bytes and products of a call on a GPU, counted without a GPU (recorder.py).
 
     python -m benchmarks.gpu.trace                  prints a table in Markdown
-    python -m benchmarks.gpu.trace --json           prints the same figures as JSON
+    python -m benchmarks.gpu.trace --json           prints the same numbers as JSON
     python -m benchmarks.gpu.trace --list CASE      prints every operation of one case, in order
 
 The call starts below autograd, because autograd needs a CUDA build. The backward pass, which scales
-the gradients, is counted. Three facts depend on values and are therefore assumed: every row is
-active, no row of dW nearly cancels, and the upstream gradient is 1. The memory is that of an H200.
-The exit code is 1 if a case exceeds its budget (ONE_CHUNK).
+the gradients, is counted. Some of the work depends on values, which are unknown here. The trace
+assumes that every row is active, that no row of dW nearly cancels, and that the upstream gradient
+is 1. The GPU memory is that of an H200. The exit code is 1 if a case exceeds its budget in
+ONE_CHUNK.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Case(NamedTuple):
         hidden: hidden size.
         vocab: vocabulary size.
         wants: whether dH and dW are computed.
-        loss_type: loss of `LossConfig`.
+        loss_type: `loss_type` of the LossConfig.
         beta: weight of the KL term.
-        mask: pass padded completions with a mask instead of packed completions.
+        mask: True passes padded completions with a mask instead of packed completions.
         calls: number of calls with the same LM head.
-        support: pass a support of SET_SIZE ids for each row.
+        support: True passes a support of SET_SIZE ids for each row.
     """
 
     rows: int
@@ -93,10 +94,10 @@ class Budget(NamedTuple):
 
     Attributes:
         chunks: number of chunks of all calls.
-        per_chunk: launches of the largest chunk.
-        outside: launches of one call outside of its chunks.
-        syncs: waits of one call with no work queued.
-        reads: waits of one call while the GPU has work.
+        per_chunk: number of launches in the largest chunk.
+        outside: number of launches of one call outside of its chunks.
+        syncs: number of times that the host waits in one call while the GPU has no other work.
+        reads: number of times that the host waits in one call while the GPU has other work.
         gigabytes: GB that all operations except matrix products read and write.
         products: flops of the matrix products, as a multiple of N·V·H.
     """
@@ -111,7 +112,6 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, recorder: Recorder, case: Case) -> Budget:
-        """Return the totals of the calls that `recorder` has seen."""
         found = recorder.launches
         per_chunk = [
             sum(x.phase == f"chunk {i + 1}" for x in found) for i in range(recorder.chunks)
@@ -144,8 +144,8 @@ CASES: dict[str, Case] = {
 }
 
 
-# Budgets for a call in one chunk of 8192 rows at V = 151936 with dH and dW: launches in the chunk,
-# launches outside of it, and GB that are read and written.
+# Budgets for a call with dH and dW at V = 151936 whose 8192 rows are one chunk: launches in the
+# chunk, launches outside of it, and GB that are read and written.
 ONE_CHUNK = {
     "full, H = 4096": (19, 54, 0.76),
     "full, H = 2048": (19, 54, 0.39),
@@ -154,7 +154,7 @@ ONE_CHUNK = {
 
 
 def overrun(name: str, found: Budget) -> str:
-    """Return a message if a case exceeds its budget, or an empty string."""
+    """Return a message if a case exceeds its budget, or an empty text."""
     wanted = (1, *ONE_CHUNK[name]) if name in ONE_CHUNK else None
     taken = (found.chunks, found.per_chunk, found.outside, found.gigabytes)
     if wanted is None or all(a <= b for a, b in zip(taken, wanted, strict=True)):
@@ -163,7 +163,7 @@ def overrun(name: str, found: Budget) -> str:
 
 
 def report() -> tuple[str, list[str]]:
-    """Return the table, and the messages of the cases that exceed their budgets."""
+    """Return the table, and a message for each case that exceeds its budget."""
     beyond = []
     lines = [
         "| case | chunks | launches per chunk | outside | syncs | reads after work "

@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu/wheels.sh            the peers and what our trainer imports, 6 MB: for both
 #                                       visits
-#   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of QuACK and Liger SM90. Its large wheel is
+#   benchmarks/gpu/wheels.sh --cute     also the CuTe-DSL of Liger SM90. Its large wheel is
 #                                       split into pieces, each in a separate folder (wheels/0/,
 #                                       wheels/1/), because only 64 MiB travel in one call.
 #                                       session.sh joins the pieces.
@@ -17,7 +17,7 @@ python=${PYTHON:-python3}
 small=(trl datasets dill multiprocess liger-kernel cut-cross-entropy
     pydantic pydantic-core annotated-types typing-inspection)
 dsl=4.8.1
-cute=(quack-kernels==0.6.5 apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
+cute=(apache-tvm-ffi==0.1.12 torch-c-dlpack-ext==0.1.5
     nvidia-cutlass-dsl{,-libs-core,-libs-base,-libs-cu13}==$dsl)
 piece=$((36 * 1024 * 1024)) # bytes: together with the tree less than 64 MiB
 target=(--only-binary=:all: --python-version 3.12 --implementation cp)

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels.ceiling     writes benchmarks/results/ceiling-CPU.json
 
 benchmarks/report/plots.py draws these limits as the roof of its roofline. The multiply-add rate is
-measured with a loop of independent fp32 multiply-adds in registers on all cores. It is the best
-rate of many short runs, which no matrix product on the same machine can exceed. The bandwidth is
+the best rate of many short runs of a loop. The loop runs independent fp32 multiply-adds in
+registers on all cores. No matrix product on the same machine can be faster. The bandwidth is
 measured with a copy that is larger than every cache.
 """
 
@@ -73,7 +73,7 @@ COPIED = 1 << 29  # size of the copied tensor in bytes
 
 
 def multiply_add_rate(threads: int) -> float:
-    """Return the total fp32 flop/s of all threads, the best of `ATTEMPTS` short runs."""
+    """Return the fp32 flop/s of all threads together, in the best of `ATTEMPTS` short runs."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "ceiling.cpp"
         library = Path(folder) / "ceiling.so"
@@ -88,7 +88,7 @@ def multiply_add_rate(threads: int) -> float:
 
 
 def copy_rate(threads: int) -> float:
-    """Return the memory bandwidth of a copy in bytes/s, counting bytes read and bytes written."""
+    """Return the bandwidth of a copy in bytes/s. Bytes read and bytes written both count."""
     torch.set_num_threads(threads)
     source = torch.ones(COPIED // 4)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""Reference results in plain torch. They use fp64, or fp32 if fp64 does not fit into memory."""
+"""Exact results in plain torch, computed in fp64, or in fp32 if fp64 needs too much memory."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Largest allowed error of the loss and the gradients. A result with a larger error is wrong and is
-# not timed. In fp32, rounding causes errors of about 1e-6, so an error of 1e-4 is a bug or comes
+# Largest allowed error of the loss and of a gradient. A result with a larger error is wrong, and is
+# not timed. In fp32, rounding causes errors of about 1e-6. An error above 1e-4 is a bug, or comes
 # from a lower precision. In bf16, rounding the logits changes the probabilities by about 1%. A user
-# may accept this, so the result is timed and its error is printed.
+# may accept this, so such a result is timed, and its error is printed.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Largest allowed absolute error of a logp, in nats. For comparison, rounding a logit near 16 to
+# Largest allowed absolute error of a logp in nats. For comparison: rounding a logit of about 16 to
 # bf16 changes it by up to 0.06.
 LOGP_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 
 
 def logps_bar(hidden: int, device: str) -> float:
-    """Return the largest allowed error of an fp32 log-probability in nats, for a hidden size.
+    """Return the largest allowed error of an fp32 log-probability, in nats.
 
     The tensor cores of a GPU truncate the accumulator after every 16 products. These errors have
     the same sign, so the total error grows with the hidden size.
@@ -29,13 +29,13 @@ def logps_bar(hidden: int, device: str) -> float:
 
 
 class LogitRows(NamedTuple):
-    """Exact gradient with respect to logits, computed in blocks of rows to save memory.
+    """Exact gradient with respect to logits. It is computed in blocks of rows to save memory.
 
     Attributes:
         logits: (R, V).
         target_ids: (R,) ids of the target tokens.
-        lse: (R,) log-sum-exp of each row, in the dtype of the result.
-        slope: (R,) gradient of the loss with respect to each row's logp.
+        lse: (R,) log-sum-exp of each row, in the dtype of the gradient.
+        slope: (R,) gradient of the loss with respect to the logp of each row.
     """
 
     logits: Tensor
@@ -44,7 +44,7 @@ class LogitRows(NamedTuple):
     slope: Tensor
 
     def block(self, rows: slice) -> Tensor:
-        """Return the exact gradient of the given rows, of shape (rows, V)."""
+        """Return the exact gradient of some rows, (rows, V)."""
         gradient = torch.exp(self.logits[rows].to(self.lse.dtype) - self.lse[rows, None]).neg_()
         gradient[torch.arange(len(gradient)), self.target_ids[rows]] += 1.0
         return gradient.mul_(self.slope[rows, None])
@@ -56,8 +56,8 @@ class Truth:
 
     Attributes:
         values: the exact values, with the same keys as in a `Result`.
-        loss_scale: mean absolute loss of a token. The error of the loss is divided by it.
-        mask: (N,) 1 for the tokens whose logps are compared, 0 for all others.
+        loss_scale: mean absolute loss of a token, by which the error of the loss is divided.
+        mask: (N,) 1 for the tokens whose logps are compared, 0 for all other tokens.
     """
 
     values: dict[str, Tensor | LogitRows]
@@ -67,8 +67,8 @@ class Truth:
     def errors(self, result: dict[str, Tensor]) -> dict[str, float]:
         """Return the error of each value of a result. The error of a missing value is infinite.
 
-        The error of the loss is the absolute error divided by `loss_scale`. The error of the logps
-        is the largest absolute error. The error of a gradient is the relative L2 error.
+        The error of the loss is its absolute error divided by `loss_scale`. The error of the logps
+        is the largest absolute error. The error of a gradient is its relative L2 error.
         """
         values = self.values.items()
         return {name: self._error(name, value, result.get(name)) for name, value in values}
@@ -86,7 +86,7 @@ class Truth:
 
 
 def acceptable(errors: dict[str, float], dtype: torch.dtype) -> bool:
-    """Return whether a result is accurate enough to be timed. A NaN error is not acceptable."""
+    """Return True if a result is accurate enough to be timed. An error that is NaN is not."""
     bars = {name: LOGP_TOLERANCE if name == "logps" else TOLERANCE for name in errors}
     return all(error <= bars[name][dtype] for name, error in errors.items())
 
@@ -105,7 +105,7 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
 
 
 def row_block(device: torch.device) -> int:
-    """Return the number of rows in a block. Its exact logits need less memory than the LM head."""
+    """Return the number of rows of a block. Its exact logits need less memory than the LM head."""
     return 1024 if device.type == "cuda" else 128
 
 
@@ -115,7 +115,6 @@ def blocks(n: int, device: torch.device, size: int = 0) -> list[slice]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -127,7 +126,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def dtype_for(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which the exact answer is computed: fp64, or fp32 if memory is short.
+    """Return the dtype of the exact results: fp64, or fp32 if the memory is too small.
 
     fp64 is used if the head, its gradient and two blocks of logits fit into half of the free
     memory.
@@ -149,7 +148,7 @@ def draw(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the exact log-probabilities of the targets, of shape (N,), in `dtype`."""
+    """Return the exact log-probabilities of the targets, (N,), in `dtype`."""
     head = weight.to(dtype)
     found = torch.empty(len(target_ids), dtype=dtype, device=hidden.device)
     for rows in blocks(len(target_ids), hidden.device):
@@ -160,7 +159,7 @@ def logps(hidden: Tensor, weight: Tensor, target_ids: Tensor, dtype: torch.dtype
 
 @torch.no_grad()
 def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the log-sum-exp of every row of logits (R, V), of shape (R,)."""
+    """Return the log-sum-exp of every row of logits (R, V), as (R,) in `dtype`."""
     rows_of = blocks(len(logits), logits.device)
     return torch.cat([logits[rows].to(dtype).logsumexp(-1) for rows in rows_of])
 
@@ -168,10 +167,11 @@ def logits_lse(logits: Tensor, dtype: torch.dtype) -> Tensor:
 def dapo(
     logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, float]:
-    """Compute the dapo loss Σ mask·(-min(r·A, clip(r)·A)) / Σ mask, with the ratio r.
+    """Compute the loss "dapo": Σ mask·(-min(r·A, clip(r)·A)) / Σ mask, with the ratio r.
 
     Returns:
-        The loss, its gradient with respect to the logps (N,), and the mean absolute loss per token.
+        The loss, its gradient with respect to the logps (N,), and the mean absolute loss of a
+        token.
     """
     advantages = advantages.to(logps.dtype)
     mask = mask.to(logps.dtype)
@@ -187,12 +187,12 @@ def dapo(
 def gradients(
     hidden: Tensor, weight: Tensor, target_ids: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of Σ slope·logp for hidden and weight, in the dtype of `slope`.
+    """Compute the gradients of Σ slope·logp with respect to hidden and weight.
 
     Rows with slope 0 are skipped.
 
     Returns:
-        The gradients of `hidden` (N, H) and of `weight` (V, H).
+        The gradients of `hidden` (N, H) and of `weight` (V, H), in the dtype of `slope`.
     """
     head = weight.to(slope.dtype)
     grad_hidden = torch.zeros_like(hidden, dtype=slope.dtype)

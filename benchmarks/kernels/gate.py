@@ -1,4 +1,4 @@
-"""Speed regression test of the CPU kernels, relative to ratios that were stored for this CPU.
+"""Speed regression test of the CPU kernels. It compares ratios with ratios stored for this CPU.
 
     python -m benchmarks.kernels.gate            compare with the stored ratios
     python -m benchmarks.kernels.gate --update   store new ratios
@@ -8,9 +8,9 @@ quiet machine, and commit the file.
 
 A ratio is the time of grpo_fast divided by the time of the limit (three GEMMs, one GEMM or a copy).
 Both are measured in the same process, so a slow machine affects both times equally. The gate
-measures with 1 and 2 threads, with the AVX2 code (GRPO_FAST_CPU=avx2) and, if the CPU supports it,
-with the AVX-512 code. A case that looks worse is measured up to two more times, and its best ratio
-counts.
+measures with 1 and 2 threads. It measures the AVX2 code (GRPO_FAST_CPU=avx2) and, if the CPU
+supports it, the AVX-512 code. A case that looks worse is measured up to two more times, and its
+best ratio counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATTEMPTS = 3
 OURS = "grpo_fast (auto)"
 # Operations, shapes and dtypes that the gate measures. The first shapes are those of the README.
 # The last shape is for `logits_grpo_loss_inplace`, whose limit is a copy. All shapes are so large
-# that the overhead of a call does not matter, and so small that the gate takes about a minute.
+# that the overhead of a call does not matter. They are so small that the gate takes about a minute.
 WORK: list[tuple[str, Shape, str]] = [
     ("linear_grpo_loss", Shape(1024, 256, 8192), "fp32"),
     ("linear_grpo_loss", Shape(512, 896, 32000), "fp32"),
@@ -47,7 +47,7 @@ WORK: list[tuple[str, Shape, str]] = [
 
 
 class Setting(NamedTuple):
-    """One case of the gate, for which a ratio is measured and stored."""
+    """One case of the gate, which has one ratio."""
 
     operation: str
     shape: Shape
@@ -82,7 +82,9 @@ def settings(threads: list[int]) -> list[Setting]:
 
 
 def ratio(setting: Setting, budget: float) -> float:
-    """Return the time of grpo_fast divided by that of the limit, measured in a separate process.
+    """Return the time of grpo_fast divided by the time of the limit.
+
+    Both are measured in a new process.
 
     Raises:
         ValueError: the case was not timed, because of a wrong result or a crash.
@@ -105,7 +107,7 @@ def ratio(setting: Setting, budget: float) -> float:
 
 
 def compare(setting: Setting, stored: float | None, budget: float) -> tuple[float, bool]:
-    """Return the best ratio of up to `ATTEMPTS` runs, and whether it passes the gate."""
+    """Return the best ratio of up to `ATTEMPTS` runs, and True if it passes the gate."""
     best = float("inf")
     for _ in range(ATTEMPTS):
         best = min(best, ratio(setting, budget))
@@ -123,7 +125,7 @@ def line(setting: Setting, found: float, stored: float | None, passed: bool) -> 
 
 
 def main(arguments: list[str]) -> int:
-    parser = new_parser("python -m benchmarks.kernels.gate", __doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--update", action="store_true", help="store this run's ratios")
     parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2])
     words = "seconds of timing for each candidate"

@@ -1,4 +1,4 @@
-"""The measured operations, with their exact results and the minimum work that each requires."""
+"""The measured operations, each with its exact result and the least work that it needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Operation:
 
     Attributes:
         title: title of its table.
-        truth: name of the exact result in `Problem.truth` with which results are compared.
-        flops: necessary flops of the matrix products, divided by N·V·H. The value is 0 for an
-            operation that is limited by memory bandwidth.
+        truth: which exact result the results are compared with: the argument of `Problem.truth`.
+        flops: necessary flops of the matrix products, divided by N·V·H. 0 for an operation that is
+            limited by the memory bandwidth.
         passes: necessary number of reads and writes of all N·V logits, if `flops` is 0.
     """
 
@@ -25,7 +25,7 @@ class Operation:
     passes: int = 0
 
     def rate(self, shape: Shape, itemsize: int, milliseconds: float) -> tuple[float, str]:
-        """Return the necessary work divided by the time, with its unit, TFLOP/s or GB/s."""
+        """Return the necessary work divided by the time, and its unit: TFLOP/s or GB/s."""
         n, h, v = shape
         if self.flops:
             return self.flops * n * v * h / milliseconds / 1e9, "TFLOP/s"
@@ -44,8 +44,8 @@ OPERATIONS: dict[str, Operation] = {
 }  # fmt: skip
 
 
-# Benchmarks in benchmarks/trainers/NAME.py, and their options on a GPU. With these options, each
-# benchmark measures a realistic size in less than a minute.
+# Benchmarks in benchmarks/trainers/NAME.py, with their options on a GPU. The options select
+# realistic sizes that take less than a minute.
 SCRIPTS: dict[str, str] = {
     "step": "--model-config qwen2.5-0.5b --prompt 4096 --completion 256 --rounds 5 --budget 3",
     "rollout": "--batch 64 --new-tokens 64 --budget 3",

@@ -15,23 +15,23 @@ from benchmarks.kernels.shapes import COMPLETIONS, Shape
 
 EPSILON = 0.2
 LOGIT_STD = 2.0
-# Mean and standard deviation, in nats, of the gap in a peaked row. The gap is the amount by which
-# the logit of the likeliest token exceeds the log-sum-exp of all other tokens.
+# Mean and standard deviation of the gap in a peaked row, in nats. The gap is the logit of the
+# likeliest token minus the log-sum-exp of all other logits.
 PEAK = (4.0, 2.0)
 
 
 class Variant(NamedTuple):
-    """Properties of the rows of a problem.
+    """Properties of the token rows of a problem.
 
     Attributes:
         active: fraction of the completion tokens that have a gradient.
-        inactive: reason why the other tokens have no gradient. "masked" means masked tokens,
-            "zero-advantage" means completions with advantage 0, and "clipped" means tokens whose
-            ratio is clipped, which is only known after the logp is computed.
+        inactive: reason why the other tokens have no gradient. "masked": the tokens are masked.
+            "zero-advantage": their completions have advantage 0. "clipped": their ratios are
+            clipped, which is only known after the logps are computed.
         softmax: "flat" (logits with standard deviation 2) or "peaked" (the probability of the
             target is mostly above 0.9).
-        mask: "full", or "ragged" for right-padded completions. The lengths of ragged completions
-            are between a quarter and all of the slots.
+        mask: "full", or "ragged" for right-padded completions, which fill between a quarter and all
+            of their slots.
     """
 
     active: float = 1.0
@@ -45,10 +45,10 @@ STANDARD = Variant()
 
 @dataclasses.dataclass(eq=False)
 class Problem:
-    """Packed GRPO batch of 8 completions with N/8 tokens each, for the dapo loss without KL.
+    """Packed GRPO batch of 8 completions with N/8 tokens each, for the loss "dapo" without KL.
 
-    The advantages have both signs. No ratio is close to a clipping bound, because a provider that
-    rounds its logits to 16 bits could then clip a token that the exact result does not clip.
+    The advantages have both signs. No ratio is close to a clipping bound. Otherwise a provider that
+    rounds its logits to 16 bits could clip a token that the exact result does not clip.
     """
 
     hidden: Tensor  # (N, H), requires grad
@@ -75,19 +75,19 @@ class Problem:
 
     @property
     def token_advantages(self) -> Tensor:
-        """Return the advantage of each token's completion, (N,) fp32."""
+        """Return the advantage of each token, which is that of its completion: (N,) fp32."""
         return self.advantages.repeat_interleave(self.hidden.shape[0] // COMPLETIONS)
 
     @functools.cached_property
     def grad_logps(self) -> Tensor:
-        """Return the gradient of the loss with respect to the logps, (N,) fp32."""
+        """Return the exact gradient of the loss with respect to the logps, (N,) fp32."""
         return self._loss_and_slope[1].float()
 
     @functools.cached_property
     def logits(self) -> Tensor:
-        """Return the logits in the layout of a trainer, (B, N/B + 1, V).
+        """Return the logits of a padded batch, (B, N/B + 1, V).
 
-        As in a trainer, the last row of each completion predicts no token. It is unused.
+        The last row of each completion is unused, because it predicts no token.
         """
         n, _, v = self.shape
         rows = n // COMPLETIONS
@@ -98,7 +98,7 @@ class Problem:
 
     @functools.cached_property
     def exact_dtype(self) -> torch.dtype:
-        """Return the dtype of exact results: fp64, or fp32 if the fp64 head does not fit."""
+        """Return the dtype of exact results: fp64, or fp32 if fp64 needs too much memory."""
         return exact.dtype_for(self.weight)
 
     @functools.cached_property
@@ -111,10 +111,10 @@ class Problem:
         return exact.dapo(self.logps, self.old_logps, self.token_advantages, self.mask, EPSILON)
 
     def truth(self, kind: str) -> exact.Truth:
-        """Return the exact results with which a provider is compared.
+        """Return the exact results of one kind.
 
         Args:
-            kind: "loss", "dense" (mean cross entropy), "logps", "logps_backward" or "logits_loss".
+            kind: "loss", "logps", "logps_backward" or "logits_loss".
         """
         return getattr(self, f"_{kind}_truth")
 
@@ -122,12 +122,6 @@ class Problem:
     def _loss_truth(self) -> exact.Truth:
         loss, slope, scale = self._loss_and_slope
         return exact.Truth({"loss": loss, **self._gradients(slope)}, loss_scale=scale)
-
-    @functools.cached_property
-    def _dense_truth(self) -> exact.Truth:
-        slope = torch.full_like(self.logps, -1.0 / len(self.logps))
-        scale = float(self.logps.abs().mean())
-        return exact.Truth({"loss": -self.logps.mean(), **self._gradients(slope)}, loss_scale=scale)
 
     @functools.cached_property
     def _logps_truth(self) -> exact.Truth:
@@ -140,7 +134,7 @@ class Problem:
 
     @functools.cached_property
     def _logits_loss_truth(self) -> exact.Truth:
-        """Compute the exact loss of `self.logits`, which are rounded to their dtype."""
+        """Compute the exact loss of `self.logits`, which have been rounded to their dtype."""
         logits, targets = self.logits.flatten(0, 1), spread(self.target_ids)
         lse = exact.logits_lse(logits, self.exact_dtype)
         logps = gathered(logits, targets).to(self.exact_dtype) - lse
@@ -157,7 +151,7 @@ class Problem:
 
 
 def spread(values: Tensor) -> Tensor:
-    """Convert token values (N,) to the row layout of `Problem.logits`, of shape (N + B,).
+    """Convert values of tokens, (N,), to the row layout of `Problem.logits`, (N + B,).
 
     The unused row of each completion gets 0.
     """
@@ -175,9 +169,9 @@ def make_problem(
     variant: Variant = STANDARD,
     seed: int = 0,
 ) -> Problem:
-    """Build a problem with random hidden states and a random head.
+    """Build a problem with random hidden states and a random LM head.
 
-    The targets are sampled from the softmax of their logits.
+    The target ids are sampled from the softmax of the logits.
     """
     n, h, v = shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -195,8 +189,8 @@ def make_problem(
     logps = exact.logps(hidden, weight, target_ids, exact.dtype_for(weight))
     advantages, log_ratio, mask = coefficients(n, variant, generator)
     old_logps = (logps - log_ratio.to(logps.dtype)).float()
-    # Replace a positive log-probability, which is impossible, by the current logp. The ratio of
-    # this row is then 1.
+    # A positive log-probability is impossible. Replace it by the current logp, so that the ratio is
+    # 1.
     old_logps = torch.where(old_logps > 0, logps.float(), old_logps)
     cu_seqlens = torch.arange(0, n + 1, n // COMPLETIONS, dtype=torch.int32, device=device)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
@@ -206,7 +200,7 @@ def make_problem(
 def coefficients(
     n: int, variant: Variant, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw the advantages (B,), log ratios (N,) and mask (N,) of a variant, all fp32."""
+    """Draw the advantages (B,), log ratios (N,) and mask (N,) of a variant, all in fp32."""
     device, slots = generator.device, n // COMPLETIONS
 
     def uniform(count: int) -> Tensor:
@@ -214,8 +208,8 @@ def coefficients(
 
     sign = torch.tensor([1.0, -1.0], device=device).repeat(COMPLETIONS // 2)
     advantages, signs = sign * (0.5 + uniform(COMPLETIONS)), sign.repeat_interleave(slots)
-    # Half of the ratios are close to 1. The other half are outside of the clip range, but on the
-    # side where the loss still has a gradient.
+    # Half of the ratios are close to 1. The other half are outside of the clip range, on the side
+    # on which the loss still has a gradient.
     noise = 0.02 * torch.randn(n, generator=generator, device=device)
     log_ratio = torch.where(uniform(n) < 0.5, -0.5 * signs, noise)
     mask = ragged_mask(n, device) if variant.mask == "ragged" else torch.ones(n, device=device)
@@ -231,7 +225,7 @@ def coefficients(
 
 
 def ragged_mask(n: int, device: torch.device) -> Tensor:
-    """Return the (N,) mask of right-padded completions that fill 1/4 to all of their slots."""
+    """Return the (N,) mask of right-padded completions, which fill 1/4 to all of their slots."""
     slots = n // COMPLETIONS
     lengths = torch.linspace(slots / 4, slots, COMPLETIONS, device=device).round().clamp(min=1)
     lengths = lengths[[3, 7, 0, 5, 2, 6, 1, 4]]

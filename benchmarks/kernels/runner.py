@@ -1,4 +1,4 @@
-"""Runner of the benchmark cases. It verifies all providers and times the correct ones."""
+"""Runner of the benchmark cases. It verifies all providers, and times those with right results."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Plan:
         variants: properties of the token rows. Each combination of an operation, shape, dtype and
             variant is one case.
         device: "cpu" or "cuda".
-        allocators: memory allocators that are used on a CPU, "default" or "fair" or both.
+        allocators: the memory allocators for a CPU: "default", "fair" or both.
         backends: backends of grpo_fast. An empty list selects all that differ on this device.
-        providers: parts of provider names; other providers do not run. An empty list selects all.
-            The limits always run.
+        providers: parts of provider names. A provider runs if its name contains one of them. The
+            limits always run. An empty list selects all providers.
         threads: number of CPU threads.
         budget: time for each provider and case, in seconds.
-        rounds: maximum number of rounds. The minimum is 2, even if the budget is exceeded.
+        rounds: maximum number of rounds. At least 2 rounds are run, even if they exceed the budget.
         verify_only: check the results without timing them.
     """
 
@@ -77,7 +77,7 @@ class Plan:
         return cls(**fields)
 
     def candidates(self, operation: str) -> list[Provider]:
-        """Return the limits and all providers of an operation that the plan selects."""
+        """Return the limits and the selected providers of an operation."""
 
         def is_wanted(provider: Provider) -> bool:
             if provider.role == "limit":
@@ -93,7 +93,7 @@ class Plan:
         return [provider for provider in providers_of(operation) if is_wanted(provider)]
 
     def distinct_backends(self) -> list[str]:
-        """Return all backends except the one that "auto" selects, which would be timed twice."""
+        """Return all backends but the one that "auto" selects, which would be timed twice."""
         return [name for name in BACKENDS if name != self.auto_backend()]
 
     def auto_backend(self) -> str:
@@ -106,10 +106,10 @@ Save = Callable[[list[dict[str, Any]]], None]  # saves the finished cases
 
 
 def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run all cases, save them as they finish, and return them.
+    """Run all cases and return them. Call `save` whenever cases have finished.
 
-    On a CPU, the cases run in one child process for each allocator, because the allocator is chosen
-    when a process starts.
+    On a CPU, the cases run in one child process for each allocator, because a process chooses its
+    allocator when it starts.
     """
     if plan.device == "cuda":
         return run_cases(plan, save)
@@ -123,7 +123,7 @@ def run(plan: Plan, save: Save) -> list[dict[str, Any]]:
 def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[str, Any]]:
     """Run the cases in a new process with the given allocator, and return them.
 
-    If the process is interrupted or crashes, return the cases that it had finished.
+    If the process is interrupted or crashes, return the cases that had finished.
     """
     environment = {**os.environ, **(measure.FAIR_ALLOCATOR if allocator == "fair" else {})}
     search = [str(ROOT), os.environ.get("PYTHONPATH")]
@@ -148,7 +148,10 @@ def run_child(plan: Plan, allocator: str, *, quiet: bool = False) -> list[dict[s
 
 
 def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
-    """Run the cases in this process, and save after each. All operations share the same tensors."""
+    """Run the cases in this process. Call `save` after each case.
+
+    All operations of a shape, dtype and variant use the same tensors.
+    """
     warnings.filterwarnings("ignore")
     torch.set_num_threads(plan.threads)
     cases: list[dict[str, Any]] = []
@@ -167,7 +170,7 @@ def run_cases(plan: Plan, save: Save) -> list[dict[str, Any]]:
 def run_case(
     operation: str, problem: Problem, dtype_name: str, variant: Variant, plan: Plan
 ) -> dict[str, Any]:
-    """Verify every provider, time the correct ones, and print a table of the results."""
+    """Verify all providers, time those with right results, and print a table. Return the case."""
     dtype = DTYPES[dtype_name]
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -194,7 +197,7 @@ def run_case(
 
 
 def route_of(operation: str, problem: Problem) -> str:
-    """Return a description of the backend and the kernels that "auto" selects for an operation."""
+    """Describe the backend and the kernels that "auto" selects for an operation."""
     if operation.startswith("logits"):
         return str(route.rows_route("auto", problem.hidden))
     return str(route.head_route("auto", problem.weight))
@@ -213,7 +216,7 @@ def weigh(
 ) -> None:
     """Add to each row its time relative to the fastest limit, and its rate in flop/s or bytes/s.
 
-    The work of all N token rows counts, although inactive rows may be skipped.
+    All N token rows count as work, although a provider may skip inactive rows.
     """
     timed = [row for row in rows.values() if "median_ms" in row]
     limit = min(row["median_ms"] for row in timed if row["role"] == "limit")
@@ -227,7 +230,7 @@ def weigh(
 def verify(
     provider: Provider, operation: str, problem: Problem, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Any], Step | None]:
-    """Run a provider once. Return its row with the errors, and its step if it is correct."""
+    """Run a provider once. Return its row with the errors, and its step if the result is right."""
     row: dict[str, Any] = {"role": provider.role, "status": "ok"}
     try:
         reason = provider.missing(device, dtype, problem.shape)
@@ -237,13 +240,12 @@ def verify(
         result = step()
         if provider.role == "limit":
             return row, step
-        truth = problem.truth("dense" if provider.role == "dense" else OPERATIONS[operation].truth)
-        row["errors"] = truth.errors(result)
+        row["errors"] = problem.truth(OPERATIONS[operation].truth).errors(result)
     except Exception as error:  # a peer may raise anything; its row says so, and the run continues
         reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         row |= {"status": "failed", "reason": reason}
-    # Release the memory here, after the handler has ended, because the exception keeps tensors
-    # alive.
+    # Release the memory after the handler, because in the handler the exception still refers to
+    # tensors.
     if row["status"] == "failed":
         release(device)
         return row, None

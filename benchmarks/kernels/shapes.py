@@ -1,4 +1,4 @@
-"""Shapes of the benchmarks: LM heads of well-known models, and smaller shapes for a CPU."""
+"""Shapes of the benchmarks: the LM heads of well-known models, and smaller shapes for a CPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class Shape(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Hidden size and vocabulary (rows of the weight) of a language-model head."""
+    """Hidden size and vocabulary size of an LM head."""
 
     h: int
     v: int
 
 
-# Sizes from the config.json of each model. The vocabulary size includes padding rows of the weight.
+# Sizes from the config.json of each model. The vocabulary size includes the padding rows of the
+# head.
 MODELS: dict[str, Head] = {
     "qwen2.5-0.5b": Head(896, 151936),
     "qwen2.5-1.5b": Head(1536, 151936),
@@ -44,8 +45,8 @@ CPU: list[Shape] = [
     Shape(512, 896, 32000),
     Shape(512, 896, 151936),
 ]
-# Shapes for a GPU. The first three have the hidden sizes for which benchmarks/gpu/bars.py sets
-# targets. The last one has a smaller vocabulary.
+# The first three shapes have the hidden sizes for which benchmarks/gpu/bars.py has thresholds. The
+# last one has a smaller vocabulary.
 GPU: list[Shape] = [
     Shape(8192, *MODELS[name]) for name in ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-8b", "llama-3-8b")
 ]
@@ -55,8 +56,8 @@ def shape_of(text: str) -> Shape:
     """Parse a shape from the text `N,H,V`.
 
     Raises:
-        ValueError: the text is not three positive integers, or N is not a multiple of
-            `COMPLETIONS`.
+        ValueError: the text is not three positive integers, or N is not a multiple of 8, the number
+            of completions.
     """
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
@@ -83,5 +84,5 @@ def model_shapes(models: list[str], tokens: list[int]) -> list[Shape]:
 
 
 def name_of(shape: Shape) -> str:
-    """Return the names of all models with this head, joined by commas, or an empty text."""
+    """Return the names of all models with this LM head, separated by commas, or an empty text."""
     return ", ".join(name for name, head in MODELS.items() if head == Head(shape.h, shape.v))

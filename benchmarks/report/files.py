@@ -1,4 +1,4 @@
-"""Read and write report files. A benchmark writes one report, and a GPU session writes several."""
+"""Report files: how to write them, and how to read one of a benchmark or of a GPU session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write(path: Path, content: Any) -> None:
-    """Write `content` as JSON. If the write is interrupted, the old file stays unchanged."""
+    """Write `content` as JSON. If this is interrupted, the old file remains unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(content, indent=1) + "\n")
@@ -17,10 +17,10 @@ def write(path: Path, content: Any) -> None:
 
 
 def load(path: str | Path) -> list[dict[str, Any]]:
-    """Return the reports of a JSON file, which are those of a benchmark or of a GPU session.
+    """Return the reports in a JSON file that a benchmark or a GPU session has written.
 
     Raises:
-        ValueError: the file was not written by a benchmark.
+        ValueError: the file was written by neither.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -36,7 +36,7 @@ def load(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cases_of(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Return all cases, each with the hardware, commit and number of its report."""
+    """Return the cases of all reports, each with the hardware, commit and number of its report."""
     found: list[dict[str, Any]] = []
     reports = (report for path in paths for report in load(path))
     for number, report in enumerate(reports):

@@ -3,11 +3,11 @@
 `python -m benchmarks.report.readme` draws both from the files in benchmarks/results/.
 
 The first picture has four panels: time and memory over the number of tokens, time relative to the
-limit, and a roofline. All points of a curve come from one run. The roof of the roofline is measured
-on the same machine. Its bandwidth is the fastest measured copy, and its peak comes from
-benchmarks/kernels/ceiling.py. If these measurements are missing, no roof is drawn.
+limit, and a roofline. All points of a curve come from one run. The roof of the roofline consists of
+limits that were measured on the same machine: the bandwidth is that of the fastest copy, and the
+peak comes from benchmarks/kernels/ceiling.py. Without these measurements, no roof is drawn.
 
-The second picture compares time and memory of all providers at one shape.
+The second picture compares the time and the memory of all providers at one shape.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ OURS = "grpo_fast (auto)"
 COLORS = {"ours": "#c0392b", "limit": "#7f8c8d", "peer": "#2e6f9e"}
 MARKERS = "os^Dv<>Pp*hX"
 PEERS = ["#2e6f9e", "#e08e0b", "#3a9d5d", "#7d5ba6", "#8c6d46", "#17becf", "#bcbd22", "#444444"]
-# Assumed number of floating-point operations per logit (exponentials and products) in a kernel that
-# reads logits.
+# Assumed flops per logit (for exponentials and products) in a kernel that reads logits.
 LOGITS_FLOPS = 8
 BARS_SHAPE = [512, 896, 32000]  # the smallest shape that all peers ran
 
@@ -39,13 +38,13 @@ def is_standard(case: dict[str, Any]) -> bool:
 
 
 def curves(cases: list[dict[str, Any]], value: str) -> tuple[str, dict[str, Any]]:
-    """Return the title and the lines of a panel that shows a value over the number of tokens.
+    """Return the title and the curves of a panel that shows a value over the number of tokens.
 
-    The panel shows the run that measured one LM head with the most different numbers of tokens.
+    The panel shows the run that measured an LM head with the most different numbers of tokens.
 
     Returns:
-        The title, and a dict from provider name to its role and its points (tokens, value). Both
-        are empty if no run has two numbers of tokens.
+        The title, and a dict from the name of a provider to its role and its points (tokens,
+        value). Both are empty if no run has at least two numbers of tokens.
     """
     groups: dict[tuple, list[dict[str, Any]]] = collections.defaultdict(list)
     for case in filter(is_standard, cases):
@@ -118,7 +117,7 @@ def relative_time(row: dict[str, Any]) -> float:
 
 
 def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the machine's peak (flop/s) and bandwidth (bytes/s). A missing measurement gives 0."""
+    """Return the peak in flop/s and the bandwidth in bytes/s of a machine, or 0 if not measured."""
     file = file_of(cases[0]["hardware"])
     known = json.loads(file.read_text()) if file.is_file() else {}
     flops = known.get("flops", {}).get(cases[0]["dtype"], 0.0)
@@ -131,12 +130,12 @@ def ceiling(cases: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float, str]]:
-    """Return the points of the roofline, for grpo_fast and all peers.
+    """Return the points of the roofline for grpo_fast and all peers.
 
-    Cases with inactive rows are left out, because they need less work than `work` returns.
+    Cases with inactive rows are left out, because they need less work than `work` counts.
 
     Returns:
-        For each point: role, flop/byte, flop/s and operation.
+        The role, flop/byte, flop/s and operation of each point.
     """
     points = []
     for case in cases:
@@ -150,7 +149,7 @@ def roofline_points(cases: list[dict[str, Any]]) -> list[tuple[str, float, float
 
 
 def work(case: dict[str, Any]) -> tuple[float, float]:
-    """Return the flops and bytes that a case requires if each input and gradient is moved once."""
+    """Return the flops and bytes of a case if each input and each gradient is moved only once."""
     (n, h, v), item = case["shape"], case["itemsize"]
     if case["operation"].startswith("logits"):
         return LOGITS_FLOPS * n * v, 2 * item * n * v
@@ -159,7 +158,7 @@ def work(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> None:
-    """Label the slowest point of each operation with its name. All linear_* share one label."""
+    """Label the slowest point of each operation. All linear operations share one label."""
     slowest: dict[str, tuple[float, float]] = {}
     for _, x, y, operation in points:
         if operation.startswith("linear"):
@@ -172,7 +171,7 @@ def label_operations(axes: Any, points: list[tuple[str, float, float, str]]) -> 
 
 
 def draw_roofline(axes: Any, cases: list[dict[str, Any]]) -> None:
-    """Draw the roofline for the dtype with the most cases. Other dtypes have other peaks."""
+    """Draw the roofline for the dtype that has the most cases. Each dtype has its own roof."""
     counts = collections.Counter(case["dtype"] for case in cases)
     dtype = counts.most_common(1)[0][0]
     cases = [case for case in cases if case["dtype"] == dtype]
@@ -263,7 +262,7 @@ def draw_bars(paths: list[str], out: Path) -> Path:
     tokens, width, vocabulary = BARS_SHAPE
     shape = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, fp32"
     title = f"Loss and gradients, {shape}: lower is better"
-    # Put one panel below the other. Side by side, their labels would be too small on a phone.
+    # Put one panel below the other. Next to each other, they would be too small on a phone.
     with picture(out, (7, 5.4), (2, 1), title, commits_of(cases)) as axes:
         bars(axes[0], times, "Time relative to three bare matrix products", "{:.2f}×")
         bars(axes[1], memory, "Memory besides inputs and gradients", "{:.0f} MiB")
@@ -273,7 +272,7 @@ def draw_bars(paths: list[str], out: Path) -> Path:
 
 
 def bars(axes: Any, values: dict[str, float], title: str, written: str) -> None:
-    """Draw horizontal bars, with the smallest value on top. Write each value next to its bar."""
+    """Draw horizontal bars with the smallest value on top, and write each value next to its bar."""
     names = sorted(values, key=lambda name: -values[name])
     for place, name in enumerate(names):
         color = COLORS["ours"] if name == OURS else "#9db8cc"

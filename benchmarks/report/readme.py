@@ -1,12 +1,12 @@
-"""Measure all CPU numbers in benchmarks/README.md, and update its tables.
+"""Measure all numbers in benchmarks/README.md that come from a CPU, and update its tables.
 
     python -m benchmarks.report.readme                 measure everything (15 minutes)
     python -m benchmarks.report.readme --only loss     run one step (--help names all steps)
     python -m benchmarks.report.readme --tables        only update tables and pictures
 
 Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
-The command then draws kernels.png and readme.png from these files and updates the tables in
-benchmarks/README.md. After the deadline (option --deadline), no further step is started.
+The command then draws kernels.png and readme.png from these files, and updates the tables in
+benchmarks/README.md. No step starts after the deadline (option --deadline).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     Attributes:
         name: name of the step. The results are in benchmarks/results/cpu-NAME.json.
         command: arguments for the Python interpreter.
-        out: option that sets the path of the results. If empty, the command chooses the path.
+        out: option for the path of the results. If empty, the command itself chooses the path.
     """
 
     name: str
@@ -49,8 +49,8 @@ LENGTHS = "--model cpu-s --tokens 64 256 1024 4096"
 PEAKED = "--shapes 1024,256,8192 --active 1.0 0.2 --softmax peaked --mask ragged"
 FAIR = "--device cpu --allocator fair"
 
-# The most important steps come first, because later steps are skipped after the deadline. Budgets
-# are in seconds for each candidate and case.
+# The most important steps come first, because no step starts after the deadline. Budgets are in
+# seconds for each candidate and case.
 STEPS = [
     Step(
         "loss", f"-m benchmarks {CPU} --budget 2.5 --shapes 64,64,512 1024,256,8192 512,896,32000"
@@ -74,7 +74,7 @@ def file_of(name: str) -> Path:
 
 
 def run_steps(steps: list[Step], deadline: float) -> int:
-    """Run the steps one after the other. Skip all steps that would start after `deadline` seconds.
+    """Run the steps one after the other. After `deadline` seconds, start no further step.
 
     Returns:
         0 if all steps ran without an error, otherwise 1.
@@ -98,7 +98,7 @@ def run_steps(steps: list[Step], deadline: float) -> int:
 
 
 def tables() -> str:
-    """Return the tables of the page in Markdown, one for each operation."""
+    """Return the tables of the page in Markdown. There is one table for each operation."""
     files = [file_of(step.name) for step in STEPS if step.out == "--out"]
     cases = cases_of(file for file in files if file.is_file())
     commits: dict[str, set[str]] = {}
@@ -150,14 +150,14 @@ def cell(case: dict[str, Any], name: str) -> str:
 
 
 def refreshed(text: str) -> str:
-    """Return the text of the page, with new tables between the comments `BEGIN` and `END`."""
+    """Return the text of the page with new tables between the marks `BEGIN` and `END`."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{tables()}{END}{after}"
 
 
 def main(arguments: list[str]) -> int:
-    parser = new_parser("python -m benchmarks.report.readme", __doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--deadline", type=float, default=780, help="seconds; then no step starts")

@@ -1,4 +1,4 @@
-"""Tables for the terminal: one for each case, and one that summarizes all cases."""
+"""Tables for the terminal: one for each case, and one with a summary of all cases."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from benchmarks.kernels.operations import OPERATIONS
 
 WIDTH = 132
-# Names of the results whose errors count in the column "error", which shows the largest error.
+# Results that count for the column "error", which shows the largest of their errors.
 SHOWN = ("grad_hidden", "grad_weight", "grad_logits", "logps")
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Return the table of one case. Column ± shows half the interquartile range of the times."""
+    """Return the table of one case. The column ± has half the interquartile range of the times."""
     from rich.table import Table
 
     n, h, v = case["shape"]
@@ -37,7 +37,7 @@ def case_table(case: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the formatted numbers of a provider's row. Cells without a measurement are empty."""
+    """Return the numbers of a provider's row as texts. A value that was not measured is empty."""
     errors = row.get("errors", {})
     error = f"{max(errors[key] for key in errors if key in SHOWN):.0e}" if errors else ""
     if "median_ms" not in row:
@@ -50,9 +50,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def verdict(cases: list[dict[str, Any]]) -> str:
-    """Return the summary table.
+    """Return the summary of all cases.
 
-    For each case, it compares grpo_fast (auto) with the limit and with the fastest correct peer.
+    It compares grpo_fast (auto) with the limit and with the fastest peer whose result is right.
     """
     from rich.table import Table
 
@@ -80,14 +80,14 @@ def verdict(cases: list[dict[str, Any]]) -> str:
 
 
 def fastest_peer(case: dict[str, Any]) -> str | None:
-    """Return the name of the fastest peer with a correct result, or None if no peer was timed."""
+    """Return the name of the fastest peer whose result is right, or None if no peer was timed."""
     rows = case["rows"]
     peers = [n for n, row in rows.items() if row["role"] == "peer" and "median_ms" in row]
     return min(peers, key=lambda name: rows[name]["median_ms"], default=None)
 
 
 def rendered(table: Any) -> str:
-    """Convert a `rich` table to text. Use colours if stdout is a terminal."""
+    """Convert a table of `rich` to text. If stdout is a terminal, use colours."""
     import sys
 
     from rich.console import Console

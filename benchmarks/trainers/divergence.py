@@ -1,14 +1,15 @@
-"""Speed of `linear_divergence` compared with TRL's chunked divergence and with plain torch.
+"""Speed of `linear_divergence`, compared with TRL's chunked divergence and with plain torch.
 
     python -m benchmarks.trainers.divergence [--quick] [--cases 256,512,32000 ...] [--json PATH]
 
-A case is N,H,V. Teacher and student have the same hidden size. Before the timing, every result is
-compared with an fp64 result. All candidates run in one process in interleaved rounds, so the ratios
-are reliable even if the times vary. On a CPU, the CPU time of the process is measured.
+A case N,H,V has N tokens, hidden size H and vocabulary size V. Teacher and student have the same
+hidden size. Every result is compared with an fp64 result before it is timed. All candidates run in
+one process in interleaved rounds, so the ratios are reliable even if the times vary. On a CPU, the
+CPU time of the process is measured.
 
-Times are also given relative to the necessary matrix products in torch: the logits of student and
-teacher, and the gradients of the student's hidden states and weight. With one CPU thread, the
-default case takes about a minute.
+Times are also given relative to the matrix products that every implementation needs: the logits of
+student and teacher, and the gradients of the student's hidden states and weight. The default case
+takes about a minute on one CPU thread.
 """
 
 from __future__ import annotations
@@ -25,14 +26,7 @@ from benchmarks import measure
 from benchmarks.kernels import exact
 from benchmarks.trainers.options import Defaults, new_parser, parsed_cases, save_cases
 from benchmarks.trainers.options import timed as measured
-from grpo_fast import (
-    DivergenceTerm,
-    LossConfig,
-    TeacherHead,
-    TeacherTopK,
-    linear_divergence,
-    linear_grpo_loss,
-)  # fmt: skip
+from grpo_fast import TeacherHead, linear_divergence
 
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}  # TRL's argument beta
 CASES: dict[str, list[tuple[int, ...]]] = {
@@ -44,7 +38,6 @@ DEFAULTS = Defaults(threads=1, budget=(2.0, 0.2), rounds=(5, 3))
 
 
 def main() -> None:
-    """Time every case, print a table and write the report."""
     options = parsed_cases(new_parser(__doc__), DEFAULTS, "N,H,V", CASES)
     if options.device == "cpu":
         measure.clock = "process"
@@ -53,7 +46,7 @@ def main() -> None:
 
 
 def plain(kind: str, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean divergence of all tokens, computed in plain torch from all logits."""
+    """Return the mean divergence over all tokens, computed from all logits in plain torch."""
     lp, lq = ((h @ w.T).float().log_softmax(-1) for h, w in (student, teacher))
     if student[0].dtype == torch.float64:
         lp, lq = ((h @ w.T).log_softmax(-1) for h, w in (student, teacher))
@@ -87,7 +80,7 @@ def products(student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor]) -> 
 
 
 def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
-    """Verify and time all candidates of a case. Print and return the row of the report."""
+    """Verify all candidates of a case, and time them. Print and return the row of the report."""
     n, h, v = case
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(*x, generator=g) for x in ((n, h), (v, h)) * 2]
@@ -114,48 +107,16 @@ def timed(case: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
             row["errors"][f"{kind} {name}"] = off
             if off <= exact.TOLERANCE[options.dtype]:
                 steps[f"{kind} {name}"] = call
-    steps |= with_a_policy(student, teacher, step)
     row |= measured(steps, options)
     bare = row["times"]["products"]["median_ms"]
     for name, times in row["times"].items():
-        off = row["errors"].get(name, 0.0)
+        off = row["errors"].get(name, 0.0)  # the bare products have no error
         ratio = times["median_ms"] / bare
         print(
             f"N={n} H={h} V={v}  {name:24} {times['median_ms']:9.1f} ms  {ratio:5.2f} of the "
             f"products  error {off:.0e}", flush=True,
         )  # fmt: skip
     return row
-
-
-def with_a_policy(
-    student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], step: Callable[..., Any]
-) -> dict[str, Callable[[], Any]]:
-    """Return three more steps, which are timed without verification.
-
-    They are a divergence from the teacher's top 32 tokens, a policy loss, and a policy loss with a
-    divergence term.
-    """
-    n, v = len(student[0]), len(student[1])
-    with torch.no_grad():
-        top, ids = (teacher[0].float() @ teacher[1].float().T).log_softmax(-1).topk(32)
-    device = ids.device
-    cu_seqlens = torch.arange(0, n + 1, n // 8, dtype=torch.int32, device=device)
-    advantages = torch.tensor([1.0, -1.0], device=device).repeat(4)
-    targets = torch.arange(n, device=device) % v
-
-    def loss(term: DivergenceTerm | None) -> Tensor:
-        return linear_grpo_loss(
-            *student, targets, advantages, LossConfig(), cu_seqlens=cu_seqlens, divergence=term
-        ).loss
-
-    def topk() -> Tensor:
-        return linear_divergence(*student, TeacherTopK(ids, top), "forward_kl").loss
-
-    return {
-        "top 32 grpo_fast": partial(step, topk),
-        "loss alone": partial(step, loss, None),
-        "loss and divergence": partial(step, loss, DivergenceTerm(TeacherHead(*teacher))),
-    }
 
 
 if __name__ == "__main__":

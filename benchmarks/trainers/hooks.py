@@ -1,11 +1,11 @@
-"""Losses and LM heads of verl, OpenRLHF and a tutorial, compared with replacements by grpo_fast.
+"""Losses and LM heads of verl and OpenRLHF, compared with replacements by grpo_fast.
 
     GRPO_FAST_TRAINERS=.venv/trainers python -m benchmarks.trainers.hooks
     [--quick] [--device cuda] [--json results.json]
 
-A hook is a function of the other library that grpo_fast can replace. Forward and backward of the
-original and of the replacement are timed on the same tensors, in interleaved rounds in one process.
-Before they are timed, their values and gradients must agree within 1e-3 (fp32). Peak memory is
+A hook is a function of verl or OpenRLHF that grpo_fast can replace. The values and gradients of the
+original and of the replacement must agree within 1e-3 in fp32. The forward and backward passes of
+both are then timed on the same tensors, in interleaved rounds in one process. The peak memory is
 measured in one warm call.
 """
 
@@ -25,9 +25,8 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 
 Step = Callable[[], Any]  # returns (loss, gradients)
 AGREEMENT = 1e-3
-# Number of tokens, hidden size and vocabulary size of the LM head. On a GPU, it is the head of
-# Qwen2.5-0.5B. On a CPU, the hidden size is a quarter and the vocabulary a sixteenth of that, to
-# save time.
+# Number of tokens, hidden size and vocabulary size of the LM head. The head on a GPU is that of
+# Qwen2.5-0.5B. On a CPU, the hidden size is a quarter and the vocabulary a sixteenth, to save time.
 HEADS = {"cpu": (1024, 224, 9496), "cuda": (1024, 896, 151936)}
 QUICK_HEAD = (128, 64, 2048)
 BATCH = (64, 1024)  # number of completions, and their padded length
@@ -40,7 +39,7 @@ def main() -> None:
     options = parsed(new_parser(__doc__), DEFAULTS)
     device = options.device
     shape = QUICK_HEAD if options.quick else HEADS[device]
-    hooks = [head(device, *shape), *policy_losses(device), *tutorial(device)]
+    hooks = [head(device, *shape), *policy_losses(device)]
     rows = [measured(name, theirs, ours, options) for name, theirs, ours in hooks]
     report = {
         **measure.header("hooks of other trainers, forward and backward", device),
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -> dict[str, Any]:
-    """Check that both steps agree, then time them alternately and measure their memory."""
+    """Check that both steps agree, then time them in turns and measure their memory."""
     mine, expected = (torch.cat([x.flatten() for x in step()]) for step in (ours, theirs))
     difference = relative_l2(mine, expected.double())
     if not difference <= AGREEMENT:
@@ -76,7 +75,7 @@ def measured(name: str, theirs: Step, ours: Step, options: argparse.Namespace) -
 def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[str, Step, Step]:
     """Return the name of the hook, the step of verl's FusedLinearForPPO, and our step.
 
-    FusedLinearForPPO has its default chunk size. The loss depends on both logps and entropy.
+    FusedLinearForPPO has its default chunk size. The loss depends on the logps and on the entropy.
     """
     functional = packages.load_verl("verl.utils.experimental.torch_functional")
     from grpo_fast.integrations.verl.head import FastLinearForPPO
@@ -100,10 +99,10 @@ def head(device: str, tokens: int, hidden_size: int, vocabulary: int) -> tuple[s
 
 
 def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
-    """Return the hooks of the policy losses, which compute a loss from logps (B, L).
+    """Return the hooks that compute a policy loss from logps (B, L).
 
-    The hooks are three losses of verl's registry, and OpenRLHF's PolicyLoss. Each has a name, the
-    step of the other library, and our step.
+    They are three losses of verl, and OpenRLHF's PolicyLoss. Each hook is its name, the step of the
+    original, and our step.
     """
     core = packages.load_verl("verl.trainer.ppo.core_algos")
     actor = packages.load_verl("verl.workers.config").ActorConfig
@@ -137,57 +136,6 @@ def policy_losses(device: str) -> list[tuple[str, Step, Step]]:
     loss = theirs(dual_clip=3.0)
     ours = openrlhf_step(openrlhf_loss.PolicyLoss(loss))
     return [*pairs, ("OpenRLHF PolicyLoss", openrlhf_step(loss), ours)]
-
-
-def tutorial(device: str) -> list[tuple[str, Step, Step]]:
-    """Return the hook of a tutorial: a small causal LM with a plain torch loss or our loss."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from grpo_fast import LossConfig
-    from grpo_fast.integrations.causal_lm import policy_loss
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=16384, hidden_size=128, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-        initializer_range=0.3,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).eval().to(device)
-    count, length, prompt = 16, 160, 5
-    ids = torch.randint(2, config.vocab_size, (count, length))
-    real = torch.arange(length) < torch.randint(length - 4, length + 1, (count, 1))
-    labels = torch.where(real & (torch.arange(length) >= prompt), ids, -100)
-    batch = {"input_ids": ids, "attention_mask": real.long(), "labels": labels}
-    batch = {name: value.to(device) for name, value in batch.items()}
-    advantages = torch.randn(count).to(device)
-    parameters = list(model.parameters())
-
-    def step_of(loss_of: Callable[[], Tensor]) -> Step:
-        def step() -> tuple[Tensor, ...]:
-            loss = loss_of()
-            return loss.detach(), *torch.autograd.grad(loss, parameters)
-
-        return step
-
-    grpo = LossConfig(loss_type="grpo", compute_entropy=True)
-    theirs = step_of(lambda: plain_loss(model, batch, advantages)[0])
-    ours = step_of(lambda: policy_loss(model, batch, advantages, grpo).loss)
-    return [("causal LM, plain torch", theirs, ours)]
-
-
-def plain_loss(model: Any, batch: dict[str, Tensor], advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and entropy of on-policy GRPO, computed from all logits as in a tutorial."""
-    targets = batch["labels"][:, 1:]
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    logp_all = model(**inputs).logits[:, :-1].float().log_softmax(-1)
-    logps = logp_all.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    mask = targets != -100
-    entropy = -(logp_all.exp() * logp_all).sum(-1)[mask].mean().detach()
-    ratio = torch.exp(logps - logps.detach())
-    clipped = ratio.clamp(0.8, 1.2)
-    per_token = -torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
-    per_token = torch.where(mask, per_token, 0.0)
-    return (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean(), entropy
 
 
 if __name__ == "__main__":

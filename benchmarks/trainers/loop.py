@@ -1,21 +1,21 @@
-"""Time of a full GRPO step with rollout: our trainer, TRL's trainer, and FastGRPOTrainer in TRL.
+"""Time of a GRPO step with its rollout: our trainer, TRL's trainer, and FastGRPOTrainer in TRL.
 
     python -m benchmarks.trainers.loop [--quick] [--shapes short 12-shot] [--json results.json]
     python -m benchmarks.trainers.loop --model runs/capitals-data/model --threads 1 --clock process
 
-A step samples completions, computes rewards and gradients, and updates the weights, without
-logging. All trainers have the same model, prompts, lengths, reward, loss and optimizer. The default
-model is that of the recipe gsm8k-tiny with V = 1024. `--model` selects a pretrained model, with
-GSM8K questions as prompts. The EOS is a token that the model does not sample, so every completion
-has `max_new_tokens` tokens.
+A step samples completions, computes rewards and gradients, and updates the weights. It does not
+log. All trainers have the same model, prompts, lengths, reward, loss and optimizer. The default is
+the model of the recipe gsm8k-tiny, with random weights and V = 1024. `--model` selects a pretrained
+model, with GSM8K questions as prompts. The EOS is a token that the model does not sample, so every
+completion has the maximum length.
 
 The peak memory of each step is measured, too. `--rows` limits the number of completions that TRL
-processes at a time; TRL needs the least memory with `--rows 1`.
+processes at a time. TRL needs the least memory with `--rows 1`.
 
-Rollouts are also timed alone. Our rollout returns the sampler's logps. transformers' `generate`
-runs with its defaults and returns no logps. Before the timing, our logps are compared with those of
-a new forward pass over prompt and completion, with a tolerance of 1e-3 nats. All candidates are
-timed alternately in one process.
+Rollouts are also timed alone. Our rollout returns the logps of the sampler. The `generate` of
+transformers runs with its defaults and returns no logps. Our logps are first compared with those of
+a new forward pass over prompt and completion. They must agree within 1e-3 nats. All candidates are
+timed in interleaved rounds in one process.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ import copy
 import itertools
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import measure
-from benchmarks.trainers.options import Defaults, add_clock, new_parser, parsed, save, set_clock
-from benchmarks.trainers.rollout import error_of
-from benchmarks.trainers.step import GSM8K, k_shot_texts
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
+from benchmarks.trainers.rollout import error_of, library_rollout, our_rollout
+from benchmarks.trainers.step import GSM8K, TINY, k_shot_texts
+from benchmarks.trainers.trl import make_trainer
+from grpo_fast.train.models.policy import Policy
 
 VOCABULARY = 1024
-EOS = 1024  # This id is outside of the vocabulary, so the model never samples it.
+EOS = VOCABULARY  # This id is outside of the vocabulary, so the model never samples it.
 TOLERANCE = 1e-3  # nats
 DEFAULTS = Defaults(threads=2, budget=(60.0, 5.0), rounds=(7, 3))
 
@@ -62,14 +61,14 @@ class Shape(NamedTuple):
 
 SHAPES = {"short": Shape(8, 60, 8, 120), "12-shot": Shape(2, 2900, 8, 64)}
 QUICK = {"short": Shape(2, 12, 4, 8), "12-shot": Shape(2, 100, 4, 8)}
-# Shapes for a pretrained model. "short" prompts are single questions. "12-shot" prompts have 2048
+# Shapes for a pretrained model. A "short" prompt is a single question. A "12-shot" prompt has 2048
 # tokens of worked examples before the question.
 PRETRAINED = {"short": Shape(2, 0, 8, 64), "12-shot": Shape(1, 2048, 8, 32)}
 UNUSED_TOKEN = "<file_sep>"  # used as EOS, because SmolLM2's instruct models do not generate it
 
 
 class Subject(NamedTuple):
-    """Model, tokenizer, prompts and EOS token id, which are the same for all trainers."""
+    """Model, tokenizer, prompts and EOS token id. They are the same for all trainers."""
 
     model: Any
     tokenizer: Any
@@ -97,23 +96,27 @@ def main() -> None:
     save(options, report)
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K, for --model")
     parser.add_argument("--rows", type=int, help="completions that TRL takes at a time; all")
-    add_clock(parser)
-    options = parsed(parser, DEFAULTS, arguments)
-    set_clock(parser, options)
-    return options
+    return parsed(parser, DEFAULTS)
 
 
 def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[str, Any]:
-    """Verify our rollouts, then time all steps and all rollouts. Print and return the results."""
-    subject = pretrained(options, shape) if options.pretrained else random_start(options, shape)
-    policy = policy_of(copy.deepcopy(subject.model), subject.tokenizer)
-    rollouts = rollout_steps(policy, subject, shape)
+    """Verify our rollout, and time all steps and rollouts. Print and return the results."""
+    if options.pretrained:
+        subject = pretrained(options, shape)
+    else:
+        subject = Subject(build_model(options.device), vocabulary(), prompts_of(shape), EOS)
+    policy = Policy(copy.deepcopy(subject.model), subject.tokenizer)
+    sizes = policy, subject.texts, shape.group, shape.length
+    rollouts = {
+        "grpo_fast": our_rollout(*sizes),
+        "transformers": library_rollout(*sizes, do_sample=True, eos_token_id=subject.eos),
+    }
     error = error_of(policy, rollouts["grpo_fast"]())
     if error is None or not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
@@ -122,8 +125,9 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
         "grpo_fast": our_step(policy, subject.texts, shape),
         **trl_steps(subject, shape, options.device, rows_per_pass),
     }
-    # Measure the memory before the times, because these calls also warm up the steps.
-    memory = {who: peak_mib(step, options.device) for who, step in steps.items()}
+    # Measure the memory before the times, because these calls also warm up the steps. The memory
+    # includes gradients and Adam's moments, but not the weights.
+    memory = {who: measure.peak_memory(step, options.device) for who, step in steps.items()}
     rounds = options.device, options.budget, options.rounds
     times = {
         "step": measure.interleaved(steps, *rounds),
@@ -135,26 +139,10 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
         for row in rows.values():
             row["speedup"] = rows[peer]["median_ms"] / row["median_ms"]
         case[what] = rows
-    for who, mib in memory.items():
-        case["step"][who]["peak_mib"] = mib
+    for who, peak in memory.items():
+        case["step"][who]["peak_mib"] = peak["workspace_mib"]
     print(table(case))
     return case
-
-
-def peak_mib(step: Callable[[], Any], device: str) -> float:
-    """Return the peak memory during a step minus the memory before the step, in MiB.
-
-    The result includes gradients and, in the first step, Adam's moments. It excludes the weights.
-    """
-
-    def without_result() -> None:
-        step()
-
-    return measure.peak_memory(without_result, device)["workspace_mib"]
-
-
-def random_start(options: argparse.Namespace, shape: Shape) -> Subject:
-    return Subject(build_model(options.device), vocabulary(), prompts_of(shape), EOS)
 
 
 def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
@@ -173,23 +161,18 @@ def pretrained(options: argparse.Namespace, shape: Shape) -> Subject:
 
 
 def build_model(device: str) -> Any:
-    """Return the random model of the recipe gsm8k-tiny, with 4096 positions for long prompts."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Return the model of the recipe gsm8k-tiny with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=4096,
-        initializer_range=0.05, tie_word_embeddings=True, bos_token_id=None, eos_token_id=EOS,
-        pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(device)
+    config = AutoConfig.for_model(**TINY, bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
+    return AutoModelForCausalLM.from_config(config).to(device)
 
 
 def vocabulary() -> Any:
     """Return a tokenizer in which every word is one token.
 
-    The id of its EOS is outside of the model's vocabulary, so the model never samples it.
+    The id of its EOS is not in the vocabulary of the model, so the model never samples it.
     """
     from grpo_fast.data.tokenizer import build_symbol_tokenizer
 
@@ -200,46 +183,15 @@ def vocabulary() -> Any:
 
 
 def prompts_of(shape: Shape) -> list[str]:
-    """Return prompts of random words. Their lengths differ a little, so that padding is needed."""
+    """Return prompts of random words. They differ a little in length, so they need padding."""
     generator = torch.Generator().manual_seed(1)
     lengths = [shape.tokens - i * shape.tokens // 50 for i in range(shape.prompts)]
     rows = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
     return [" ".join(f"w{token}" for token in row) for row in rows]
 
 
-def policy_of(model: Any, tokenizer: Any) -> Any:
-    from grpo_fast.train.models.policy import Policy
-
-    return Policy(model, tokenizer)
-
-
-def rollout_steps(policy: Any, subject: Subject, shape: Shape) -> dict[str, Callable[[], Any]]:
-    """Return our rollout with logps, and transformers' `generate` with its defaults."""
-    from grpo_fast.rollout import Sampling, generate
-
-    texts = subject.texts
-    sampling = Sampling(max_new_tokens=shape.length)
-    repeated = [text for text in texts for _ in range(shape.group)]
-    encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
-    inputs = {name: encoded[name].to(policy.device) for name in ("input_ids", "attention_mask")}
-
-    def ours() -> list:
-        found = generate(policy, texts, sampling, group_size=shape.group, seed=0)
-        return list(zip(found.prompt_ids, found.completion_ids, found.sampling_logps, strict=True))
-
-    def theirs() -> Any:
-        with policy.generation():
-            policy.lm.set_attn_implementation(policy.generation_attn)
-            return policy.lm.generate(
-                **inputs, do_sample=True, max_new_tokens=shape.length,
-                eos_token_id=subject.eos, pad_token_id=policy.tokenizer.pad_token_id or 0,
-            )  # fmt: skip
-
-    return {"grpo_fast": ours, "transformers": theirs}
-
-
-def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
-    """Return a full step of our trainer, including its rollout and rewards."""
+def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], None]:
+    """Return a step of our trainer, with its rollout and rewards."""
     from grpo_fast.data import Example
     from grpo_fast.rewards import build_rewards
     from grpo_fast.rollout import build_engine
@@ -262,18 +214,18 @@ def our_step(policy: Any, texts: list[str], shape: Shape) -> Callable[[], Any]:
     collector = build_collector(config, policy, engine, rewards, queue)
     count = 0
 
-    def one_step() -> Any:
+    def one_step() -> None:
         nonlocal count
         count += 1
-        return make_step(count, collector, trainer)[1]
+        make_step(count, collector, trainer)
 
     return one_step
 
 
 def trl_steps(
     subject: Subject, shape: Shape, device: str, rows: int
-) -> dict[str, Callable[[], Any]]:
-    """Return a full step of TRL's `GRPOTrainer`, and one of `FastGRPOTrainer`.
+) -> dict[str, Callable[[], None]]:
+    """Return a step of TRL's `GRPOTrainer`, and a step of `FastGRPOTrainer`, keyed by name.
 
     Args:
         subject: model, tokenizer and prompts.
@@ -281,65 +233,48 @@ def trl_steps(
         device: "cpu" or "cuda".
         rows: number of completions in one forward and backward pass.
     """
-    from datasets import Dataset
-    from transformers.utils import logging as logging_of_transformers
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from grpo_fast.integrations.trl import FastGRPOTrainer
 
-    logging_of_transformers.disable_progress_bar()
-    steps = {}
     passes = shape.prompts * shape.group // rows
+    steps = {}
     for label, cls in (("TRL", GRPOTrainer), ("FastGRPOTrainer in TRL", FastGRPOTrainer)):
-        arguments = GRPOConfig(
-            output_dir=tempfile.mkdtemp(), num_generations=shape.group, report_to=[], bf16=False,
-            per_device_train_batch_size=rows, gradient_accumulation_steps=passes,
-            save_strategy="no",
-            max_completion_length=shape.length, gradient_checkpointing=False, learning_rate=1e-6,
-            use_cpu=device == "cpu", max_steps=1000, beta=0.0, loss_type="dapo", temperature=1.0,
-        )  # fmt: skip
-        trainer = cls(
-            model=copy.deepcopy(subject.model), reward_funcs=reward, args=arguments,
-            processing_class=subject.tokenizer,
-            train_dataset=Dataset.from_dict({"prompt": subject.texts}),
+        trainer = make_trainer(
+            cls, subject.model, subject.tokenizer, subject.texts, reward, device,
+            num_generations=shape.group, per_device_train_batch_size=rows,
+            gradient_accumulation_steps=passes, max_completion_length=shape.length,
+            learning_rate=1e-6, max_steps=1000, beta=0.0, loss_type="dapo", temperature=1.0,
         )  # fmt: skip
         steps[label] = trl_step(trainer, passes)
     return steps
 
 
-def trl_step(trainer: Any, passes: int) -> Callable[[], Any]:
-    """Return a function that does what TRL's `train` does in one step, without logging.
+def trl_step(trainer: Any, passes: int) -> Callable[[], None]:
+    """Return a function that does what one step of TRL's `train` does, without logging.
 
-    It gets batches, samples, accumulates gradients over `passes` passes, clips them and updates.
+    It gets batches, samples, accumulates gradients over `passes` passes, clips them and updates the
+    weights.
     """
     trainer.create_optimizer_and_scheduler(1000)
     trainer.current_gradient_accumulation_steps = passes
     trainer.model.train()
     loader = trainer.get_train_dataloader()
-    batches = iter(loader)
+    # Start again from the first batch at the end of the data.
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
 
-    def next_batch() -> Any:
-        nonlocal batches
-        batch = next(batches, None)
-        if batch is None:
-            batches = iter(loader)
-            batch = next(batches)
-        return batch
-
-    def step() -> Any:
+    def step() -> None:
         for _ in range(passes):
-            loss = trainer.training_step(trainer.model, next_batch(), None)
+            trainer.training_step(trainer.model, next(batches), None)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         trainer.model.zero_grad(set_to_none=True)
         trainer._metrics["train"].clear()
-        return loss
 
     return step
 
 
 def table(case: dict[str, Any]) -> str:
-    """Format the times, speedups and peak memory of a case as a text table."""
     lines = [
         f"\n{case['shape']}: {case['prompts']} prompts of about {case['tokens']} tokens, "
         f"{case['group']} completions of {case['length']} tokens each; sampler logps within "

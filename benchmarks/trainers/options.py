@@ -1,4 +1,4 @@
-"""Command line options and report files of the benchmarks in this folder."""
+"""Command line options of the benchmarks in this folder, and their reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measure
+from benchmarks import options as base
 from benchmarks.report.files import write
 
 Case = tuple[int, ...]
@@ -31,40 +32,42 @@ class Defaults(NamedTuple):
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = base.new_parser(doc)
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="small sizes, a fraction of the time")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--budget", type=float, help="seconds of timing for each candidate")
     parser.add_argument("--rounds", type=int, help="at most this many rounds")
+    words = "wall, or the CPU time of the process, on which other processes have little effect"
+    parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall", help=words)
     parser.add_argument("--json", help="file for the report")
     return parser
 
 
-def parsed(
-    parser: argparse.ArgumentParser, defaults: Defaults, arguments: list[str] | None = None
-) -> argparse.Namespace:
-    """Parse the options, fill in the defaults, and set the number of torch's threads."""
-    options = parser.parse_args(arguments)
+def parsed(parser: argparse.ArgumentParser, defaults: Defaults) -> argparse.Namespace:
+    """Parse the options and fill in the defaults. Set the clock and the number of CPU threads."""
+    options = parser.parse_args()
     options.threads = options.threads or defaults.threads
     options.budget = options.budget or defaults.budget[options.quick]
     options.rounds = options.rounds or defaults.rounds[options.quick]
     torch.set_num_threads(options.threads)
+    if options.clock == "process" and options.threads != 1:
+        # The CPU time of the process would also count threads that only wait for other threads.
+        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
+    measure.clock = options.clock
     return options
 
 
 def parsed_cases(
     parser: argparse.ArgumentParser, defaults: Defaults, names: str, usual: dict[str, list[Case]]
 ) -> argparse.Namespace:
-    """Parse the options of a benchmark whose cases are given as numbers, such as "N,H,V".
+    """Parse the options of a benchmark whose cases are given as numbers, such as 512,896,32000.
 
     Args:
         parser: the parser, to which `--cases` is added.
         defaults: defaults of the other options.
-        names: what each number in a case stands for, separated by commas, such as "N,H,V".
-        usual: cases for a call without `--cases`. The keys are "quick" (for --quick), "cpu" and
+        names: meaning of the numbers of a case, separated by commas, such as "N,H,V".
+        usual: cases for a call without `--cases`, under the keys "quick" (for --quick), "cpu" and
             "cuda".
 
     Returns:
@@ -85,33 +88,17 @@ def parsed_cases(
 
 
 def timed(steps: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Time the steps in interleaved rounds. Return the times and the peak memory of each step."""
+    """Time the steps in interleaved rounds. Return the times and the peak memory of all steps."""
     samples = measure.interleaved(steps, options.device, options.budget, options.rounds)
     times = {name: measure.spread(seconds) for name, seconds in samples.items()}
     memory = {name: measure.peak_memory(step, options.device) for name, step in steps.items()}
     return {"times": times, "memory": memory}
 
 
-def add_clock(parser: argparse.ArgumentParser) -> None:
-    words = "wall, or the CPU time of the process, on which other processes have little effect"
-    parser.add_argument("--clock", choices=list(measure.CLOCKS), default="wall", help=words)
-
-
-def set_clock(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set the clock of all timings.
-
-    The CPU time of the process requires a single thread, because it also counts threads that only
-    wait for other threads.
-    """
-    if options.clock == "process" and options.threads != 1:
-        parser.error(f"--clock process: expected --threads 1, got {options.threads}")
-    measure.clock = options.clock
-
-
 def save_cases(
     options: argparse.Namespace, title: str, rows: list[dict[str, Any]], **settings: Any
 ) -> dict[str, Any]:
-    """Write and return a report with a row for each case, and with the settings of the run."""
+    """Write and return a report with the settings of the run and a row for each case."""
     common = {name: getattr(options, name) for name in ("budget", "rounds", "threads")}
     common["dtype"] = str(options.dtype)
     header = measure.header(title, options.device)
@@ -121,7 +108,7 @@ def save_cases(
 
 
 def save(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Write the report to the file of the option --json, if it is given."""
+    """Write the report to the file that the option --json names, if it is given."""
     if options.json:
         write(Path(options.json), report)
         print(f"written: {os.path.relpath(options.json)}")

@@ -1,9 +1,9 @@
-"""Functions that import loss modules of verl and OpenRLHF without packages only training needs.
+"""Import of the loss modules of verl and OpenRLHF, without packages that only their training needs.
 
 `make trainers` installs verl and OpenRLHF into a separate folder, without their dependencies. They
-require other versions of torch and transformers, and OpenRLHF's wheel has a top-level package
-`tests` that would hide ours. The environment variable GRPO_FAST_TRAINERS names the folder. If verl
-and OpenRLHF are installed in the environment, the folder is not needed.
+require different versions of torch and transformers, and OpenRLHF's wheel has a top-level package
+`tests` that would hide ours. The environment variable GRPO_FAST_TRAINERS names the folder. It is
+not needed if verl and OpenRLHF are installed in the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def load_verl(name: str) -> Any:
-    """Import a module of verl. If ray is not installed, use a stub for it during the import."""
+    """Import a module of verl. If ray is not installed, a stub replaces it during the import."""
     require("verl", "tensordict", "omegaconf", "codetiming", "transformers")
     with stubbed("ray"):
         return importlib.import_module(name)
@@ -38,7 +38,7 @@ def load_openrlhf_loss() -> Any:
 
 
 def require(*packages: str) -> None:
-    """Add the folder GRPO_FAST_TRAINERS to the search path and check that the packages exist.
+    """Check that packages can be imported, also from the folder that GRPO_FAST_TRAINERS names.
 
     Raises:
         ModuleNotFoundError: one of the packages is not installed.
@@ -52,7 +52,7 @@ def require(*packages: str) -> None:
 
 
 class Anything:
-    """Placeholder for every class of a stubbed module. It accepts any arguments and subscripts."""
+    """Stand-in for every class of a stubbed module. It accepts any arguments and subscripts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -63,7 +63,7 @@ class Anything:
 
 @contextmanager
 def stubbed(name: str) -> Iterator[None]:
-    """Provide a stub in a `with` block for a module that is not installed.
+    """Replace a module that is not installed by a stub in a `with` block.
 
     Every attribute of the stub is the class `Anything`.
     """

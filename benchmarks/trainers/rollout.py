@@ -1,12 +1,12 @@
-"""Tokens per second of our `generate`, compared with `generate` of transformers.
+"""Tokens per second of our `generate`, compared with the `generate` of transformers.
 
     python -m benchmarks.trainers.rollout [--quick] [--batch 16] [--new-tokens 32]
     [--json FILE]
 
-Our `generate` also returns the sampler's logps. The model has random weights, only 4 layers and a
-realistic vocabulary, so that the decoding loop and the sampler take most of the time. The limit is
-transformers' `generate` in greedy mode, which does not sample and stores no logps. Before the
-timing, the logps of each candidate are compared with those of a new forward pass over prompt and
+Our `generate` also returns the logps of the sampler. The model has random weights, a realistic
+vocabulary and only 4 layers, so that the decoding loop and the sampler take most of the time. The
+limit is the greedy mode of transformers' `generate`, which does not sample and stores no logps. The
+logps of each candidate are first compared with those of a new forward pass over prompt and
 completion.
 """
 
@@ -26,8 +26,8 @@ from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 VOCABULARY = 151936
 SYMBOLS = [str(digit) for digit in range(10)]
 PROMPT = " ".join(SYMBOLS)
-# Maximum error of a logp in nats. The new forward pass has a different batch shape, which changes
-# the order of additions and therefore the rounding.
+# Maximum error of a logp in nats. The new forward pass has a different batch size. This changes the
+# order of additions, and therefore the rounding.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 
 
@@ -50,53 +50,74 @@ def build(vocab: int, device: str) -> Any:
     )
 
 
-def candidates(
-    policy: Any, batch: int, new_tokens: int
-) -> dict[str, tuple[str, Callable[[], list]]]:
-    """Return a dict from the name of each candidate to its role and a function.
+def our_rollout(policy: Any, texts: list[str], group: int, new_tokens: int) -> Callable[[], list]:
+    """Return a function that samples `group` completions of each prompt with our `generate`.
 
-    The function generates `batch` completions of one prompt. For each completion, it returns the
-    prompt ids, the completion ids, and the logps or None.
+    The function returns the prompt ids, the completion ids and the logps of each completion.
     """
     from grpo_fast.rollout import Sampling, generate
 
     options = Sampling(max_new_tokens=new_tokens)
-    ids = torch.tensor([policy.tokenizer(PROMPT)["input_ids"]] * batch, device=policy.device)
-    length = ids.shape[1]
 
-    def ours() -> list:
-        found = generate(policy, [PROMPT], options, group_size=batch, seed=0)
+    def rollout() -> list:
+        found = generate(policy, texts, options, group_size=group, seed=0)
         return list(zip(found.prompt_ids, found.completion_ids, found.sampling_logps, strict=True))
 
-    def library(logps: bool, **arguments: Any) -> Callable[[], list]:
-        def call() -> list:
-            with policy.generation():
-                output = policy.lm.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
-                    pad_token_id=policy.pad_id, eos_token_id=None, return_dict_in_generate=True,
-                    output_logits=logps, **arguments,
-                )  # fmt: skip
-            tokens = output.sequences[:, length:]
-            values: Any = [None] * batch
-            if logps:
-                logits = torch.stack(output.logits, 1).float()
-                values = logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
-            return list(zip(ids.tolist(), tokens.tolist(), values, strict=True))
+    return rollout
 
-        return call
 
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+def library_rollout(
+    policy: Any, texts: list[str], group: int, new_tokens: int, logps: bool = False,
+    **arguments: Any,
+) -> Callable[[], list]:  # fmt: skip
+    """Return a function like that of `our_rollout`, for the `generate` of transformers.
+
+    It returns None instead of the logps, unless `logps` is True. `arguments` are passed to
+    `generate`.
+    """
+    repeated = [text for text in texts for _ in range(group)]
+    encoded = policy.tokenizer(repeated, padding=True, return_tensors="pt")
+    inputs = {name: encoded[name].to(policy.device) for name in ("input_ids", "attention_mask")}
+    ids = inputs["input_ids"]
+
+    def rollout() -> list:
+        with policy.generation():
+            output = policy.lm.generate(
+                **inputs, max_new_tokens=new_tokens, pad_token_id=policy.pad_id,
+                return_dict_in_generate=True, output_logits=logps, **arguments,
+            )  # fmt: skip
+        tokens = output.sequences[:, ids.shape[1] :]
+        values: Any = [None] * len(ids)
+        if logps:
+            logits = torch.stack(output.logits, 1).float()
+            values = logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
+        return list(zip(ids.tolist(), tokens.tolist(), values, strict=True))
+
+    return rollout
+
+
+def candidates(
+    policy: Any, batch: int, new_tokens: int
+) -> dict[str, tuple[str, Callable[[], list]]]:
+    """Return the role and the rollout function of all candidates, keyed by name."""
+    sizes = policy, [PROMPT], batch, new_tokens
+    sampling: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "eos_token_id": None,
+    }
     return {
-        "greedy loop": ("limit", library(False, do_sample=False)),
-        "grpo_fast": ("ours", ours),
-        "transformers": ("peer", library(False, **sampling)),
-        "transformers, with logps": ("peer", library(True, **sampling)),
+        "greedy loop": ("limit", library_rollout(*sizes, do_sample=False, eos_token_id=None)),
+        "grpo_fast": ("ours", our_rollout(*sizes)),
+        "transformers": ("peer", library_rollout(*sizes, **sampling)),
+        "transformers, with logps": ("peer", library_rollout(*sizes, logps=True, **sampling)),
     }
 
 
 @torch.no_grad()
 def error_of(policy: Any, rows: list) -> float | None:
-    """Compare the logps of a rollout with those of a new forward pass over each row.
+    """Compare the logps of a rollout with those of a new forward pass.
 
     Returns:
         The largest absolute difference in nats, or None if the rollout has no logps.
@@ -116,7 +137,7 @@ def error_of(policy: Any, rows: list) -> float | None:
 
 
 def measure_all(policy: Any, options: Namespace) -> dict[str, dict[str, Any]]:
-    """Verify all candidates, time the correct ones, and return a row of results for each."""
+    """Verify all candidates, and time those with right logps. Return the results by name."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for name, (role, call) in candidates(policy, options.batch, options.new_tokens).items():

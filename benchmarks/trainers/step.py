@@ -6,16 +6,16 @@
     python -m benchmarks.trainers.step --model runs/capitals-data/model --clock process \
         --threads 1 --group 4 --completion 32 --providers shared packed TRL --padded-rows 1
 
-Without options, the benchmark runs a tiny model on k-shot GSM8K prompts on a CPU. A step computes
-the old logps, runs forward and backward, and updates the weights with AdamW. Before the timing, the
-loss, gradients and metrics of every provider are compared with those of the padded provider. In
-fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It grows with longer prompts, because rounding
-errors do.
+Without options, the benchmark runs a tiny model on a CPU. Its prompts are GSM8K questions, each
+after worked examples. A step computes the old logps, runs the forward and backward passes, and
+updates the weights with AdamW. The loss, gradients and metrics of every provider are first compared
+with those of the padded provider. In fp32, the tolerance is 1e-5 up to 4096 prompt tokens. It grows
+with longer prompts, because rounding errors do.
 
 All providers are timed in one process in interleaved rounds. The reported memory is the peak during
-one step minus the memory in use before it. On a CPU it is computed from the allocation events of
-torch.profiler, and on a GPU from the statistics of torch's allocator. The command prints a table,
-and `--json` writes all results to a file.
+one step minus the memory in use before the step. On a CPU, it is computed from the allocation
+events of torch.profiler, and on a GPU from the statistics of torch's allocator. The command prints
+a table, and `--json` writes all results to a file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT, measure
-from benchmarks.trainers.options import Defaults, add_clock, new_parser, parsed, save, set_clock
+from benchmarks.trainers.options import Defaults, new_parser, parsed, save
 from benchmarks.trainers.step_providers import (
     PROVIDERS,
     StepProblem,
@@ -63,7 +63,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--model-config", default="tiny", choices=("tiny", *KNOWN_MODELS))
     parser.add_argument("--model", dest="pretrained", metavar="PATH", help="a pretrained model")
-    add_clock(parser)
     parser.add_argument("--layers", type=int, help="instead of the model's own number of layers")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="float32, on a GPU bfloat16")
     parser.add_argument("--prompt", type=int, help="tokens (2048, --quick: 512; CPU: at least)")
@@ -82,7 +81,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--padded-rows", type=int, help="of padded and TRL; default: all at once")
     parser.add_argument("--data", default=str(GSM8K), help="folder of GSM8K (else random prompts)")
     options = parsed(parser, DEFAULTS)
-    set_clock(parser, options)
     gpu = options.device == "cuda"
     options.prompt = options.prompt or (512 if options.quick else 2048)
     options.dtype = options.dtype or ("bfloat16" if gpu else "float32")
@@ -96,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Verify and time every provider, measure its peak memory, and return the report."""
+    """Verify and time all providers, measure their peak memory, and return the report."""
     model = build_model(options)
     problem = make_problem(
         build_prompts(options, model.config.vocab_size),
@@ -134,7 +132,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_model(options: argparse.Namespace) -> Any:
-    """Load the pretrained model, or build a model with random weights, on the selected device."""
+    """Load the pretrained model, or build a model with random weights, on the chosen device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, options.dtype)
@@ -154,8 +152,8 @@ def build_model(options: argparse.Namespace) -> Any:
 def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
     """Return the token ids of the prompts.
 
-    On a CPU and for a pretrained model, they are k-shot GSM8K prompts of at least `--prompt`
-    tokens. On a GPU, or if the data is missing, they are random ids.
+    On a CPU and for a pretrained model, they are GSM8K questions after worked examples, with at
+    least `--prompt` tokens. On a GPU, or if the data is missing, they are random.
     """
     if (options.device == "cpu" or options.pretrained) and Path(options.data).is_dir():
         encode = encoder(options, vocab)
@@ -166,7 +164,7 @@ def build_prompts(options: argparse.Namespace, vocab: int) -> list[list[int]]:
 
 
 def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int]]:
-    """Return a function that tokenizes text, with the model's tokenizer or with a small new BPE."""
+    """Return a function that tokenizes text with the tokenizer of the model, or with a new one."""
     from transformers import AutoTokenizer
 
     from grpo_fast.data import load_examples
@@ -178,22 +176,23 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
         data = SimpleNamespace(task="gsm8k", path=options.data, prompt_template="plain")
         plain = load_examples(data, split="train", seed=0)[:1000]
         tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
-    # Cache the result, because `k_shot_texts` counts the tokens of a prompt that is encoded later.
+    # Cache the token ids, because `k_shot_texts` counts the tokens of a prompt before it is used.
     return functools.cache(lambda text: tokenizer(text)["input_ids"])
 
 
 def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Iterator[str]:
-    """Yield GSM8K questions, each after as many worked examples as fit into `tokens` tokens.
+    """Yield GSM8K questions. Before each come as many worked examples as fit into `tokens` tokens.
 
-    Prompts with fewer than `tokens` tokens are skipped. With 0 tokens, there are no examples.
+    A prompt with fewer than `tokens` tokens is skipped. With 0 tokens, there are no worked
+    examples.
     """
     from grpo_fast.data import load_examples
 
     data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain")
     if tokens:
         data.shots_tokens = tokens
-    # Skip prompts that are too short: yield only those that have at least `tokens` tokens in total.
-    # The worked examples take most of `tokens`, and the question comes after them.
+    # Yield only prompts with at least `tokens` tokens in total. The worked examples have slightly
+    # fewer tokens, and the question comes after them.
     texts = (str(e.prompt) for e in load_examples(data, split="train", seed=0, count_tokens=count))
     return (text for text in texts if count(text) >= tokens)
 
@@ -201,11 +200,11 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
 def verify(
     providers: dict[str, Any], problem: StepProblem, tolerance: float
 ) -> dict[str, dict[str, float]]:
-    """Compare loss, gradients and metrics of every provider with those of a reference provider.
+    """Compare the loss, gradients and metrics of every provider with those of a reference provider.
 
-    The reference is "padded", or the last provider if "padded" is not selected. The error of the
-    loss is relative to the mean absolute advantage, and the error of the gradient is the relative
-    L2 error.
+    The reference is "padded", or the last provider if "padded" was not selected. The error of the
+    loss is divided by the mean absolute advantage. The error of the gradient is its relative L2
+    error.
 
     Returns:
         The errors of the loss, the gradients and the metrics, for each provider.
@@ -249,7 +248,7 @@ def verify(
 
 
 def peak_bytes(step: Any, device: str) -> int:
-    """Return the peak memory during a warm step minus the memory in use before it, in bytes."""
+    """Return the peak memory during a warm step minus the memory before the step, in bytes."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -270,7 +269,7 @@ def peak_bytes(step: Any, device: str) -> int:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Format the results as text. Time and memory are also relative to the first provider."""
+    """Return the results as a text. It also has time and memory relative to the first provider."""
     rows, settings = report["providers"], report["settings"]
     first = next(iter(rows))
     longest = max(report["completion_tokens"])

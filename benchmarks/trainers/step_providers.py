@@ -1,8 +1,8 @@
 """Four providers of the same GRPO step: shared prompts, packed, padded (transformers), and TRL.
 
 Each provider has a copy of the model. Its method `logps` computes the old logps of all completion
-tokens, and its method `gradients` computes the loss and its gradients. `step_of` combines both with
-an update by AdamW.
+tokens. Its method `gradients` computes the loss and its gradients. `step_of` calls both, and then
+updates the weights with AdamW.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Logps = list[Tensor]  # one fp32 tensor of shape (length,) for each completion
 
 
 class Outcome(NamedTuple):
-    """Value and metrics of a loss, whose gradients are in the `grad` fields of the parameters."""
+    """Value and metrics of a loss. Its gradients are in the `grad` fields of the parameters."""
 
     loss: float
     metrics: dict[str, float]
@@ -44,8 +44,8 @@ class StepProblem(NamedTuple):
         samples: prompts, completions and advantages.
         group_size: number of completions for each prompt.
         loss: configuration of the loss.
-        noise: numbers that are added to the old logps before the providers' results are compared.
-            The importance ratios then differ from 1.
+        noise: numbers that are added to the old logps before the results of the providers are
+            compared, so that the importance ratios differ from 1.
     """
 
     samples: Samples
@@ -59,8 +59,7 @@ def make_problem(
 ) -> StepProblem:
     """Build a problem with random completions and normally distributed advantages.
 
-    The completions have `longest` / 2 to `longest` tokens. The noise of the old logps has standard
-    deviation 0.1.
+    The completions have `longest` / 2 to `longest` tokens. The noise has standard deviation 0.1.
     """
     generator = torch.Generator().manual_seed(seed)
     count = len(prompts) * group_size
@@ -80,7 +79,7 @@ def make_problem(
 
 
 class Ours:
-    """Our trainer's step on packed rows. With `shared`, a group's prompt is stored once."""
+    """Step of our trainer on packed rows. With `shared`, the prompt of a group is stored once."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any, shared: bool) -> None:
         apply_options(model, options.model)
@@ -110,12 +109,12 @@ class Ours:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens that one forward pass of the trunk processes."""
+        """Return the number of tokens that the trunk processes for all samples."""
         return self.batch.trunk_tokens
 
 
 class Padded:
-    """Step that runs a transformers model on padded rows (B, L), with our loss from its logits."""
+    """Step of a transformers model on padded rows (B, L), with our loss on its logits."""
 
     def __init__(self, model: Any, problem: StepProblem, options: Any) -> None:
         apply_options(model, options.model)
@@ -138,10 +137,10 @@ class Padded:
         self.items = sum(map(len, completions))
 
     def prepare(self, model: Any) -> None:
-        """Prepare the model for the layout of this provider. The default does nothing."""
+        """Prepare the model for this provider. Subclasses override this method."""
 
     def logps_of(self, rows: slice) -> tuple[Tensor, Any]:
-        """Compute the logps of the completion tokens. Return logps (B, C) and logits (B, C, V)."""
+        """Return the logps (B, C) and the logits (B, C, V) of the completion tokens."""
         logits = self.forward(rows)
         chosen = (
             logits.float().log_softmax(-1).gather(-1, self.ids[rows, self.prompt :, None])[..., 0]
@@ -184,12 +183,12 @@ class Padded:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens, including padding, that one forward pass processes."""
+        """Return the number of tokens of all samples, including padding."""
         return self.ids.numel()
 
 
 class Trl(Padded):
-    """Step of TRL 1.16 with its fused head, and with the loss of `GRPOTrainer` in torch."""
+    """Step of TRL 1.16 with its fused head. The loss is that of `GRPOTrainer`, in plain torch."""
 
     def prepare(self, model: Any) -> None:
         from trl.trainer.utils import add_fused_lm_head
@@ -220,7 +219,7 @@ class Trl(Padded):
 
 
 def step_of(provider: Any) -> Callable[[], None]:
-    """Return a step that computes old logps and gradients, and updates the weights."""
+    """Return a step that computes the old logps and the gradients, and updates the weights."""
 
     def step() -> None:
         provider.gradients(provider.logps())
@@ -239,7 +238,7 @@ PROVIDERS: dict[str, Callable[[Any, StepProblem, Any], Any]] = {
 
 
 def prepare(name: str, model: Any, problem: StepProblem, options: Any) -> Any:
-    """Create the provider with the given name, with a copy of the model."""
+    """Create the provider with this name. It gets a copy of the model."""
     return PROVIDERS[name](copy.deepcopy(model), problem, options)
 
 

@@ -3,12 +3,12 @@
     python -m benchmarks.trainers.support [--quick] [--cases 512,896,32000,50 ...] [--json PATH]
 
 The support of a token is the set of ids that a truncating sampler could choose. A case is T,H,V,K:
-the number of tokens, hidden size, vocabulary size, and number of ids in each token's support. Half
-of the ids are drawn from 2000 frequent ids and half from the other ids.
+the number of tokens, the hidden size, the vocabulary size, and the number of ids in each support.
+Half of the ids are drawn from 2000 frequent ids, and half from the other ids.
 
 Three steps are timed with and without a support: the loss, the loss with a frozen head, and the
-logps. Before the timing, the results with a support are compared with fp64 results. All steps are
-timed in one process in interleaved rounds, so the ratios are reliable even if the times vary.
+logps. The results with a support are first compared with fp64 results. All steps are timed in one
+process in interleaved rounds, so the ratios are reliable even if the times vary.
 """
 
 from __future__ import annotations
@@ -48,12 +48,11 @@ class Problem(NamedTuple):
 
     @property
     def ids(self) -> Tensor:
-        """Return the ids of each token's support, (T, K). The first id of a row is the target."""
+        """Return the ids of all supports, (T, K). The first id of each row is the target."""
         return self.support.ids.view(len(self.hidden), -1)
 
 
 def main() -> None:
-    """Time every case, print a table and write the report."""
     parser = new_parser(__doc__)
     options = parsed_cases(parser, DEFAULTS, "T,H,V,K", CASES)
     for t, _, v, k in options.cases:
@@ -92,7 +91,7 @@ def problem_of(case: Case, options: argparse.Namespace) -> Problem:
 
 @torch.no_grad()
 def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Compute the exact logps and gradients in fp64.
+    """Compute the logps and their gradients in fp64.
 
     Args:
         problem: the inputs.
@@ -101,7 +100,7 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
 
     Returns:
         The logps (T,), the gradient of `hidden` (T, H), and the gradient of those rows of the
-        weight whose ids are in any support.
+        weight whose ids are in a support.
     """
     used, place = problem.ids.unique(return_inverse=True)
     logps, d_hidden = [], []
@@ -120,7 +119,7 @@ def exact_answer(problem: Problem, slope: Tensor | None = None) -> tuple[Tensor,
 
 
 def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[], Any]]:
-    """Return the steps "loss", "frozen" (the loss with a frozen head) and "logps"."""
+    """Return three steps: "loss", "frozen" (the loss with a frozen head) and "logps"."""
     config = LossConfig(epsilon_low=EPSILON, epsilon_high=EPSILON)
     hidden, weight, targets, advantages, old_logps, cu_seqlens, _ = problem
 
@@ -140,7 +139,7 @@ def steps_of(problem: Problem, support: Support | None) -> dict[str, Callable[[]
 
 
 def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
-    """Return the largest relative L2 error of all results with a support, compared with fp64."""
+    """Compare all results with a support with fp64. Return the largest relative L2 error."""
     logps, *_ = exact_answer(problem)
     per_token = problem.advantages.repeat_interleave(len(logps) // COMPLETIONS)
     ones = torch.ones_like(problem.old_logps)
@@ -158,7 +157,7 @@ def error_of(problem: Problem, steps: dict[str, Callable[[], Any]]) -> float:
 
 
 def timed(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Verify a case, time it with and without a support, and return the row of the report."""
+    """Verify a case, and time it with and without a support. Return the row of the report."""
     problem = problem_of(case, options)
     ways = {"dense": steps_of(problem, None), "support": steps_of(problem, problem.support)}
     row: dict[str, Any] = dict(zip(("tokens", "hidden", "vocabulary", "kept"), case, strict=True))

@@ -1,25 +1,23 @@
-"""Step of GRPOTrainer, of GRPOTrainer with our LM head, and of FastGRPOTrainer, without rollout.
+"""Time and memory of a step of GRPOTrainer and of FastGRPOTrainer, without rollout.
 
     python -m benchmarks.trainers.trl [--quick] [--device cuda] [--json results.json]
 
-All three trainers have the same weights and get the same micro-batch: 8 completions of 64 tokens
-for one prompt of 512 tokens. It has the fields that `training_step` gets after generation and
-rewards. A step computes the forward pass, loss, metrics and gradients. Before the timing, the
-losses, metrics and gradients of all trainers are compared. The steps are timed in interleaved
-rounds in one process. Peak memory is measured in a separate process for each trainer.
+A third trainer is GRPOTrainer with our LM head. All trainers have the same weights and get the same
+micro-batch, which has 8 completions of 64 tokens for one prompt of 512 tokens. It has the fields
+that `training_step` gets after generation and rewards. A step computes the forward pass, loss,
+metrics and gradients. The losses, metrics and gradients of all trainers are compared before they
+are timed. The steps are timed in interleaved rounds in one process. The peak memory of a step
+includes the gradients, but neither weights nor inputs.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +40,8 @@ MODELS: dict[str, dict[str, int]] = {
 PROMPT = 512
 GROUP = 8
 COMPLETION = 64
-# The trainers. "TRL, fast head" is TRL's trainer with its padded forward pass, but with our LM
-# head. It shows how much of the speedup of FastGRPOTrainer comes from the head.
+# "TRL, fast head" is the trainer of TRL, with its padded forward pass but with our LM head. It
+# shows how much of the speedup of FastGRPOTrainer comes from the head.
 TRAINERS = ("TRL", "TRL, fast head", "grpo_fast")
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -52,12 +50,8 @@ DEFAULTS = Defaults(threads=2, budget=(20.0, 3.0), rounds=(20, 5))
 
 
 def main() -> None:
-    """Measure every model, print a table and write the report."""
     options = parse_arguments()
     logging.disable(logging.WARNING)
-    if options.child:
-        print(json.dumps(peak_of(options, *options.child)))
-        return
     cases = [measure_model(options, name) for name in options.models]
     settings = {"prompt": PROMPT, "group": GROUP, "completion": COMPLETION}
     settings["dtype"] = options.dtype
@@ -74,23 +68,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS))
     parser.add_argument("--dtype", default="fp32", choices=list(TOLERANCE), help="of the weights")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parsed(parser, DEFAULTS)
     options.models = options.models or (["tiny"] if options.quick else ["tiny", "mid"])
     return options
 
 
 def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Compare the results of the trainers, time them alternately, and measure their memory."""
+    """Compare the results of the trainers, and measure their times and their memory."""
     trainers = make_trainers(options, name)
     batch = prepared_batch(options, MODELS[name]["vocab_size"])
     difference = verified(trainers, batch, TOLERANCE[options.dtype])
     steps = {label: step_of(trainer, batch) for label, trainer in trainers.items()}
     times = measure.interleaved(steps, options.device, options.budget, options.rounds)
     result: dict[str, Any] = {"model": name, **MODELS[name], "gradient_difference": difference}
-    for label in TRAINERS:
+    for label, step in steps.items():
+        peak = measure.peak_memory(step, options.device)["workspace_mib"]
         samples = times[label]
-        result[label] = measure.spread(samples) | {"rounds": len(samples)} | run_child(name, label)
+        result[label] = measure.spread(samples) | {"rounds": len(samples), "peak_mib": peak}
     result["speedup"] = result["TRL"]["median_ms"] / result["grpo_fast"]["median_ms"]
     result["memory_ratio"] = result["grpo_fast"]["peak_mib"] / result["TRL"]["peak_mib"]
     for label in TRAINERS:
@@ -102,20 +96,15 @@ def measure_model(options: argparse.Namespace, name: str) -> dict[str, Any]:
     return result
 
 
-def make_trainers(
-    options: argparse.Namespace, name: str, wanted: tuple[str, ...] = TRAINERS
-) -> dict[str, Any]:
-    """Build the trainers in `wanted`, with the same random weights. Return them by label."""
-    from datasets import Dataset
+def make_trainers(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Build all trainers with the same random weights. Return them by name."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging as logging_of_transformers
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
     from grpo_fast.integrations.trl import FastGRPOTrainer
     from grpo_fast.integrations.trl.head import use_fast_head
 
-    logging_of_transformers.disable_progress_bar()
     tokenizer = build_bpe_tokenizer(["What is 12 + 30? 42"], 260)
     special = {"bos_token_id": None}
     special |= {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
@@ -124,17 +113,10 @@ def make_trainers(
     model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     made = {}
     for label, cls in zip(TRAINERS, (GRPOTrainer, GRPOTrainer, FastGRPOTrainer), strict=True):
-        if label not in wanted:
-            continue
-        arguments = GRPOConfig(
-            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=GROUP, num_generations=GROUP,
-            report_to=[], max_completion_length=COMPLETION, bf16=False, save_strategy="no",
-            use_cpu=options.device == "cpu", gradient_checkpointing=False,
-        )  # fmt: skip
-        trainer = cls(
-            model=copy.deepcopy(model), reward_funcs=lambda **_: [], args=arguments,
-            processing_class=tokenizer,
-            train_dataset=Dataset.from_dict({"prompt": ["What is 12 + 30?"]}),
+        trainer = make_trainer(
+            cls, model, tokenizer, ["What is 12 + 30?"], lambda **_: [], options.device,
+            per_device_train_batch_size=GROUP, num_generations=GROUP,
+            max_completion_length=COMPLETION,
         )  # fmt: skip
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.to(options.device).train()
@@ -144,10 +126,33 @@ def make_trainers(
     return made
 
 
-def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """Return a micro-batch in the format in which TRL passes it to the loss.
+def make_trainer(
+    cls: Any, model: Any, tokenizer: Any, prompts: list[str], reward: Callable[..., Any],
+    device: str, **settings: Any,
+) -> Any:  # fmt: skip
+    """Build a trainer with a copy of the model, which does not log.
 
-    It has one prompt and 8 completions. Three completions are shorter than 64 tokens, and their
+    `cls` is the class of the trainer. `settings` are further arguments of `GRPOConfig`.
+    """
+    from datasets import Dataset
+    from transformers.utils import logging as logging_of_transformers
+    from trl import GRPOConfig
+
+    logging_of_transformers.disable_progress_bar()
+    arguments = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), report_to=[], bf16=False, save_strategy="no",
+        gradient_checkpointing=False, use_cpu=device == "cpu", **settings,
+    )  # fmt: skip
+    return cls(
+        model=copy.deepcopy(model), reward_funcs=reward, args=arguments, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+    )  # fmt: skip
+
+
+def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
+    """Return a micro-batch in the form in which TRL passes it to the loss.
+
+    It has one prompt and 8 completions. Three completions have fewer than 64 tokens, and their
     padding is masked.
     """
     random = torch.Generator().manual_seed(1)
@@ -167,20 +172,19 @@ def prepared_batch(options: argparse.Namespace, vocabulary: int) -> dict[str, An
     return {name: value.to(options.device) for name, value in batch.items()}
 
 
-def step_of(trainer: Any, batch: dict[str, Any]) -> Any:
-    """Return a step that deletes old gradients and calls `training_step` with `batch`."""
+def step_of(trainer: Any, batch: dict[str, Any]) -> measure.Step:
+    """Return a step that deletes the old gradients and calls `training_step` with `batch`."""
     trainer._prepare_inputs = lambda _: batch
 
-    def step() -> tuple[torch.Tensor, ...]:
+    def reset() -> None:
         trainer._metrics["train"].clear()
         trainer.model.zero_grad(set_to_none=True)
-        return (trainer.training_step(trainer.model, batch, None),)
 
-    return step
+    return measure.Step(lambda: (trainer.training_step(trainer.model, batch, None),), reset)
 
 
 def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) -> float:
-    """Compare losses, metrics and gradients of all trainers with those of the first.
+    """Compare the losses, metrics and gradients of all trainers with those of the first trainer.
 
     Returns:
         The largest relative L2 difference of the gradients.
@@ -207,36 +211,6 @@ def verified(trainers: dict[str, Any], batch: dict[str, Any], tolerance: float) 
         found = f"gradients differ by {difference:.2g}, losses {losses}, metrics {metrics}"
         raise SystemExit(f"not timed: {found}")
     return difference
-
-
-def run_child(name: str, label: str) -> dict[str, float]:
-    """Run `peak_of` in a new process, in which the allocator has no memory from other trainers."""
-    module = [sys.executable, "-m", "benchmarks.trainers.trl"]
-    command = [*module, *sys.argv[1:], "--child", name, label]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def peak_of(options: argparse.Namespace, name: str, label: str) -> dict[str, float]:
-    """Return the peak memory of a step in MiB, with gradients but without weights and inputs.
-
-    One step runs before the measurement, so that memory which a library allocates only once does
-    not count.
-    """
-    trainer = make_trainers(options, name, (label,))[label]
-    step = step_of(trainer, prepared_batch(options, MODELS[name]["vocab_size"]))
-    if options.device == "cuda":
-        step()
-        trainer.model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / measure.MIB}
-    step()
-    trainer.model.zero_grad(set_to_none=True)
-    gc.collect()
-    return {"peak_mib": measure.peak_memory(step, "cpu")["workspace_mib"]}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ __all__ = [
     "scorer_for",
 ]
 
-# The public functions of rules.py, keyed by name. A configuration selects them by this name.
+# The public functions of rules.py, keyed by the name that a configuration uses.
 REWARDS: dict[str, RewardFunction] = {
     name: function
     for name, function in inspect.getmembers(rules, inspect.isfunction)
@@ -41,16 +41,16 @@ REWARDS: dict[str, RewardFunction] = {
 }
 for _function in REWARDS.values():
     setattr(_function, "per_sample", True)  # noqa: B010
-# Reward functions that run in a worker process, with the file that defines each. A worker starts
-# quickly because it imports only this file, not the package.
+# Built-in reward functions that run in a worker process, and the file that defines each. A worker
+# starts quickly, because it imports only this file and not the package.
 WORKERS = {
     "format_pattern": "pattern.py",
     "math_equal": "math_answers.py",
     "math_close": "math_answers.py",
     "code_tests": "code_tests.py",
 }
-# Functions whose `timeout` applies to each completion. The time limit for a call is `timeout` times
-# the number of completions.
+# Functions whose `timeout` is per completion. The time limit of a call is `timeout` times the
+# number of completions.
 BOUNDED = ("math_equal", "math_close", "code_tests")
 KNOWN = (*REWARDS, *WORKERS, "reward_model")
 
@@ -61,8 +61,8 @@ def build_rewards(specs: Sequence[Any], *, max_failures: float = 0.5) -> RewardS
     Args:
         specs: objects with the fields of `RewardConfig`: name, label, weight, options, path,
             timeout, in_process and convention.
-        max_failures: fraction of lost samples above which the run ends with a RewardError; see
-            `RewardSet`.
+        max_failures: fraction of samples without a reward above which the run ends with a
+            RewardError; see `RewardSet`.
 
     Raises:
         ValueError: a name is unknown, there is no function at a path, or a function does not accept
@@ -83,7 +83,7 @@ def _resolve(spec: Any) -> WeightedReward:
         build = functools.partial(RewardModel, spec.path)
         _checked_needs(name, parameters_of(build), options)
         return WeightedReward(label, weight, build(**options))
-    # 2. Import any other function in this process, or pass its path to a worker.
+    # 2. Import any other function in this process, or prepare a worker that imports it.
     path = _worker_path(name, spec.in_process)
     is_custom = ":" in name
     convention = spec.convention if is_custom else OURS
@@ -97,16 +97,16 @@ def _resolve(spec: Any) -> WeightedReward:
             convention=convention,
         )  # fmt: skip
         loaded = _loaded(name, function)
-    # 3. Refuse unknown options, and find the columns that the function needs.
+    # 3. Refuse unknown options, and find the columns that the function requires.
     needs = _checked_needs(name, loaded.parameters, loaded.options)
-    # A custom function with `answers` and `**columns` may have been written for TRL. TRL would pass
-    # the data's column `answers`, if there is one, instead of the gold answers.
+    # A custom function with `answers` and `**columns` may have been written for TRL. If the data
+    # has a column `answers`, TRL would pass this column instead of the gold answers.
     is_unsure = is_custom and convention is None and loaded.parameters.takes is None
     return WeightedReward(label, weight, function, needs, loaded.convention, is_unsure)
 
 
 def _worker_path(name: str, in_process: bool) -> str | None:
-    """Return the path that a worker imports, or None if the function runs in this process."""
+    """Return the path of a function that runs in a worker, or None if it runs in this process."""
     if name in WORKERS:
         return f"{Path(workers.__file__).with_name(WORKERS[name])}:{name}"
     if ":" in name:
@@ -126,13 +126,13 @@ def _loaded(name: str, function: IsolatedReward) -> Loaded:
         return function.load()
     except (RewardFailure, TimeoutError) as error:
         extra = " (pip install 'grpo_fast[math]')" if "'math_verify'" in str(error) else ""
-        # Remove the beginning of the worker's message, because the new error repeats it.
+        # The new error has the same beginning, so remove it from the message of the worker.
         message = str(error).removeprefix("ValueError: rewards: ")
         raise ValueError(f"rewards: {name} cannot be used: {message}{extra}") from None
 
 
 def _checked_needs(name: str, parameters: Parameters, options: dict[str, Any]) -> list[str]:
-    """Return the columns that the function needs. Raise ValueError for an unknown option."""
+    """Return the columns that the function requires. Raise ValueError for an unknown option."""
     takes, needs = parameters
     unknown = [] if takes is None else [option for option in options if option not in takes]
     if unknown:

@@ -1,4 +1,4 @@
-"""Functions that import and call a reward function, in this process or in a worker process.
+"""Import and call of a reward function, in this process or in a worker process.
 
 `isolated.py` runs this file as the worker. The file imports only the standard library, so that a
 worker starts in a fraction of a second.
@@ -35,13 +35,13 @@ else:  # in a worker, import only conventions.py, because the package imports to
     del sys.modules["conventions"]  # the user may have a module with this name
 
 RewardFunction = Callable[..., Any]
-# Reward of a completion, or of each of its tokens. None means that the function does not apply.
+# Reward of a completion, or of each of its tokens. None: the function does not apply to it.
 Score = float | list[float] | None
 WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFailure.why
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a failed reward call. The metrics count the failure under the reason `why`."""
+    """Exception for a failed call of a reward function. `why` is the reason for the metrics."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)
@@ -49,10 +49,10 @@ class RewardFailure(RuntimeError):
 
 
 def why_of(error: BaseException) -> str:
-    """Return the category of an exception that a reward function raised.
+    """Return the reason that the metrics give for an exception of a reward function.
 
-    The metrics count lost samples by category. For example, the category of a TimeoutError is
-    "timeout", and the metric `rewards/<fn>/failed/timeout` counts the samples lost by it.
+    For example, the reason for a TimeoutError is "timeout". The metric
+    `rewards/<fn>/failed/timeout` then counts the samples that have no reward because of it.
     """
     if isinstance(error, RewardFailure):
         return error.why
@@ -60,7 +60,7 @@ def why_of(error: BaseException) -> str:
 
 
 def import_function(path: str) -> RewardFunction:
-    """Import and return a function, given as "package.module:function" or "file.py:function".
+    """Import a function, given as "package.module:function" or "file.py:function".
 
     Raises:
         ValueError: there is no function at the path.
@@ -92,8 +92,8 @@ def _run_file(path: str) -> ModuleType:
     name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    # Register the module, because dataclasses look up their module by its name. Do not replace a
-    # different module that has been imported under this name.
+    # Register the module, because dataclasses look it up by its name. Do not replace a different
+    # module with the same name.
     sys.modules.setdefault(name, module)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
@@ -109,7 +109,7 @@ def call(function: RewardFunction, count: int, arguments: dict[str, Any]) -> lis
 
     Returns:
         For each completion a number, a list of numbers (one per token), or None if the function
-        does not apply. A value of any other type is replaced by a text that describes it.
+        does not apply. Any other value is replaced by a text that describes it.
 
     Raises:
         RewardFailure: the function did not return one value per completion.
@@ -128,7 +128,7 @@ def describe(error: BaseException) -> str:
 
 
 def text_of(value: Any, longest: int = 500) -> str:
-    """Return the beginning of str(value), or a placeholder if the class's __str__ fails."""
+    """Return the beginning of str(value), or a placeholder if __str__ raises an error."""
     try:
         return str(value)[:longest]
     except BaseException:
@@ -149,12 +149,12 @@ def _awaited(awaitable: Any) -> Any:
 
 
 def _values(result: Any, count: int) -> list[Any]:
-    """Return a function's result as a list of `count` values, or raise a RewardFailure."""
+    """Return the result of a function as a list of `count` values, or raise a RewardFailure."""
     must = f"a reward function must return one value per completion: expected {count} values"
     values = result.tolist() if hasattr(result, "tolist") else result
     if isinstance(values, numbers.Number):
         raise RewardFailure(f"{must}, got one number", WRONG_LENGTH)
-    # Refuse a dict or a set, because its order does not say which completion a value belongs to.
+    # Refuse a dict or a set. Its order does not say which completion a value belongs to.
     is_unordered = isinstance(values, (str, bytes, bytearray, Set)) or hasattr(values, "keys")
     if is_unordered or not hasattr(values, "__iter__"):
         raise RewardFailure(f"{must} in a list, got {type(result).__name__}", NO_NUMBERS)
@@ -184,7 +184,7 @@ def _number_or_text(value: Any) -> float | str:
 def serve(path: str, pipe: Connection) -> None:
     """Answer JSON requests from the pipe until the caller closes it.
 
-    The first request imports the function at `path`. Every later request calls the function.
+    The first request imports the function at `path`. All later requests call the function.
 
     Raises:
         EOFError: the caller has closed the pipe.
@@ -215,18 +215,17 @@ def _reply(
 
 
 def _end_with_the_caller(lifeline: int) -> None:
-    """Make the kernel kill this process group when the caller's end of the pipe is closed.
+    """Make the kernel kill this process group when the caller ends.
 
-    A thread that watches the pipe would need the interpreter lock, which a backtracking regular
-    expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of the
-    caller's thread instead of its process.
-
-    The argument `lifeline` is the file descriptor of this process's end of the pipe.
+    `lifeline` is a file descriptor of this process for the pipe that closes when the caller ends. A
+    thread that watches the pipe would need the interpreter lock, which a backtracking regular
+    expression never releases. PR_SET_PDEATHSIG is unsuitable, because it reacts to the end of a
+    thread of the caller and not to the end of its process.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    # If the pipe was closed before the signal was requested, no signal is sent, so exit here.
+    # If the pipe was closed before the signal was requested, the kernel sends no signal. Exit here.
     if select.select([lifeline], [], [], 0)[0]:
         os._exit(1)
 

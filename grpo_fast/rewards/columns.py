@@ -5,7 +5,7 @@ Each column has one entry per completion:
 - `prompts`, `completions` (texts) and `answers`.
 - `completion_ids` (tokens, with EOS if the completion ended) and `completion_lengths`.
 - `prefills`: the beginning of the assistant's turn that the prompt contains, such as `<think>`.
-- Every other field of the examples, under the field's name.
+- Every other field of the examples, under its name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from grpo_fast.rewards.conventions import ONLY_TRL, OPENRLHF, OURS, TRL, VERL, V
 from grpo_fast.rewards.reward_set import RewardResult, RewardSet
 
 SAMPLED = ("prompts", "completions", "completion_ids", "completion_lengths", "prefills")
-# For each convention, GOLD names the parameter that receives the gold answer. GIVEN names the
-# parameters that this package fills, for which the data needs no column.
+# GOLD: the parameter that receives the gold answer, for each convention. GIVEN: the parameters that
+# this package fills, so that the data needs no column for them.
 GOLD = {OURS: "answers", TRL: "answer", VERL: "ground_truth", OPENRLHF: "labels"}
 GIVEN = {
     OURS: SAMPLED, TRL: (*SAMPLED, *ONLY_TRL), VERL: VERLS, OPENRLHF: ("queries", "prompts"),
@@ -41,7 +41,7 @@ def score(
 
     Args:
         rewards: the reward functions.
-        examples: N examples. `completions[i]` answers `examples[i]`.
+        examples: N examples. `completions[i]` is the completion of `examples[i]`.
         completions: N texts.
         completion_ids: N lists of token ids.
         prompt_texts: N prompts as the model received them, after the chat template was applied.
@@ -62,7 +62,7 @@ def score(
 
 
 def label_of(example: Example) -> Any:
-    """Return the gold answer as the data's row contains it, before it was parsed."""
+    """Return the gold answer in the form that the row of the data has, before parsing."""
     return example.answer if example.label is None else example.label
 
 
@@ -70,7 +70,7 @@ def prefill_of(prompt: Prompt, text: str) -> str:
     """Return the beginning of the assistant's turn that a prompt contains, or "".
 
     Args:
-        prompt: a text or messages. The last message may have the role "assistant".
+        prompt: a text or a list of messages. The last message may have the role "assistant".
         text: the prompt as the model received it. The chat template may have added `<think>`.
     """
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
@@ -80,7 +80,7 @@ def prefill_of(prompt: Prompt, text: str) -> str:
 
 
 def check_examples(rewards: RewardSet, examples: Sequence[Example], split: str) -> None:
-    """Check that the examples have the columns that the reward functions need.
+    """Check that all examples have the columns that the reward functions require.
 
     Args:
         rewards: the reward functions.

@@ -1,4 +1,4 @@
-"""Conventions of grpo_fast, TRL, verl and OpenRLHF for calling reward functions.
+"""Conventions of grpo_fast, TRL, verl and OpenRLHF for the arguments of reward functions.
 
 A worker (`calling.py`) imports this file without the package. Therefore this file imports only the
 standard library.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 RewardFunction = Callable[..., Any]
 OURS, TRL, VERL, OPENRLHF = CONVENTIONS = ("grpo_fast", "trl", "verl", "openrlhf")
-# Each of these parameters belongs to only one convention.
+# Parameters by which a convention is recognised, because no other convention has them.
 ONLY_OURS = ("answers", "completion_lengths", "prefills")
 ONLY_TRL = ("trainer_state", "log_extra", "log_metric")
 VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -33,7 +33,7 @@ class Parameters(NamedTuple):
         return {name: columns[name] for name in chosen if name in columns}
 
 
-# A callable without a signature is assumed to have these parameters.
+# Assumed parameters of a callable without a signature.
 USUAL = Parameters(["prompts", "completions", "answers"], [])
 
 
@@ -51,9 +51,9 @@ def parameters_of(function: RewardFunction) -> Parameters:
 
 
 def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None, bool]:
-    """Return the keyword parameters, and True if the function has a `**columns` parameter.
+    """Return the parameters of a function, and True if it has a `**columns` parameter.
 
-    The parameters are None for a callable that has no signature.
+    The parameters are None for a callable without a signature.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -66,9 +66,9 @@ def _signature(function: RewardFunction) -> tuple[list[inspect.Parameter] | None
 
 
 def convention_of(function: RewardFunction) -> str:
-    """Return OURS or TRL, as determined from the function's parameters.
+    """Return OURS or TRL, depending on the parameters of a function.
 
-    A function with `**kwargs` is assumed to follow TRL, which passes every column to every
+    A function with `**kwargs` is assumed to be written for TRL, which passes all columns to every
     function.
 
     Raises:
@@ -99,12 +99,12 @@ class Loaded(NamedTuple):
 
 
 def load(function: RewardFunction, convention: str | None, options: Mapping[str, Any]) -> Loaded:
-    """Adapt a function of any convention so that it accepts lists as keyword arguments.
+    """Adapt a function of any convention, so that it accepts lists as keyword arguments.
 
     Args:
-        function: a function, or a class whose instances are callable.
-        convention: one of CONVENTIONS. None detects OURS and TRL; see `convention_of`.
-        options: arguments of every call, or of the class's constructor.
+        function: a function, or a class whose instances can be called.
+        convention: one of CONVENTIONS. None detects OURS or TRL; see `convention_of`.
+        options: arguments of every call, or of the constructor of a class.
     """
     options = dict(options)
     if inspect.isclass(function):
@@ -120,7 +120,7 @@ def load(function: RewardFunction, convention: str | None, options: Mapping[str,
 
 
 def _of_verl(compute_score: RewardFunction) -> RewardFunction:
-    """Wrap verl's `compute_score`, which scores one completion, so that it accepts lists."""
+    """Wrap `compute_score` of verl, which scores one completion, so that it accepts lists."""
 
     async def one(**arguments: Any) -> Any:
         result = compute_score(**arguments)
@@ -140,7 +140,7 @@ def _of_verl(compute_score: RewardFunction) -> RewardFunction:
 
 
 def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
-    """Wrap OpenRLHF's `reward_func`, so that its positional arguments can be passed by keyword."""
+    """Wrap `reward_func` of OpenRLHF, so that its positional arguments can be passed by name."""
 
     async def of_batch(queries: Any, prompts: Any, labels: Any, **options: Any) -> Any:
         result = reward_func(queries, prompts, labels, **options)
@@ -151,7 +151,7 @@ def _of_openrlhf(reward_func: RewardFunction) -> RewardFunction:
 
 
 class RunLog:
-    """Record of columns and metrics that reward functions log through TRL's callbacks."""
+    """Record of the columns and metrics that reward functions log as in TRL."""
 
     def __init__(self) -> None:
         self.extra: dict[str, list[Any]] = {}  # columns of the table of completions
@@ -164,7 +164,7 @@ class RunLog:
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def objects(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return TRL's arguments `trainer_state`, `log_extra` and `log_metric`, keyed by name."""
+        """Return `trainer_state`, `log_extra` and `log_metric`, which TRL passes to functions."""
         values = (SimpleNamespace(**state), self.log_extra, self.log_metric)
         return dict(zip(ONLY_TRL, values, strict=True))
 
@@ -177,22 +177,22 @@ def columns_of_others(
     labels: Sequence[object],
     prompt_texts: Sequence[str],
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """Build the arguments of functions that follow the conventions of TRL, verl and OpenRLHF.
+    """Build the arguments of functions that were written for TRL, verl or OpenRLHF.
 
     Args:
         prompts: N prompts, each a text or a list of messages.
         completions: N completions.
         answers: N gold answers as texts.
         columns: the other columns of the data.
-        labels: N gold answers in the form that the data's rows contain.
+        labels: N gold answers as they are in the rows of the data.
         prompt_texts: N prompts as the model received them.
 
     Returns:
-        For each convention a dict with the columns, keyed by parameter name.
+        A dict for each convention, with the columns keyed by parameter name.
     """
     messages = []
     for prompt, text in zip(prompts, completions, strict=True):
-        # TRL passes the completion of a chat prompt as a list with one message.
+        # For a chat prompt, TRL passes the completion as a list with one message.
         is_text = isinstance(prompt, str)
         messages.append(text if is_text else [{"role": "assistant", "content": text}])
     none = [None] * len(messages)
@@ -211,8 +211,8 @@ def columns_of_others(
 def is_per_sample(function: RewardFunction) -> bool:
     """Return True if a function has a true attribute `per_sample`.
 
-    The attribute declares that each value depends on only one completion. After a failed call,
-    such a function is called again for each sample. Other functions are not called again.
+    With this attribute, a function declares that each value depends on only one completion. If a
+    call of it fails, it is called again for each sample. Other functions are not called again.
     """
     while isinstance(function, functools.partial):
         function = function.func

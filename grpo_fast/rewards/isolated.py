@@ -1,8 +1,8 @@
-"""Reward function in a worker process, with a time limit on each call.
+"""Reward function in a worker process, with a time limit for each call.
 
-If a function hangs, crashes or uses all memory, its samples are lost, but the run continues. The
-worker is a new Python process that runs `calling.py`. It starts at the first call. If a call ends
-without a reply, a new worker starts at the next call.
+If a function hangs, crashes or uses all memory, its samples get no reward, but the run continues.
+The worker is a new Python process that runs `calling.py`. It starts at the first call. If it does
+not reply to a call, it is ended, and a new worker starts at the next call.
 
 Multiprocessing, and pebble which builds on it, are not suitable. They would import the user's main
 script and torch in each worker, and would not end the programs that a function has started.
@@ -67,8 +67,8 @@ class IsolatedReward:
         with self._lock:
             parameters = self._start()
             if self._loaded["convention"] == TRL:
-                # These objects cannot be sent to the worker. The worker creates substitutes and
-                # returns everything that the function has logged.
+                # These objects cannot be sent to the worker. The worker replaces them, and returns
+                # all that the function has logged.
                 objects = {name: columns.pop(name) for name in ONLY_TRL if name in columns}
             state = vars(objects["trainer_state"]) if objects else None
             arguments = parameters.select(columns)
@@ -83,7 +83,7 @@ class IsolatedReward:
         return reply["scores"]
 
     def load(self) -> Loaded:
-        """Start the worker and return the function with its convention and parameters.
+        """Start the worker. Return the function with its convention and parameters.
 
         Raises:
             RewardFailure: the function cannot be imported.
@@ -98,7 +98,7 @@ class IsolatedReward:
         return self._loaded.get("per_sample", False)
 
     def close(self) -> None:
-        """End the worker and all programs that it has started. The next call starts a worker."""
+        """End the worker and all programs that it has started. The next call starts a new one."""
         if self._child is not None:
             self._kill()
             self._child.wait()
@@ -107,17 +107,17 @@ class IsolatedReward:
             self._lifeline.close()
 
     def _start(self) -> Parameters:
-        """Start the worker if it is not running, and return the function's parameters."""
+        """Start the worker if it is not running. Return the parameters of the function."""
         if self._child is None:
             # 1. Open a pipe for requests, and a second pipe that closes when this process ends.
             self._pipe, theirs = Pipe()
             read_end, write_end = os.pipe()
-            # Nothing is written to the second pipe. The kernel closes it even after a crash.
+            # Nothing is written to the second pipe. The kernel closes it, even after a crash.
             self._lifeline = os.fdopen(write_end, "wb", 0)
-            # 2. Start Python on calling.py, with the search path of this process.
+            # 2. Start Python on calling.py. It gets the search path of this process.
             search = os.pathsep.join(p or os.getcwd() for p in sys.path)
-            # Close our copies of the worker's ends. Otherwise the pipes would stay open after the
-            # worker has ended, and reading a reply would wait forever.
+            # Close our copies of the worker's ends of the pipes. Otherwise the pipes would stay
+            # open after the worker has ended, and we would wait forever for a reply.
             with os.fdopen(read_end, "rb", 0), theirs:
                 handles = theirs.fileno(), read_end
                 self._child = subprocess.Popen(
@@ -128,7 +128,7 @@ class IsolatedReward:
                     env={**os.environ, "PYTHONPATH": search},
                     start_new_session=True,  # no Ctrl-C for the worker; killpg ends all of it
                 )
-            # 3. Make the worker import the function and describe its parameters.
+            # 3. Let the worker import the function and describe its parameters.
             first = {"convention": self._convention, "options": self.options}
             try:
                 self._loaded = self._request(first, START_LIMIT_S)
@@ -138,7 +138,7 @@ class IsolatedReward:
         return Parameters(*self._loaded["parameters"])
 
     def _request(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Send a request to the worker and return the reply. Fail after `limit` seconds."""
+        """Send a request to the worker and return its reply. Fail after `limit` seconds."""
         data = json.dumps(request).encode()
         end = time.monotonic() + limit
         timer = threading.Timer(min(limit, threading.TIMEOUT_MAX), self._kill)
@@ -148,7 +148,8 @@ class IsolatedReward:
             self._pipe.send_bytes(data)
             reply = json.loads(self._pipe.recv_bytes())
         except BaseException as error:
-            # End the worker, even after Ctrl-C. Otherwise the next call would get this reply.
+            # End the worker, also after Ctrl-C. Otherwise the next call would get the reply to this
+            # request.
             self.close()
             if time.monotonic() >= end:
                 raise TimeoutError(f"reward {self.path} took longer than {limit:g} s") from None

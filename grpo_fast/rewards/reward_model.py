@@ -1,4 +1,4 @@
-"""Reward function that uses a sequence classification model with one output."""
+"""Reward function that uses a sequence classification model with one output as reward model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class RewardModel:
     """Reward function that scores each prompt and completion with a trained reward model.
 
-    The score is NaN if prompt and completion together have more tokens than the model has
+    The score is NaN if the prompt and the completion together have more tokens than the model has
     positions.
 
     Args:
         path: folder or hub id of a model for `AutoModelForSequenceClassification`.
         batch_size: number of texts in a forward pass.
-        device: torch device, or "auto" for the GPU if one is available.
+        device: torch device, or "auto" for the GPU if there is one, else the CPU.
 
     Raises:
         ValueError: there is no such model at the path, its weights are incomplete, or it does not
@@ -61,17 +61,17 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, ids: Sequence[list[int]]) -> Tensor:
-        """Return the scores, (B,) fp32, of B lists of token ids."""
+        """Return the scores of B lists of token ids, (B,) fp32."""
         batch = padded(ids, self.pad_id, self.model.device)
         return self.model(**batch).logits[:, 0].float()
 
 
 def padded(ids: Sequence[list[int]], pad_id: int, device: torch.device | str) -> dict[str, Tensor]:
-    """Pad lists of token ids on the right and return the model's inputs.
+    """Return the inputs of a model for lists of token ids, padded on the right.
 
     Args:
         ids: B lists of token ids.
-        pad_id: token id for padding.
+        pad_id: token id of the padding.
         device: device of the result.
 
     Returns:
@@ -88,11 +88,11 @@ def padded(ids: Sequence[list[int]], pad_id: int, device: torch.device | str) ->
 def encode_pairs(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[list[int]]:
-    """Return the token ids of each prompt joined with its completion.
+    """Return the token ids of each prompt together with its completion.
 
     Each list of ids ends with a special token. If the prompt is a list of messages, the chat
-    template adds the completion as the assistant's turn. If the prompt is a text, the tokenizer
-    encodes the prompt and the completion separately, as a rollout does.
+    template adds the completion as the assistant's turn. If the prompt is a text, the prompt and
+    the completion are tokenized separately, as in a rollout.
     """
     encoded = []
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -111,11 +111,11 @@ def encode_pairs(
 
 
 def set_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Set the model's padding token to the tokenizer's padding token, and return its id.
+    """Set the model's padding token to that of the tokenizer, and return its id.
 
-    The model reads the score at the last token that is not padding. If the pad token is EOS, this
-    is the token before EOS. transformers reads the score at the same token when it trains a reward
-    model.
+    The model reads the score at the last token that is not padding. If the padding token is EOS,
+    this is the token before EOS. transformers reads the score at the same token when it trains a
+    reward model.
     """
     pad = tokenizer.pad_token_id
     if pad is None:
@@ -141,7 +141,7 @@ def _load(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         got = f"{path!r}: {reason(error)}"
         raise ValueError(f"rewards.path: expected {expected}, got {got}") from None
     missing = ", ".join(sorted(loaded["missing_keys"])[:1])
-    # A causal LM has no score head. transformers would fill the head with random weights.
+    # A causal LM has no score head. transformers fills a missing head with random weights.
     require(not missing, "rewards.path", f"all weights in {path}", f"none for {missing}")
     outputs = model.config.num_labels
     require(outputs == 1, "rewards.path", "a model with one output", f"{outputs} in {path}")

@@ -1,12 +1,12 @@
-"""Set of weighted reward functions, in which a failing function does not stop the run.
+"""Set of weighted reward functions. If a function fails, the run continues.
 
-If a call raises an error or takes too long, its samples are lost. A function that declares itself
-per-sample is then called again for each sample, and only the samples that fail again are lost. Any
-other function is not called again, because its values could differ for a part of the batch.
+If a call raises an error or takes too long, its samples have no reward. Only a function that
+declares itself per-sample is then called again, once for each sample. The values of any other
+function could differ if it were called with a part of the batch.
 
-The reward of a lost sample is NaN. The trainer excludes the sample from the baseline and gives it
-no advantage. The run ends with a RewardError if too many samples are lost. It ends at once if a
-function does not return one value per completion.
+A sample without a reward has the reward NaN. The trainer excludes it from the baseline and gives it
+no advantage. The run ends with a RewardError if too many samples have no reward. It ends at once if
+a function does not return one value per completion.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WeightedReward(NamedTuple):
 
     Attributes:
         name: name of the function in the metrics.
-        weight: weight in the total reward. A function of weight 0 is only logged.
+        weight: weight in the total reward. With weight 0, the function is only logged.
         function: the function, which accepts lists as keyword arguments.
         needs: columns that the function requires.
         convention: one of `conventions.CONVENTIONS`.
@@ -71,15 +71,15 @@ class RewardResult(NamedTuple):
     Attributes:
         total: (N,) weighted sum over the functions that apply. It is NaN if one of them failed, or
             if none applies.
-        per_fn: rewards (N,) of each function, keyed by name. A value is NaN where the function
+        per_fn: the rewards (N,) of each function, keyed by name. A value is NaN if the function
             failed or does not apply.
-        reasons: for each function, keyed by name, the number of samples that it lost in this call,
-            counted by reason.
-        per_token: rewards of each completion's tokens, which add up to the total. None if no
-            function returned rewards per token. If another function returned one number per
-            completion, this number is added to the last token.
-        extra: columns that functions logged through TRL's `log_extra`.
-        metrics: values that functions logged through TRL's `log_metric`.
+        reasons: why samples have no reward in this call: the number of samples for each reason, for
+            each function by name.
+        per_token: the rewards of the tokens of each completion, which add up to the total. If a
+            function returned one number for a completion, the last token gets this number. None if
+            no function returned rewards per token.
+        extra: columns that functions logged through `log_extra`, as in TRL.
+        metrics: values that functions logged through `log_metric`, as in TRL.
     """
 
     total: Tensor
@@ -91,12 +91,13 @@ class RewardResult(NamedTuple):
 
 
 class RewardSet:
-    """Callable set of weighted reward functions.
+    """Set of weighted reward functions that can be called.
 
     Args:
         rewards: the functions. Their names must differ.
-        max_failures: fraction of lost samples above which a RewardError is raised. The fraction is
-            measured over a function's last 10 calls. It is not checked in the first 2 calls.
+        max_failures: fraction of samples without a reward above which a RewardError is raised. It
+            is measured over the last 10 calls of a function, and is not checked in the first 2
+            calls.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, max_failures: float = 0.5) -> None:
@@ -107,10 +108,11 @@ class RewardSet:
         require(0 <= max_failures <= 1, "max_failures", "a fraction from 0 to 1", max_failures)
         self.rewards = list(rewards)
         self.max_failures = max_failures
-        # The numbers of lost samples and of all samples in the latest calls of each function.
+        # For each function, the number of samples without a reward and of all samples, in the
+        # latest calls.
         self.recent: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
         self.last_error = dict.fromkeys(names, "")
-        # Fields of TRL's `trainer_state`: the number of finished steps and the number of all steps.
+        # Fields of TRL's `trainer_state`: how many steps have finished, and how many the run has.
         self.progress: dict[str, int] = {"global_step": 0, "max_steps": 0}
 
     def __call__(
@@ -128,15 +130,16 @@ class RewardSet:
         Args:
             prompts: N prompts, each a text or a list of messages.
             completions: N texts.
-            answers: N gold answers. The entry is None for an example without an answer.
-            columns: further lists of N values that functions may request by parameter name.
-            labels: N gold answers in the form that the data's rows contain. They are passed to
-                functions of TRL, verl and OpenRLHF.
+            answers: N gold answers. An entry is None for an example without an answer.
+            columns: further lists of N values, which functions can request by parameter name.
+            labels: N gold answers as they are in the rows of the data. Functions for TRL, verl and
+                OpenRLHF receive them.
             prompt_texts: N prompts as the model received them, for functions of OpenRLHF.
 
         Raises:
             ValueError: the lists differ in length.
-            RewardError: too many samples are lost, or a function returned too few values.
+            RewardError: too many samples have no reward, or a function returned too few or too many
+                values.
         """
         columns = columns or {}
         lists = {**columns, "prompts": prompts, "completions": completions, "answers": answers}
@@ -151,14 +154,14 @@ class RewardSet:
         given = columns_of_others(prompts, completions, answers, columns, raw, texts)
         given[OURS] = lists
         scores = {r.name: self._scores(r, given[r.convention], run_log) for r in self.rewards}
-        # 2. Mark samples to which no function applies as lost. Functions of weight 0 do not count.
+        # 2. A sample has no reward if no function applies. Functions of weight 0 do not count.
         weights = {r.name: r.weight for r in self.rewards if r.weight != 0}
         for i in range(count):
             if weights and all(scores[name][i] is None for name in weights):
                 for name in weights:
                     scores[name][i] = NONE_APPLIES
                     self._note(name, "every function returned None for a sample")
-        # 3. Add up the rewards and count the lost samples.
+        # 3. Add up the rewards, and count the samples without a reward.
         per_fn: dict[str, Tensor] = {}
         reasons: dict[str, Counter[str]] = {}
         total = torch.zeros(count)
@@ -183,7 +186,7 @@ class RewardSet:
     def _scores(
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], run_log: RunLog
     ) -> list[Score | str]:
-        """Return for each completion its score, or the reason why the sample is lost."""
+        """Return the score of each completion, or the reason why it has none."""
         count = len(next(iter(columns.values())))
         scores = self._call(reward, columns, count, run_log)
         if not isinstance(scores, str):
@@ -205,16 +208,21 @@ class RewardSet:
         self, reward: WeightedReward, columns: Mapping[str, Sequence[Any]], count: int,
         run_log: RunLog,
     ) -> list[Score | str] | str:  # fmt: skip
-        """Call a function. Return a score or reason for each completion, or one reason for all."""
+        """Call a function.
+
+        Returns:
+            For each completion its score, or the reason why it has none. If the call failed, the
+            reason alone.
+        """
         lists = {name: list(column) for name, column in columns.items()}
         try:
             parameters = parameters_of(reward.function)
-            # Copy the arguments, because a function could change a prompt's messages, which later
-            # functions use.
+            # Copy the arguments. A function could change the messages of a prompt, which later
+            # functions get.
             arguments = copy.deepcopy(parameters.select(lists))
             if reward.convention == TRL:
                 arguments |= parameters.select(run_log.objects(self.progress))
-            # Restore the gradient mode afterwards, because the function may change it.
+            # Restore the gradient mode afterwards, because the function could change it.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 values = calling.call(reward.function, count, arguments)
         except KeyboardInterrupt:  # the user ends the run
@@ -237,7 +245,7 @@ class RewardSet:
             self._note(name, f"expected a reward for each of {length} tokens, got {len(value)}")
             return calling.WRONG_LENGTH
         is_odd = isinstance(value, str) or (isinstance(value, list) and length is None)
-        # The trainer computes in fp32, where a larger value would be infinite.
+        # The trainer computes in fp32, in which a larger value would be infinite.
         if is_odd or not all(abs(x) <= FP32_MAX for x in (*numbers, score_sum(value))):
             self._note(name, f"not a finite number: {reprlib.repr(value)}")
             return calling.NO_NUMBERS
@@ -262,7 +270,7 @@ class RewardSet:
 
 
 def score_sum(score: Score | str) -> float:
-    """Return a completion's total reward. It is NaN if the score is None or an error reason."""
+    """Return the reward of a completion as one number, or NaN if it has none."""
     if isinstance(score, list):
         return float(sum(score))
     return math.nan if score is None or isinstance(score, str) else score
@@ -272,14 +280,14 @@ def per_token_rewards(
     scored: list[tuple[float, list[Score | str]]],  # (weight, scores) of each function
     lengths: Sequence[int] | None,
 ) -> list[Tensor] | None:
-    """Combine the scores of all functions into weighted rewards for each token.
+    """Combine the scores of all functions into weighted rewards of the tokens.
 
     Args:
         scored: the weight of each function, and its score for each completion.
         lengths: number of tokens of each completion.
 
     Returns:
-        An fp32 tensor for each completion. None if no function returned rewards per token.
+        An fp32 tensor for each completion, or None if no function returned rewards per token.
     """
     if lengths is None or not any(isinstance(s, list) for _, scores in scored for s in scores):
         return None

@@ -1,4 +1,4 @@
-"""Rule-based reward functions for the answer, the format and the length of completions."""
+"""Reward functions with fixed rules, for the answer, the format and the length of completions."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def gsm8k_format(*, completions: Texts, prefills: Texts | None = None) -> list[f
 
 # ------------------------------------------------- Symbols separated by blanks (CS336 lecture)
 def sort_positions(*, completions: Texts, answers: Texts) -> list[float]:
-    """Return for each completion the fraction of positions that have the right symbol.
+    """Return the fraction of positions at which a completion has the right symbol.
 
-    The denominator is the number of symbols of the longer text (completion or answer).
+    The denominator is the number of symbols of the completion or of the answer, whichever is
+    larger.
     """
     return [
         sum(a == b for a, b in zip(symbols, gold, strict=False)) / max(len(symbols), len(gold), 1)
@@ -47,14 +48,13 @@ def sort_positions(*, completions: Texts, answers: Texts) -> list[float]:
 
 
 def sort_inclusion_ordering(*, completions: Texts, answers: Texts) -> list[float]:
-    """Return the fraction of included symbols plus the fraction of adjacent pairs in order.
+    """Return the sum of two fractions for each completion, between 0 and 2.
 
-    The first fraction counts the symbols of the gold answer that occur in the completion. The
-    second fraction counts the adjacent pairs of the completion that are in order. The reward is
-    between 0 and 2. As in the lecture, a symbol counts if it occurs at least once, so `0 0 1` gets
-    the full score for `0 1 1`. A pair that contains a non-number is not in order. The denominator
-    of the second fraction is the number of pairs of the longer text. Therefore neither a single
-    symbol nor an endless tail is rewarded.
+    The first is the fraction of the gold answer's symbols that occur in the completion. As in the
+    lecture, a symbol counts if it occurs at least once, so `0 0 1` gets the full fraction for
+    `0 1 1`. The second is the fraction of adjacent pairs of the completion that are in order. A
+    pair with a symbol that is not a number is not in order. The denominator is the number of pairs
+    of the longer text. Therefore neither a single symbol nor an endless tail is rewarded.
     """
     return [_inclusion_ordering(*pair) for pair in _symbol_pairs(completions, answers)]
 
@@ -75,7 +75,7 @@ def _inclusion_ordering(symbols: list[str], gold: list[str]) -> float:
     count = max(len(symbols), len(gold)) - 1
     if count <= 0:
         return included + float(symbols == gold)
-    # Limit the length, because int() reads thousands of digits slowly and then raises an error.
+    # Limit the length. For thousands of digits, int() is slow, and then raises an error.
     numbers = [int(s) if s.isascii() and s.isdigit() and len(s) <= 9 else None for s in symbols]
     pairs = zip(numbers, numbers[1:], strict=False)
     ordered = sum(a is not None and b is not None and a <= b for a, b in pairs)
@@ -84,15 +84,16 @@ def _inclusion_ordering(symbols: list[str], gold: list[str]) -> float:
 
 # ------------------------------------------------------------------------ Length, tags and words
 def length_penalty(*, completion_lengths: Sequence[int], scale: float) -> list[float]:
-    """Return −length / scale for each completion, where length is its number of tokens."""
+    """Return −(number of tokens) / scale for each completion."""
     require(scale > 0, "scale", "a number above 0", scale)
     return [-length / scale for length in completion_lengths]
 
 
 def overlong(*, completion_lengths: Sequence[int], max_length: int, buffer: int) -> list[float]:
-    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+    """Return the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13).
 
-    The reward is 0 up to `max_length` − `buffer` tokens and falls linearly to −1 at `max_length`.
+    The reward is 0 up to `max_length` − `buffer` tokens, and then falls linearly to −1 at
+    `max_length`.
     """
     expected = f"a number above 0, at most max_length = {max_length}"
     require(0 < buffer <= max_length, "buffer", expected, buffer)
@@ -104,23 +105,24 @@ def format_tags(
     *, completions: Texts, prefills: Texts | None = None, tags: Texts = TAGS,
     per_tag: float = 0.1, number: bool = False,
 ) -> list[float]:  # fmt: skip
-    """Return `per_tag` for each tag that occurs exactly once, plus `per_tag` for their order.
+    """Return `per_tag` for each tag that occurs exactly once, plus `per_tag` for the right order.
 
-    With the default tags the reward is between 0 and 0.5.
+    With the default tags, the reward is between 0 and 0.5.
 
     Args:
         completions: N completions.
-        prefills: N texts with which the prompts begin the assistant's turn. Their tags count, too.
-        tags: the tags in the required order.
+        prefills: the beginnings of the assistant's turns that the prompts contain. Their tags
+            count, too.
+        tags: the tags in the right order.
         per_tag: reward for each tag.
-        number: False adds one more `per_tag` if the tags are in order. True adds it instead if the
-            answer is a number.
+        number: True gives the last `per_tag` for an answer that is a number, instead of for the
+            order of the tags.
     """
     return [per_tag * _tag_count(text, tags, number) for text in turns(completions, prefills)]
 
 
 def distinct_words(*, completions: Texts) -> list[float]:
-    """Return the fraction of a completion's words that are different, to punish repetition.
+    """Return the fraction of a completion's words that are distinct, to punish repetition.
 
     Case is ignored. The reward of a completion without words is 0.
     """

@@ -50,11 +50,11 @@ _MATHEMATICS = re.compile(
 
 
 class Scorer(NamedTuple):
-    """Gold answer of one question, and the functions that extract answers to compare with it.
+    """Gold answer of a question, and functions that extract the answer from a completion.
 
     Attributes:
-        strict: extracts the answer from a completion in the required format, or returns None.
-        lenient: extracts the answer in any format, or returns None.
+        strict: returns the answer if the completion has the required format, else None.
+        lenient: returns the answer in any format, or None.
         gold: the gold answer, or None if the question has none.
         is_expression: True if the gold answer is a mathematical expression.
     """
@@ -65,7 +65,7 @@ class Scorer(NamedTuple):
     is_expression: bool = False
 
     def is_right(self, answer: Hashable | None) -> bool:
-        """Return True if an answer that `strict` or `lenient` extracted equals the gold answer."""
+        """Return True if an answer from `strict` or `lenient` equals the gold answer."""
         if answer is None or self.gold is None:
             return False
         return answer == self.gold or (
@@ -74,7 +74,7 @@ class Scorer(NamedTuple):
 
 
 def scorer_for(task: str, example: Example) -> Scorer:
-    """Return the scorer that judges the completions for a question.
+    """Return the scorer that judges the completions of a question.
 
     Args:
         task: one of `grpo_fast.data.TASKS`.
@@ -90,8 +90,7 @@ def answer_scorer(answer: str | None, marks: Collection[str] = USUAL_MARKS) -> S
     """Return the scorer for a gold answer.
 
     Args:
-        answer: the gold answer. If it is None, answers are extracted as text, and every answer
-            counts as wrong.
+        answer: the gold answer. With None, answers are extracted as text, and all count as wrong.
         marks: marks that a strict answer may have. If empty, the full completion is the answer.
     """
     number = None if answer is None else parse_number(answer)
@@ -124,14 +123,14 @@ def turns(completions: Sequence[str], prefills: Sequence[str] | None) -> list[st
 
 
 def shown_answer(answer: Hashable | None) -> str | None:
-    """Convert an answer that a scorer has extracted to text. None stays None."""
+    """Return an answer that a scorer has extracted as text. None stays None."""
     if answer is None:
         return None
     return " ".join(map(str, answer)) if isinstance(answer, tuple) else str(answer)
 
 
 def is_expression(answer: str) -> bool:
-    """Return True if an answer that is not a number looks like mathematics rather than words."""
+    """Return True if an answer without a number value looks like mathematics, not like words."""
     return bool(_MATHEMATICS.search(answer)) and not _WORD.search(answer)
 
 

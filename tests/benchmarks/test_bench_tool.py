@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,17 +286,23 @@ def test_candidates_hold_the_shipped_configurations():
         assert shipped in [c.config for c in every if c.kind == kind], kind
     for candidate in every:
         assert f"{tuple(candidate.make())}" in candidate.line
-    assert {c.loop for c in every} == set(candidates.LOOPS)
 
 
 def test_only_candidates_that_start_are_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "RESULTS", tmp_path)
-    rows = [c for c in candidates.candidates() if c[:2] == ("rows", "bfloat16")]
-    every = tune.survivors("sm_90", "rows", "bfloat16")
-    assert every == rows, "all of them where nothing was compiled"
-    cases = [{**c._asdict(), "starts": i == 0} for i, c in enumerate(rows)]
-    (tmp_path / "candidates-sm_90.json").write_text(json.dumps({"cases": cases}))
-    assert tune.survivors("sm_90", "rows", "bfloat16") == rows[:1]
+    every, timed = candidates.candidates(), []
+    entries = [{"starts": candidate.kind == "rows"} for candidate in every]
+    monkeypatch.setattr(tune, "compile_all", lambda arch, chosen: entries)
+    monkeypatch.setattr(tune, "table_line", lambda arch, found: "")
+
+    def tune_setting(setting, chosen):
+        timed.extend(chosen)
+        return {"setting": setting._asdict()}
+
+    monkeypatch.setattr(tune, "tune_setting", tune_setting)
+    monkeypatch.setattr(tune.measure, "header", lambda *_: {})
+    options = SimpleNamespace(out=str(tmp_path / "tune.json"), seconds=60)
+    assert tune.time_all("sm_90", options) == 0
+    assert set(timed) == {candidate for candidate in every if candidate.kind == "rows"}
 
 
 def test_benchmarks_import_nothing_from_the_tests():
@@ -319,7 +326,7 @@ def test_the_tables_of_the_page_are_those_of_the_committed_results():
 def test_nothing_measured_lies_above_its_roof():
     """Check that no plotted rate exceeds the roofline of its machine.
 
-    Such a rate would show a wrong measurement.
+    A higher rate would show that a measurement is wrong.
     """
     chosen = [readme.file_of(name) for name in readme.PLOTTED]
     cases = [case for case in files.cases_of(chosen) if case["dtype"] == "fp32"]

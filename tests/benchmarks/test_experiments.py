@@ -21,7 +21,7 @@ GRID = [MODES, "loss.loss_type=grpo,reinforce", STEPS]
 def ran(monkeypatch):
     """Replace training by a function that only writes metrics, and return the list of run folders.
 
-    The reward is the seed plus the step, and 1 more for "rloo".
+    The reward is the seed plus the step. With the setting "rloo" it is 1 higher.
     """
     folders = []
 
@@ -60,8 +60,8 @@ def test_every_setting_with_every_seed_and_nothing_twice(tmp_path, ran):
 
 def test_the_numbers_are_means_of_the_last_tenth_with_their_standard_error(tmp_path, ran):
     compare("sort", [MODES, STEPS], 3, tmp_path)
-    # The last tenth of the 20 steps is steps 19 and 20. The mean rewards of seeds 0, 1 and 2 are
-    # 19.5, 20.5 and 21.5, and 1 more for rloo.
+    # The last tenth of the 20 steps are steps 19 and 20. The mean rewards of seeds 0, 1 and 2 are
+    # 19.5, 20.5 and 21.5 for "centered", and 1 more for "rloo".
     assert "| advantages=centered | 20.5 ± 0.58 | 3 |" in (tmp_path / "table.md").read_text()
     assert "| advantages=rloo | 21.5 ± 0.58 | 3 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "compare.png").stat().st_size > 10_000

@@ -25,7 +25,6 @@ def test_the_clipped_objective_is_the_tutorials_drawing(advantage):
 
 
 def panels_of(words, monkeypatch):
-    """Draw a picture and return its axes."""
     from matplotlib.figure import Figure
 
     figures = []
@@ -46,7 +45,7 @@ def test_every_loss_is_drawn_and_equal_curves_share_a_row(tmp_path, monkeypatch,
 
 
 def test_every_line_of_a_panel_can_be_told_apart(tmp_path, monkeypatch):
-    """Check that a panel has one line per advantage, and that no two lines of it are equal."""
+    """Check that a panel has a line for each advantage, and that the lines differ."""
     words = ["grpo,cispo,sapo", "-o", str(tmp_path / "a.png")]
     for axes in panels_of(words, monkeypatch):
         lines = [line for line in axes.lines if line.get_linewidth() > 1]

@@ -5,8 +5,7 @@ configurations are in tests/kernels/triton_tools/shipped.py. For a table of the 
 tests/kernels/triton_tools/report.py`.
 
 `make test` compiles for sm_90, which has most configurations. `make test-compile` and `make
-test-floor` compile for all architectures. They also compile the candidates, which are kernel
-variants that have not been timed on a GPU.
+test-floor` compile for all architectures.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.kernels.triton_tools.launcher import HAS_TRITON, OTHER_TRITON, TOOLS,
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 WHERE_ALL = pytest.mark.skipif(
     OTHER_TRITON is None and "GRPO_FAST_ALL_GPUS" not in os.environ,
-    reason="make test-compile compiles for every architecture, and candidates",
+    reason="make test-compile compiles for every architecture",
 )
 ARCHITECTURES = [
     "sm_90",
@@ -74,54 +73,6 @@ def test_the_entropy_changes_no_sum():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_compiled_code(arch):
     check(arch)
-
-
-@WHERE_ALL
-def test_the_candidate_loop_compiles():
-    """Check that a candidate for the loop of `slice_kernel` compiles without register spills.
-
-    The candidate is not part of the package. Its tile is 128 x 256.
-    """
-    config = tuple(configs._LIGHT["sm_90", True, True])
-    code = f"""
-from benchmarks.gpu.candidates import Candidate, compile_one
-print(compile_one("sm_90", Candidate("linear", "bfloat16", {config}, "flatten")))
-"""
-    assert "'starts': True" in run_python("-c", code, interpret=False)
-
-
-LIVE_TILES = """
-import torch
-from benchmarks.gpu import live_tiles
-from benchmarks.gpu.fake_driver import compile_launches
-from benchmarks.gpu.resources import SHARED_LIMIT, resources
-from grpo_fast.kernels.types import LogitTransform
-
-live = live_tiles.LiveTiles(torch.ones(1, 500, dtype=torch.bool), None, None)
-for arch in ("sm_90", "sm_120"):
-    for width in (896, 70):
-        sizes = (8, width), (32000, width), (8, 32000)
-        hidden, weight, e = (torch.zeros(size).bfloat16() for size in sizes)
-        with compile_launches(arch) as compiled:
-            ids = torch.zeros(8, dtype=torch.long)
-            live_tiles.weighed_exponentials(hidden, weight, ids, LogitTransform(), e)
-            live_tiles.live_product(e, weight, live, torch.zeros(8, width))
-            live_tiles.live_product(e, hidden, live, weight, transposed=True)
-        for name, kernel in compiled:
-            cost = resources(kernel)
-            assert cost.spills == 0 and cost.shared <= SHARED_LIMIT[arch], (arch, width, name, cost)
-            if name == "live_product_kernel":
-                assert cost.matrix > 0, (arch, width, cost)
-                pipelined = cost.counts.get("UTMALDG", 0) >= 6  # two loads, three stages
-                assert pipelined == (arch == "sm_90" and width == 896), (arch, cost)
-print("compiled")
-"""
-
-
-@WHERE_ALL
-def test_live_tiles_compile():
-    """Check that the candidate kernels for `grad_filter` compile without register spills."""
-    assert "compiled" in run_python("-c", LIVE_TILES, interpret=False)
 
 
 @pytest.mark.slow

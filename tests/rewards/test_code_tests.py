@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Example
-from grpo_fast.rewards import build_rewards, check_examples, isolated
-from grpo_fast.rewards.conventions import Parameters
+from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.reward_specs import spec
 
@@ -105,7 +104,7 @@ def test_a_hostile_answer_costs_its_own_reward_only(rewards, tmp_path, name):
 def _session(leader: int) -> set[int]:
     """Return the ids of all processes in the session of the worker process `leader`.
 
-    Processes that an answer starts cannot leave this session, so this finds all of them.
+    A process that an answer starts cannot leave this session, so these are all processes.
     """
     found = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -128,33 +127,12 @@ def test_an_answer_cannot_connect_to_a_server(rewards):
 
 
 def test_many_answers_that_hang_have_their_own_time():
-    # Six answers hang for 0.5 s each, which is longer than `timeout` in total. The call must not
-    # fail, because its limit is `timeout` times the number of completions.
+    # Six answers hang for 0.5 s each, which together is longer than `timeout`. The call must not
+    # fail, because its time limit is `timeout` times the number of completions.
     found = ask(build(seconds=0.5, timeout=1.0), GOOD, *["while True: pass"] * 6)
     assert found.total.tolist() == [1.0] + [0.0] * 6 and found.reasons == {"code_tests": {}}
-
-
-def test_the_time_limit_grows_with_the_completions_for_bounded_rewards_only(monkeypatch):
-    """Check how long a call of a reward function may take.
-
-    For `code_tests` the limit is `timeout` seconds per completion, because the function bounds the
-    time of each completion. For `format_pattern` the limit is `timeout` seconds per call.
-    """
-    limits = []
-
-    def start(self):
-        self._loaded = {"convention": "grpo_fast", "options": {}}
-        return Parameters(None, [])
-
-    def request(self, message, limit):
-        limits.append(limit)
-        return {"scores": [0.0] * message["count"], "extra": {}, "metrics": {}}
-
-    monkeypatch.setattr(isolated.IsolatedReward, "_start", start)
-    monkeypatch.setattr(isolated.IsolatedReward, "_request", request)
-    ask(build(timeout=7.0), GOOD, GOOD, GOOD)
-    build_rewards([spec("format_pattern", pattern="a", timeout=7.0)])([""] * 3, ["a"] * 3, [""] * 3)
-    assert limits == [21.0, 7.0]
+    pattern = build_rewards([spec("format_pattern", pattern="a")]).rewards[0].function
+    assert not pattern.bounded, "its time limit is for the whole call"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +186,7 @@ def test_limits_out_of_range_are_refused(options):
 def changed(monkeypatch, tmp_path):
     """Return a function that builds the reward `code_tests` from modified copies of its files.
 
-    The arguments of the function are pairs (text, replacement), which are applied to the files.
+    The arguments of the function are pairs (text, replacement).
     """
     folder = tmp_path / "workers"
     folder.mkdir()

@@ -7,8 +7,8 @@ from grpo_fast.rewards.workers import code_tests as worker
 from grpo_fast.rewards.workers import sandbox
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# Every correct result contains this text, which an answer can know only from the tests. Some of the
-# answers below return it if they find the text of the tests in a file or in memory.
+# Every right result contains this text, which only the tests contain. Some of the answers below
+# return it if they find the text of the tests in a file or in memory.
 SECRET = "4711"
 TESTS = f"""
 import math

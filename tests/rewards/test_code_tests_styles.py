@@ -6,7 +6,7 @@ import pytest
 from grpo_fast.rewards.workers import code_tests as worker
 from tests.rewards.test_code_tests import pytestmark  # noqa: F401
 
-# Maps a style of unit tests to a correct solution, a wrong solution, and the tests.
+# For each style of unit tests: a right solution, a wrong solution, and the tests.
 STYLES = {
     "a function": (
         "def add(a, b): return a + b", "def add(a, b): return a - b",

@@ -211,7 +211,7 @@ def test_one_word_in_the_configuration(file, tmp_path):
                   {"name": "m:f", "convention": "skyrl"}):  # fmt: skip
         with pytest.raises(ValidationError):
             RewardConfig.model_validate(wrong)
-    # A relative path in a recipe file must be resolved against the folder of the recipe.
+    # A relative path in a recipe file is resolved against the folder of the recipe.
     recipe = tmp_path / "recipe.yaml"
     (tmp_path / "mine.py").write_text(MODULE)
     settings = load_recipe("sort").model_dump(mode="json")

@@ -13,7 +13,7 @@ from tests.tiny import tiny_folder
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    """Save a sequence classification model with one output. Return the folder of the model."""
+    """Save a sequence classification model with one output, and return its folder."""
     return classifier(tmp_path_factory.mktemp("scorer"))
 
 

@@ -22,9 +22,9 @@ def punishment(length, longest, cache):
     """Compute the soft overlong punishment of the DAPO paper, equation 13.
 
     Args:
-        length: Number of tokens of the completion.
-        longest: Length from which the punishment is -1.
-        cache: Number of tokens before `longest` at which the punishment begins.
+        length: number of tokens of the completion.
+        longest: length from which on the punishment is -1.
+        cache: number of tokens before `longest` at which the punishment begins.
     """
     if length <= longest - cache:
         return Fraction(0)

@@ -11,8 +11,8 @@ from grpo_fast.rewards.scoring import answer_scorer, is_expression, turns
 HASH, TAG, BOX, NONE = "End with: #### <number>", "Use <answer>", r"Use \boxed{}", "How many?"
 
 TABLE = [  # gold, prompt, completion, strict, lenient
-    # The gold answer is a number, and the prompt requests no answer format. A completion is
-    # strictly right only if it is the number.
+    # The gold answer is a number, and the prompt requests no answer format. Only a completion that
+    # is nothing but this number is strictly right.
     ("42", NONE, "42", 1, 1), ("42", NONE, " 42.0\n", 1, 1), ("42", NONE, "$42.", 1, 1),
     ("42", NONE, "it is 42", 0, 1), ("42", NONE, "#### 42", 0, 1), ("42", NONE, "43", 0, 0),
     ("42", NONE, "", 0, 0), ("42", NONE, "42 or 43", 0, 0), ("42", NONE, "forty-two", 0, 0),
@@ -56,7 +56,6 @@ TABLE = [  # gold, prompt, completion, strict, lenient
 
 @pytest.mark.parametrize(("gold", "prompt", "text", "strict", "lenient"), TABLE)
 def test_the_table(gold, prompt, text, strict, lenient):
-    assert len(TABLE) >= 60
     scorer = scorer_for("jsonl", Example(prompt, gold, None))
     assert scorer.is_right(scorer.strict(text)) == bool(strict)
     assert scorer.is_right(scorer.lenient(text)) == bool(lenient)
@@ -71,19 +70,10 @@ def test_one_odd_answer_does_not_change_the_judging_of_the_others():
     assert found == [1.0] * 6
 
 
-@pytest.mark.parametrize(
-    "answer", ["x+1", r"\pi", "x^2", "2x+y", "(1, 2)", "[0,1)", "sqrt(2)", "a=3", "2x"]
-)
-def test_expressions(answer):
-    assert is_expression(answer)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    ["12 pens", "yes", "B", "well-known", "2024-01-05", "10:30", "3 kg", "cat/dog", "", "a b"],
-)
-def test_no_expressions(answer):
-    assert not is_expression(answer)
+def test_expressions():
+    yes = ["x+1", r"\pi", "x^2", "2x+y", "(1, 2)", "[0,1)", "sqrt(2)", "a=3", "2x"]
+    no = ["12 pens", "yes", "B", "well-known", "2024-01-05", "10:30", "3 kg", "cat/dog", "", "a b"]
+    assert list(filter(is_expression, yes + no)) == yes
 
 
 def test_without_math_verify_expressions_are_texts(monkeypatch, caplog):
@@ -139,6 +129,5 @@ def test_rewards_are_given_the_beginning_of_the_turn():
     texts = [PERFECT, "so #### 4", "</think>#### 4"]
     found = score(rewards, examples, texts, prompt_texts=[OPENED] * 3)
     assert found.per_fn["format_tags"].tolist() == pytest.approx([0.5, 0.1, 0.2])
-    # The second completion has no answer, because it does not close the `<think>` tag of the
-    # prompt.
+    # The second completion does not close the `<think>` tag of the prompt, so it has no answer.
     assert found.per_fn["gsm8k_correct"].tolist() == [1.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Providers that are compared for each operation: grpo_fast, other libraries and limits."""
+"""Providers, which are the implementations that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.kernels.providers.base import Provider
 
 
 def providers_of(operation: str) -> list[Provider]:
-    """Return the providers of an operation, with the limits first."""
+    """Return the providers of an operation: the limits, grpo_fast and other libraries."""
     if operation == "linear_grpo_loss":
         return [*limits.gemm_limits(3), *ours.providers(ours.loss), *peers.loss_peers()]
     if operation in ("linear_logps", "linear_logps_backward"):

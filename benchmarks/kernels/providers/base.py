@@ -1,4 +1,4 @@
-"""Base class of the providers, and functions that build the steps of a provider."""
+"""Class of the providers, and functions that build their steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ GIB = 2**30
 
 
 class Provider(NamedTuple):
-    """An implementation of an operation that a benchmark measures.
+    """An implementation of an operation, which a benchmark measures.
 
     Attributes:
         name: name in the tables.
-        role: "ours" (grpo_fast), "peer" (another implementation), "limit", or "dense" for a cross
-            entropy that has no coefficient per token and therefore computes a different loss.
+        role: "ours" (grpo_fast), "peer" (a different library) or "limit".
         prepare: function that returns the `Step` of a `Problem`.
         needs: package that the provider imports, or None.
-        why_not: function of device type and dtype that returns why the provider cannot run, or
-            None.
+        why_not: function of a device type and a dtype. It returns why the provider cannot run
+            there, or None.
         wide_logits: number of fp32 buffers of N·V elements that the provider has in memory at the
             same time. The provider is skipped if they do not fit.
     """
@@ -40,7 +39,7 @@ class Provider(NamedTuple):
     wide_logits: float = 0.0
 
     def missing(self, device: str, dtype: torch.dtype, shape: Shape | None = None) -> str | None:
-        """Return why this provider cannot run, or None. With `shape`, also check the memory."""
+        """Return why the provider cannot run, or None. With a shape, also check the free memory."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         reason = self.why_not(device, dtype)
@@ -82,8 +81,8 @@ def differentiate_logits(
 ) -> Step:
     """Return a step that computes a loss and its gradient with respect to the logits (B, L + 1, V).
 
-    If `inplace` is set, the loss overwrites the logits with the gradient. The step then restores
-    the logits before each call.
+    With `inplace`, the loss writes the gradient over the logits. The logits are then restored
+    before each call.
     """
     buffer = problem.logits.clone() if inplace else problem.logits
 
@@ -106,9 +105,9 @@ def without_gradient(logps_of: Callable[[], Tensor]) -> Step:
 
 
 def dapo(logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Return the dapo loss Σ mask·(-min(r·A, clip(r)·A)) / count of logps (N,).
+    """Return the loss "dapo" of logps (N,): Σ mask·(-min(r·A, clip(r)·A)) / count.
 
-    It computes the loss for peers that only compute logps. `count` is the number of active tokens.
+    Libraries that only compute logps use this loss. `count` is the number of active tokens.
     """
     ratio = torch.exp(logps - old_logps)
     clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)

@@ -1,6 +1,7 @@
-"""Lower limits of the time of an operation.
+"""Lower limits for the time of an operation.
 
-A limit is the time of the operation's matrix products, or the time of a copy of the logits.
+A limit is the time of the matrix products that the operation needs, or the time of a copy of its
+logits.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from benchmarks.measure import Result, Step
 
 
 def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], Step]:
-    """Return the `prepare` function of a limit that consists of matrix products.
+    """Return the `prepare` function of a limit that runs matrix products.
 
-    The products write to buffers that are allocated before the timing. Logits that are too large
-    are computed in blocks of rows.
+    The products write to buffers that are allocated before the timing. If the logits are too large,
+    they are computed in blocks of rows.
 
     Args:
         count: 1 for hidden·Wᵀ, or 3 for hidden·Wᵀ and the two products of the backward pass.
-        compute_dtype: dtype of the products, or None for that of the inputs. With float32, 16-bit
-            inputs are converted before the timing. On some CPUs fp32 products are faster than
-            16-bit products, so they are the limit there.
+        compute_dtype: dtype of the products, or None for the dtype of the inputs. With float32,
+            16-bit inputs are converted before the timing. On some CPUs, fp32 products are faster
+            than 16-bit products, and are therefore the limit.
     """
 
     def prepare(problem: Problem) -> Step:
@@ -51,7 +52,7 @@ def gemms(count: int, compute_dtype: torch.dtype | None) -> Callable[[Problem], 
 
 
 def copy(problem: Problem) -> Step:
-    """Return a step that copies the logits: one read and one write of N·V elements."""
+    """Return a step that copies the logits, which reads and writes N·V elements."""
     source = problem.logits
     target = torch.empty_like(source)
 

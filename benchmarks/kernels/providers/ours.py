@@ -1,4 +1,4 @@
-"""Providers of grpo_fast, one for each backend."""
+"""Providers that run grpo_fast, one for each backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "torch", "cpu", "triton")
 
 
 def unavailable(backend: str) -> Callable[[str, torch.dtype], str | None]:
-    """Return a function that returns why a backend cannot run, or None if it can."""
+    """Return the `why_not` function of a provider that uses this backend."""
 
     def why_not(device: str, dtype: torch.dtype) -> str | None:
         from grpo_fast.kernels import route as backends
@@ -41,7 +41,7 @@ def config() -> Any:
 
 
 def loss(backend: str) -> Callable[[Problem], Step]:
-    """Return the `prepare` function that measures `linear_grpo_loss`, forward and backward."""
+    """Return the `prepare` function that measures `linear_grpo_loss` with its backward pass."""
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_grpo_loss
@@ -60,7 +60,10 @@ def loss(backend: str) -> Callable[[Problem], Step]:
 
 
 def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function for `linear_logps`. Masked rows get target id -100."""
+    """Return the `prepare` function that measures `linear_logps`.
+
+    Masked rows get the target id -100.
+    """
 
     def prepare(problem: Problem) -> Step:
         from grpo_fast import linear_logps
@@ -78,7 +81,7 @@ def logps(backend: str, gradient: bool) -> Callable[[Problem], Step]:
 
 
 def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
-    """Return the `prepare` function for `logits_grpo_loss` on logits (B, L + 1, V).
+    """Return the `prepare` function that measures `logits_grpo_loss` on logits (B, L + 1, V).
 
     The unused last row of each completion is masked.
     """
@@ -107,7 +110,7 @@ def logits_loss(backend: str, inplace: bool) -> Callable[[Problem], Step]:
 def providers(
     make: Callable[[str], Callable[[Problem], Step]], chosen: tuple[str, ...] = BACKENDS
 ) -> list[Provider]:
-    """Return one provider for each backend, with the function `make(backend)` as its `prepare`."""
+    """Return one provider for each backend. Its `prepare` function is `make(backend)`."""
     return [
         Provider(f"grpo_fast ({name})", "ours", make(name), why_not=unavailable(name))
         for name in chosen

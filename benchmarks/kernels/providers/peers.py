@@ -1,7 +1,7 @@
-"""Providers of other libraries, which are called as their documentation says.
+"""Providers that run other libraries, which are called as their documentation says.
 
-Most of these libraries only compute logps, so plain torch code computes the loss from the logps. If
-a library is not installed, or does not support the device or dtype, its provider is skipped and the
+Most of these libraries only compute logps. Plain torch code then computes the loss from the logps.
+If a library is not installed, or does not support the device or dtype, it is not timed, and the
 table shows the reason.
 """
 
@@ -30,12 +30,12 @@ from benchmarks.measure import Step
 
 IGNORED = -100
 # Type of a function that prepares a problem. It returns a function without arguments that computes
-# logps (N,). The logps of masked rows are ignored.
+# the logps, (N,). The logps of masked rows are not compared.
 Logps = Callable[[Problem], Callable[[], Tensor]]
 
 
 def plain_logps(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
-    """Compute all logits at once and then their logps in fp32, (N,)."""
+    """Compute all logits at once, and return the logps of the targets in fp32, (N,)."""
     return -F.cross_entropy((hidden @ weight.T).float(), target_ids, reduction="none")
 
 
@@ -53,7 +53,7 @@ def compiled(problem: Problem) -> Callable[[], Tensor]:
 
 
 def compiled_loss(problem: Problem) -> Step:
-    """Return a step that compiles the logps and the loss as one graph with torch.compile."""
+    """Return a step in which torch.compile compiles the logps and the loss as one graph."""
     function, arguments = torch.compile(plain_loss, dynamic=False), dapo_arguments(problem)
     return differentiate(
         problem, lambda: function(problem.hidden, problem.weight, problem.target_ids, *arguments)
@@ -63,7 +63,7 @@ def compiled_loss(problem: Problem) -> Step:
 def trl(problem: Problem) -> Callable[[], Tensor]:
     """Compute logps as the fused LM head of TRL's `GRPOTrainer` does (`add_fused_lm_head`).
 
-    On a GPU, TRL selects the unmasked rows before the product, so this function does so, too.
+    On a GPU, TRL removes masked rows before the matrix product. This function does the same.
     """
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
@@ -84,7 +84,7 @@ def trl(problem: Problem) -> Callable[[], Tensor]:
 
 
 def cce(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with Cut Cross-Entropy, on a CPU with its implementation "torch_compile"."""
+    """Compute logps with Cut Cross-Entropy. On a CPU, use its implementation "torch_compile"."""
     from cut_cross_entropy import linear_cross_entropy
 
     implementation = "cce" if problem.hidden.is_cuda else "torch_compile"
@@ -98,7 +98,7 @@ def cce(problem: Problem) -> Callable[[], Tensor]:
 
 
 def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with Liger's CuTe-DSL cross entropy for Hopper, which does not store logits."""
+    """Compute logps with Liger's CuTe-DSL cross entropy for Hopper, which stores no logits."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
         LigerFusedLinearScaledCrossEntropyFunction,
     )
@@ -110,7 +110,7 @@ def liger_sm90(problem: Problem) -> Callable[[], Tensor]:
 
 
 def verl(problem: Problem) -> Callable[[], Tensor]:
-    """Compute logps with verl's Triton kernel, which always computes the entropy as well."""
+    """Compute logps with verl's Triton kernel, which always computes the entropy, too."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     return lambda: linear_cross_entropy(
@@ -124,7 +124,7 @@ def ignored(problem: Problem) -> Tensor:
 
 
 def liger_loss(problem: Problem) -> Step:
-    """Use Liger's chunked GRPO loss without KL, compiled and with one completion per chunk."""
+    """Return a step of Liger's chunked GRPO loss without KL, with one completion per chunk."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     head = LigerFusedLinearGRPOLoss(
@@ -139,35 +139,13 @@ def liger_loss(problem: Problem) -> Step:
     return differentiate(problem, lambda: head(*inputs, old_per_token_logps=old_logps)[0])
 
 
-def quack_dense(problem: Problem) -> Step:
-    """Use QuACK's chunked linear cross entropy with mean reduction.
-
-    It has no coefficient per token, so it cannot compute a GRPO loss.
-    """
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    inputs = (problem.hidden, problem.weight, problem.target_ids)
-    return differentiate(problem, lambda: chunked_linear_cross_entropy(*inputs))
-
-
-def torch_dense(chunked: bool) -> Callable[[Problem], Step]:
-    """Use `F.linear_cross_entropy` with mean reduction, with or without chunks."""
-
-    def prepare(problem: Problem) -> Step:
-        options = torch.nn.LinearCrossEntropyOptions() if chunked else None
-        inputs = (problem.hidden, problem.weight, problem.target_ids)
-        return differentiate(problem, lambda: F.linear_cross_entropy(*inputs, options=options))
-
-    return prepare
-
-
 # ---- from logits ----
 
 
 def plain_logits_loss(logits: Tensor, target_ids: Tensor, *arguments: Tensor | int) -> Tensor:
     """Compute the loss from logits (B, L + 1, V) in plain torch.
 
-    The last row of each completion is masked. Slicing it off would copy the logits.
+    The last row of each completion is masked, because slicing it off would copy the logits.
     """
     logps = -F.cross_entropy(logits.flatten(0, 1).float(), target_ids, reduction="none")
     return dapo(logps, *arguments)  # type: ignore[arg-type]
@@ -190,7 +168,7 @@ def plain_logits(compile_it: bool) -> Callable[[Problem], Step]:
 
 
 def liger_triton(inplace: bool) -> Callable[[Problem], Step]:
-    """Use Liger's Triton GRPO loss, which computes the loss from logits (B, L + 1, V)."""
+    """Return the `prepare` function for Liger's Triton loss on logits (B, L + 1, V)."""
 
     def prepare(problem: Problem) -> Step:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -228,11 +206,6 @@ def needs_hopper(device: str, dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else "takes bf16 only"
 
 
-def needs_dense(device: str, dtype: torch.dtype) -> str | None:
-    has = hasattr(F, "linear_cross_entropy")
-    return None if has else "torch.nn.functional has no linear_cross_entropy (torch < 2.13)"
-
-
 def as_loss(logps: Logps) -> Callable[[Problem], Step]:
     def prepare(problem: Problem) -> Step:
         call, arguments = logps(problem), dapo_arguments(problem)
@@ -253,7 +226,7 @@ def runs_anywhere(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-# Peers that compute logps. For each name: the function that prepares the logps, the required
+# Libraries that compute logps. For each name: the function that prepares the logps, the required
 # package, the `why_not` function, and the number of fp32 buffers of N·V elements.
 LOGPS: dict[str, tuple[Logps, str | None, Callable[[str, torch.dtype], str | None], float]] = {
     "plain torch": (plain, None, runs_anywhere, 3.0),
@@ -278,15 +251,7 @@ def loss_peers() -> list[Provider]:
     for name, (logps, needs, why_not, wide) in LOGPS.items():
         prepare = compiled_loss if name == "torch.compile" else as_loss(logps)
         found.append(Provider(name, "peer", prepare, needs, why_not, wide))
-    name = "F.linear_cross_entropy"
-    chunked = torch_dense(chunked=True)
-    return [
-        *found,
-        Provider("Liger", "peer", liger_loss, needs="liger_kernel"),
-        Provider("QuACK", "dense", quack_dense, needs="quack", why_not=needs_hopper),
-        Provider(name, "dense", torch_dense(chunked=False), None, needs_dense, wide_logits=2.0),
-        Provider(f"{name}, chunked", "dense", chunked, None, needs_dense),
-    ]
+    return [*found, Provider("Liger", "peer", liger_loss, needs="liger_kernel")]
 
 
 def logits_peers(inplace: bool) -> list[Provider]:

@@ -1,1 +1,1 @@
-"""Rewards that run in worker processes, because a completion can make them run endlessly."""
+"""Reward functions for worker processes, because a completion can make them run forever."""

@@ -1,7 +1,7 @@
 """Process that runs the code of a completion. This code is called the answer.
 
 The answer runs as a program, or the judge calls its functions. The judge is the process that runs
-the tests. The answer's process contains only the answer's code. It has no tests, no expected values
+the tests. This process contains only the code of the answer. It has no tests, no expected values
 and an empty environment. Even if the answer takes over this process, it can only change the plain
 data that the process sends to the judge.
 """
@@ -17,7 +17,7 @@ import wire
 
 
 class Answer(wire.Peer):
-    """The answer's end of the connection, which executes the judge's requests."""
+    """Connection to the judge, the process that runs the tests. Its requests are executed here."""
 
     def __init__(self, descriptor, names):
         super().__init__(descriptor)
@@ -51,7 +51,7 @@ class Answer(wire.Peer):
         return lambda *args, **kwargs: self.call_back(key, args, kwargs)
 
     def call_back(self, key, args, kwargs):
-        """Call a function that the tests passed as an argument. It may call the answer's code."""
+        """Call a function that the tests passed as an argument. It may call the code in turn."""
         arguments = ["list", ["list", ["own", key], *map(self.encode, args)], self.encode(kwargs)]
         kind, parts = self.request("call", arguments)
         if kind == "value":
@@ -61,7 +61,7 @@ class Answer(wire.Peer):
 
 
 def plain(value):
-    """Return the builtin value of an object whose class extends a builtin class."""
+    """Convert an object to the builtin class that its class extends, such as list."""
     for kind in wire.PLAIN:
         if isinstance(value, kind):
             return str.__str__(value) if kind is str else kind(value)
@@ -69,13 +69,13 @@ def plain(value):
 
 
 def module(name):
-    """Create a module, register it in sys.modules for dataclasses, and return its namespace."""
+    """Create a module and return its namespace. Dataclasses look it up in sys.modules."""
     sys.modules[name] = types.ModuleType(name)
     return sys.modules[name].__dict__
 
 
 def serve(request):
-    """Run the code, then execute the judge's requests until the judge ends."""
+    """Run the code, then execute requests of the judge, which runs the tests, until it ends."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
     answer.receive()  # wait until the judge has made its memory unreadable

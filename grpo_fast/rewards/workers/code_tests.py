@@ -1,9 +1,9 @@
-"""Reward for code, which is the fraction of unit tests that the code of a completion passes.
+"""Reward for code: the fraction of unit tests that the code of a completion passes.
 
 The code of a completion is called its answer. Each answer runs in a separate process (`answer.py`),
-which never contains the tests. A second process (`judge.py`) runs the tests and calls the answer's
-functions. If the answer is a program, this module compares its output. A misbehaving answer can
-lower only its own reward, because a test that was not reached counts as failed.
+which never contains the tests. A second process (`judge.py`) runs the tests, and calls the
+functions of the answer. If the answer is a program, this module compares its output. A misbehaving
+answer can only lower its own reward, because a test that was not reached counts as failed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ sys.path.pop(0)
 START_S = 30.0  # time limit for starting the interpreter on a busy machine
 MIB = 1 << 20
 _OUTPUT = 1 << 16  # smallest output limit of a process in bytes
-# Import the script's module, which uses cached bytecode, instead of running the script, which would
-# be compiled at each start. Remove the folder from sys.path, so that the answer cannot use it.
+# Import the script as a module, which uses cached bytecode. Running the script would compile it at
+# each start. Then remove the folder from sys.path, so that the answer cannot import from it.
 LAUNCH = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -48,13 +48,13 @@ def code_tests(
 
     Args:
         completions: N completions. The code is the last fenced block of each completion.
-        tests: the tests for each completion, in one of two forms. The first form is Python source,
-            or a list of sources, with asserts, setup statements and calls of functions that the
-            tests define, such as `check(f)`. The second form is a list of
-            `{"input": …, "output": …}` for a program that reads stdin and writes stdout, or
+        tests: the tests of each completion, as Python source or as inputs and outputs. Python
+            source (a text or a list of texts) has asserts, setup statements, and calls of functions
+            that the tests define, such as `check(f)`. Inputs and outputs are for a program that
+            reads stdin and writes stdout: a list of `{"input": …, "output": …}`, or
             `{"inputs": […], "outputs": […]}`.
-        seconds: limit of processor time and of elapsed time for each answer with its tests.
-        memory: memory limit in MiB for each process, including the interpreter.
+        seconds: limit of processor time and of elapsed time, for each completion with its tests.
+        memory: memory limit in MiB of each process, including the interpreter.
 
     Raises:
         ValueError: a limit is out of range, or the tests have neither form.
@@ -83,14 +83,14 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
     Raises:
         ValueError: there is no test, or the tests have an unknown form.
     """
-    # 1. Try to read inputs and outputs of programs, which data sets may store as JSON text.
+    # 1. Try to read inputs and outputs of programs. Data sets may store them as JSON text.
     with contextlib.suppress(TypeError, ValueError):
         entry = json.loads(entry)
     listed = list(entry) if isinstance(entry, (list, tuple)) else [entry]
     programs = [pair for part in listed for pair in _pairs(part)]
     if programs and all(isinstance(part, dict) for part in listed):
         return programs
-    # 2. Otherwise expect Python source that contains a test.
+    # 2. Otherwise, the tests must be Python source that contains a test.
     for part in listed:
         if not isinstance(part, str):
             expected = 'Python source, a list of sources, or {"input": text, "output": text}'
@@ -108,7 +108,7 @@ def read_tests(entry: Any) -> str | list[tuple[str, str]]:
 
 
 def _pairs(part: Any) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs of a program's test, or [] for any other value."""
+    """Return the (input, output) pairs of the test of a program, or [] for any other value."""
     if not isinstance(part, dict):
         return []
     inputs = part.get("inputs", [part.get("input")])
@@ -124,7 +124,7 @@ def _pairs(part: Any) -> list[tuple[str, str]]:
 def code_of(text: str) -> str:
     """Return the last fenced block of a text, or the full text if it has no fence.
 
-    A block that is not closed extends to the end of the text.
+    A block that is not closed ends at the end of the text.
     """
     parts = text.split("```")
     if len(parts) == 1:
@@ -137,7 +137,7 @@ def code_of(text: str) -> str:
 
 
 def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
-    """Run the code and its tests in separate sandboxes. Return the fraction of passed tests."""
+    """Run the code and its tests in two sandboxes. Return the fraction of passed tests."""
     count = sources.count_tests(tests)
     limits = {"memory": memory * MIB, "seconds": seconds, "output": _OUTPUT * count}
     left, right = socket.socketpair()
@@ -145,8 +145,8 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
         request = {"code": code, "program": False, **limits}
         with _process("answer", request, left, subprocess.DEVNULL):
             with _process("judge", {"tests": tests, **limits}, right, results) as judge:
-                # Close our copies of the sockets. Otherwise neither process would notice that the
-                # other has ended.
+                # Close our copies of the sockets. With them, neither process would notice the end
+                # of the other.
                 left.close()
                 right.close()
                 _wait(judge, seconds)
@@ -157,7 +157,7 @@ def share_of_tests(code: str, tests: str, seconds: float, memory: int) -> float:
 def share_of_programs(
     code: str, pairs: list[tuple[str, str]], seconds: float, memory: int
 ) -> float:
-    """Run the code as a program on each input, and return the fraction of correct outputs."""
+    """Run the code as a program on each input. Return the fraction of right outputs."""
     right = 0
     end = time.monotonic() + seconds
     for given, expected in pairs:
@@ -180,7 +180,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _file(content: bytes = b"") -> Any:
-    """Return a file in memory with this content, open at the beginning."""
+    """Return a file in memory with this content, opened at its beginning."""
     stream = os.fdopen(os.memfd_create("file"), "wb+")
     stream.write(content)
     stream.seek(0)
@@ -193,7 +193,7 @@ def _process(
 ) -> Iterator[subprocess.Popen]:
     """Run a script with an empty environment, and kill its process at the end.
 
-    No other processes remain afterwards, because the sandbox forbids starting them.
+    No other process remains, because the sandbox forbids starting processes.
 
     Raises:
         OSError: the sandbox does not work on this machine.
@@ -216,15 +216,15 @@ def _process(
 
 
 def _wait(child: subprocess.Popen, seconds: float) -> None:
-    """Wait until a process ends, for at most `seconds` plus the time limit for its start.
+    """Wait until a process ends, for `seconds` plus the time limit for its start.
 
-    The sandbox ends the process after `seconds`, so this wait normally does not time out.
+    The sandbox ends the process after `seconds`, so this limit is not normally reached.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(seconds + START_S)
 
 
-# Try the sandbox at import, so that a machine that does not support it is refused before the run.
+# Try the sandbox at import, so that the run does not start on a machine that does not support it.
 if share_of_tests("def f(): return 1", "assert f() == 1", 60.0, 512) != 1:
     raise OSError("code_tests: the sandbox does not run an answer")
 if not sandbox.landlock_version():

@@ -1,33 +1,35 @@
-"""Handles through which the judge's process uses objects of the answer's process."""
+"""Handles, with which the tests use objects that stay in the process of the code under test."""
 
 import operator
 
 MISSING = object()
-# Methods of strings, lists and sets whose argument is often the expected value of a test. Handles
-# for which `may_judge` is False do not have these methods, because an answer must not see expected
-# values.
+# Methods of strings, lists and sets whose argument is often the expected value of a test. An answer
+# must not see expected values. Therefore handles for which `may_judge` is False do not have these
+# methods.
 JUDGING = frozenset(
     "startswith endswith issubset issuperset isdisjoint difference symmetric_difference "
     "intersection union index rindex find rfind count replace strip lstrip rstrip removeprefix "
     "removesuffix split rsplit partition rpartition translate".split()
 )
-# Roles of a handle. Only a VALUE can be an object that the answer returned instead of plain data.
+# Roles of a handle. The answer can return an object in place of plain data. Such an object is
+# always a VALUE.
 CLASS, OBJECT, VALUE = "class", "object", "value"
 
 
 class Handle:
-    """Handle of an object of the answer, which may be a function, class, instance or iterator.
+    """Handle of an object in the process of the code under test.
 
-    Calls, attribute accesses and iteration are executed in the answer's process. `==`, `<` and
-    arithmetic with plain data are not, because an object could claim to be equal to everything. If
-    the object's class extends a builtin class, these operators use its builtin value.
+    The object may be a function, class, instance or iterator. Calls, attribute accesses and
+    iteration are executed in that process. `==`, `<` and arithmetic with plain data are not,
+    because an object could claim to be equal to everything. If the class of the object extends a
+    builtin class, these operators use the builtin value.
 
     Args:
-        judge: the judge's end of the connection.
-        number: the object's number in the answer's process.
+        judge: the connection to that process.
+        number: number of the object in that process.
         role: CLASS for a class that the tests name, OBJECT for an object that such a class has
-            returned, and VALUE for every other object. A VALUE has no methods whose argument is
-            the expected value, because the tests may expect plain data instead of an object.
+            returned, and VALUE for every other object. The tests may expect plain data instead of a
+            VALUE. A VALUE therefore has no methods whose argument is the expected value.
     """
 
     __slots__ = ("__state",)
@@ -66,7 +68,7 @@ class Handle:
         return ask(self, "getattr", "__enter__")()
 
     def __exit__(self, *_):
-        # Return None, because an answer must not suppress the AssertionError of a test.
+        # Return None. Otherwise the answer could suppress the AssertionError of a test.
         ask(self, "getattr", "__exit__")(None, None, None)
 
     def __instancecheck__(self, value):
@@ -82,18 +84,18 @@ def state_of(handle):
 
 
 def made_by(handle):
-    """Return the role of an object that a call or an attribute of this handle yields."""
+    """Return the role of the objects that calls and attributes of this handle yield."""
     return OBJECT if state_of(handle)[2] == CLASS else VALUE
 
 
 def may_judge(handle):
-    """Return True if methods of this object may receive keys and expected values of the tests."""
+    """Return True if methods of the object may receive the tests' keys and expected values."""
     judge, _, role = state_of(handle)
     return judge.uses_objects and role != VALUE
 
 
 def ask(handle, operation, *args):
-    """Apply a function of `builtins` or `operator` to the object in the answer's process."""
+    """Apply a function of `builtins` or `operator` to the object, in the object's process."""
     return state_of(handle)[0].ask(operation, [handle, *args])
 
 
@@ -120,8 +122,7 @@ def _binary(operation, is_reflected=False):
         if value is not MISSING:
             return compute(other, value) if is_reflected else compute(value, other)
         judge, _, role = state_of(self)
-        # Allow the product of a vector and a number, because tests never multiply by an expected
-        # value.
+        # Allow the product of a vector and a number. Tests never multiply by an expected value.
         if operation == "mul" and role == OBJECT and type(other) in (int, float):
             pair = [other, self] if is_reflected else [self, other]
             return judge.ask("mul", pair, role=OBJECT)

@@ -1,7 +1,7 @@
-"""Process that runs the tests of an answer. The answer runs in a different process.
+"""Process that runs the tests of an answer, whose code runs in a different process.
 
 Calls of the answer's functions exchange plain data, which this process decodes. An object of the
-answer stays in the answer's process and is represented by a handle here. The handle never lets the
+answer stays in the other process, and is represented by a handle here. The handle never lets the
 object decide how it compares with a value of the tests.
 """
 
@@ -16,13 +16,13 @@ import wire
 from handles import CLASS, MISSING, OBJECT, VALUE, Handle, state_of
 
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-# Builtin classes whose names the answer may send. Builtin functions, such as `eval`, are excluded.
+# Builtin classes whose names the answer may send. Builtin functions such as `eval` are excluded.
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)
          and (issubclass(kind, BaseException) or kind in wire.PLAIN)}  # fmt: skip
 
 
 class Judge(wire.Peer):
-    """The judge's end of the connection, which calls the answer for the tests."""
+    """Connection to the process of the code under test, which the tests call through it."""
 
     def __init__(self, descriptor):
         super().__init__(descriptor)
@@ -32,11 +32,11 @@ class Judge(wire.Peer):
         self.uses_objects = False  # True if the tests use objects that are not plain data
 
     def operation(self, name):
-        """Return the function for a requested operation. An answer may only request calls."""
+        """Return the function for a request of the other process, which may only request calls."""
         return {"call": operator.call}[name]
 
     def ask(self, operation, args, kwargs=None, role=VALUE):
-        """Execute an operation in the answer's process and return its result.
+        """Execute an operation in the process of the code under test, and return its result.
 
         Args:
             operation: "call", "lookup", "plain", or a function of `builtins` or `operator`.
@@ -45,8 +45,7 @@ class Judge(wire.Peer):
             role: role of the handle if the result is an object; see `Handle`.
         """
         given = [args, kwargs or {}]
-        # Encode outside the try block, because an argument that cannot be sent is an error of the
-        # tests, not of the answer.
+        # Encode outside of the try block. An argument that cannot be sent is an error of the tests.
         tree = self.encode(given)
         try:
             kind, parts = self.request(operation, tree)
@@ -65,9 +64,10 @@ class Judge(wire.Peer):
         return result
 
     def error_of(self, kind, args, attributes, is_next):
-        """Return the exception that the answer has raised, rebuilt from its decoded parts."""
+        """Rebuild an exception that the code under test has raised, from its decoded parts."""
         is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        # Only next() may raise StopIteration. Elsewhere it would end a `map` over test cases early.
+        # Only next() may raise StopIteration. In a `map` over test cases, it would skip the other
+        # cases.
         if not is_error or (issubclass(kind, ENDS) and not is_next):
             return RuntimeError(f"the answer raised {kind}")
         try:
@@ -78,7 +78,11 @@ class Judge(wire.Peer):
         return error
 
     def apply_changes(self):
-        """Update the tests' variables with the changes that calls made to their arguments."""
+        """Make the changes of arguments visible in the tests.
+
+        A call of the answer's code receives copies of its arguments. Its changes of the copies are
+        applied to the variables of the tests.
+        """
         changes = self.changes
         self.changes = []
         for before, after in changes:
@@ -120,7 +124,7 @@ class Judge(wire.Peer):
 def refresh(old, new):
     """Copy the contents of `new` into the lists, dicts and sets in `old`, and return the result.
 
-    The containers keep their identity, so that all variables of the tests see the change.
+    The containers remain the same objects, so that all variables of the tests see the change.
     """
     if type(old) is not type(new):
         return new
@@ -144,13 +148,13 @@ def refresh(old, new):
 
 
 def run(source, judge, out):
-    """Run the tests one by one, and write a line to `out` for each passed test."""
+    """Run the tests one by one. Write a line to `out` for each test that passes."""
     namespace = {"__name__": "tests", sources.APPLY_CHANGES: judge.apply_changes}
     namespace |= sources.borrowed(source)
     judge.uses_objects = sources.uses_objects(source)
-    # 1. Look up the names that the tests use from the answer.
+    # 1. Look up the names that the answer must define.
     for name in sources.names_of_answer(source):
-        # A name in CapWords is a class. Its instances are objects that the tests expect.
+        # A name in CapWords is a class, whose instances are objects that the tests expect.
         is_class = name[0].isupper() and "_" not in name
         with contextlib.suppress(NameError):
             namespace[name] = judge.ask("lookup", [name], role=CLASS if is_class else OBJECT)

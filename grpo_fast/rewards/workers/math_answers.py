@@ -1,7 +1,7 @@
-"""Rewards for mathematical equality by the package math-verify, whose comparisons may never end.
+"""Rewards for mathematical equality, which use the package math-verify.
 
-These functions must run in a worker process. The time limits of math-verify use signals, which only
-the main thread of a process receives.
+A comparison may never end, so these functions must run in a worker process. The time limits of
+math-verify use signals, which only the main thread of a process receives.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def math_equal(
 def math_close(
     *, completions: Sequence[str], answers: Sequence[str], seconds: int = 5, digits: int = 2
 ) -> list[float]:
-    """Return 1 where an expression anywhere in the completion is close to the answer, else 0.
+    """Return 1 where an expression in the completion is close to the answer, else 0.
 
-    An interval equals the tuple of its ends, and a relation equals its set of solutions. The names
-    of variables are ignored.
+    The expression may be anywhere in the completion. An interval equals the tuple of its ends, and
+    a relation equals its set of solutions. The names of variables are ignored.
 
     Args:
         completions: N completions.

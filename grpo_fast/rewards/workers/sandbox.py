@@ -1,4 +1,4 @@
-"""Sandbox for the processes that run an answer and its tests.
+"""Sandbox for the two processes that run the code of a completion and its tests.
 
 A seccomp filter allows only the system calls that a computation needs. It forbids sockets, new
 processes and threads, signals to other processes, and writing to files. If the kernel has Landlock,
@@ -16,7 +16,7 @@ import struct
 import sys
 
 # Allowed system calls, with their numbers on (x86-64, arm64). Calls that ignore or block a signal
-# are not allowed, because a signal ends a process that exceeds its time limit.
+# are not allowed, because a signal ends a process at its time limit.
 CALLS = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "lseek": (8, 62),
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
@@ -31,7 +31,7 @@ CALLS = {
     "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72), "ppoll": (271, 73),
     "getrandom": (318, 278), "statx": (332, 291), "faccessat2": (439, 439),
 }  # fmt: skip
-# System calls that exist only on x86-64: stat, lstat, poll, access, select and readlink.
+# System calls that only x86-64 has: stat, lstat, poll, access, select and readlink.
 ONLY_X86 = (4, 6, 7, 21, 23, 89)
 OPENAT = (257, 56)
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_…, column of CALLS
@@ -54,8 +54,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 def confine(request):
     """Confine this process for the rest of its life.
 
-    If the kernel refuses the sandbox, write the reason to standard error and end the process.
-    Otherwise standard error is redirected to /dev/null.
+    If the kernel refuses the sandbox, write the reason to standard error and end the process. After
+    success, standard error goes to /dev/null.
 
     Args:
         request: a dict with "memory" (in bytes), "seconds" (limit of processor time and of elapsed
@@ -85,14 +85,14 @@ def limit(request):
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, 0),
     ):  # fmt: skip
         resource.setrlimit(kind, (most, most))
-    # Reset SIGALRM, which ends this process in time. The parent process may have blocked it.
+    # Reset SIGALRM, which ends this process at its time limit. The parent may have blocked it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
 
 
 def hide_memory():
-    """Prevent other processes of this user from reading this process's memory and environment."""
+    """Hide the memory and environment of this process from other processes of the same user."""
     _prctl(SET_DUMPABLE, 0)
 
 
@@ -116,7 +116,7 @@ def restrict_files():
 
 
 def filter_calls():
-    """Make the kernel deny system calls that are not in CALLS, and deny opening files to write."""
+    """Let the kernel deny system calls that are not in CALLS, and opening files to write."""
     name = os.uname().machine
     if sys.platform != "linux" or name not in MACHINES:
         expected = "expected Linux on x86-64 or arm64 for its sandbox"
@@ -126,8 +126,8 @@ def filter_calls():
     if name == "x86_64":
         allowed += ONLY_X86
     # An instruction is (operation, steps to skip if true, steps to skip if false, operand).
-    # 1. Kill a process that makes calls of another architecture, such as 32-bit calls, because
-    # their numbers have different meanings.
+    # 1. Kill a process that makes calls of a different architecture, such as 32-bit calls. Their
+    # numbers have different meanings.
     program = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL)]
     # 2. Allow the listed calls.
     program += [(LOAD, 0, 0, NUMBER)]
@@ -139,7 +139,7 @@ def filter_calls():
     program += [(RETURN, 0, 0, DENY), (RETURN, 0, 0, ALLOW)]
     packed = b"".join(struct.pack("HBBI", *step) for step in program)
     code = ctypes.create_string_buffer(packed)
-    # The C struct sock_fprog has 6 bytes of padding between the program's length and address.
+    # The C struct sock_fprog has 6 bytes of padding between the length and the address.
     _prctl(SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
 
 
@@ -161,7 +161,7 @@ def request(descriptor):
 
 
 def take(descriptor):
-    """Return a copy of a standard stream and redirect the original to /dev/null."""
+    """Return a copy of a standard stream, and redirect the original to /dev/null."""
     copy = os.dup(descriptor)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, descriptor)

@@ -1,4 +1,4 @@
-"""Analysis of test sources, which finds the tests and the names that the answer must define."""
+"""Analysis of the source of tests: which statements are tests, and which names they expect."""
 
 import ast
 import builtins
@@ -9,7 +9,7 @@ import symtable
 import wire
 
 APPLY_CHANGES = "<apply changes>"  # a source cannot contain this name
-# Names that tests use without an import, because answers usually import them.
+# Names that tests use without an import. Solutions usually import them.
 WELL_KNOWN = {
     "collections": "Counter OrderedDict defaultdict deque namedtuple",
     "datetime": "date datetime timedelta",
@@ -27,7 +27,7 @@ def statements_of(source):
 
     A test is an assert, or a call such as `check(f)` or `case.assertEqual(f(1), 2)`. The called
     function must be defined by the tests, or its name must begin with "assert". All other
-    statements are setup, including calls of the answer such as `stack.push(1)`.
+    statements are setup, also calls of the answer such as `stack.push(1)`.
     """
     tree = ast.parse(source)
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -54,11 +54,11 @@ def _is_test(statement, defined, answers):
 
 
 def names_of_answer(source):
-    """Return the names that the answer must define, because tests use but do not define them.
+    """Return the names that the answer must define: names that the tests use but do not define.
 
     The answer must not define functions that judge it, such as `isinstance`, `math` or `Counter`.
-    Names of builtins, modules and well-known types therefore count only if the tests use no other
-    undefined name, as in `assert sum(10, 15) == 6`.
+    Names of builtins, modules and well-known types are therefore left out. They count only if the
+    tests use no other undefined name, as in `assert sum(10, 15) == 6`.
     """
     free = free_names(source) - modules_of(source)
     known = vars(builtins).keys() | MODULE_OF.keys()
@@ -67,9 +67,9 @@ def names_of_answer(source):
 
 
 def borrowed(source):
-    """Return the modules and types, keyed by name, that tests use without an import.
+    """Return the modules and types that the tests use without an import, keyed by name.
 
-    Names that the tests use from the answer are excluded.
+    Names that the answer must define are left out.
     """
     modules = {name: MODULE_OF[name] for name in free_names(source) & MODULE_OF.keys()}
     modules |= dict.fromkeys(modules_of(source))
@@ -82,10 +82,10 @@ def borrowed(source):
 
 
 def modules_of(source):
-    """Return the undefined names that tests use as modules, such as `math` in `math.pi`.
+    """Return the undefined names that the tests use as modules, such as `math` in `math.pi`.
 
-    A name counts as a module if all its uses are of the form `name.attribute`. Names in CapWords
-    are excluded, because they are classes.
+    A name counts as a module if the tests only use it as `name.attribute`. Names in CapWords are
+    classes, and are left out.
     """
     nodes = list(ast.walk(ast.parse(source)))
     bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
@@ -94,10 +94,9 @@ def modules_of(source):
 
 
 def uses_objects(source):
-    """Return True if tests use an object that is not plain data.
+    """Return True if the tests use an object that is not plain data.
 
-    Tests use such an object if they read an attribute that no builtin type has, or if they call a
-    method as a statement.
+    They do so if they read an attribute that no builtin class has, or call a method as a statement.
     """
     nodes = list(ast.walk(ast.parse(source)))
     modules = modules_of(source)
@@ -117,7 +116,7 @@ def uses_objects(source):
 
 
 def free_names(source):
-    """Return the global names that a source reads but does not define."""
+    """Return the global names that a source reads without defining them."""
     top = symtable.symtable(source, "<tests>", "exec")
     names = set()
     tables = [top]
@@ -134,8 +133,8 @@ def free_names(source):
 class _ApplyChanges(ast.NodeTransformer):
     """AST transformer that adds a call of APPLY_CHANGES after each statement.
 
-    A function f of the answer receives copies of its arguments. Changes that f makes to a copy are
-    applied to the tests' variable only after the statement. Therefore `assert f(x) == sorted(x)`
+    A function f of the answer receives copies of its arguments. Changes of a copy are applied to
+    the variable of the tests after the statement, not earlier. Therefore `assert f(x) == sorted(x)`
     sorts the original x, even if f has emptied its copy.
     """
 
@@ -154,5 +153,5 @@ def _apply_after(statement):
 
 
 def compiled(statement):
-    """Compile a statement of the tests, with calls of APPLY_CHANGES after all inner statements."""
+    """Compile a statement of the tests, with a call of APPLY_CHANGES after each inner statement."""
     return compile(_ApplyChanges().visit(ast.Module([statement], [])), "<tests>", "exec")

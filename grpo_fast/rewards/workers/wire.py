@@ -1,6 +1,6 @@
-"""Messages between a judge, which runs tests, and the process that runs an answer.
+"""Messages between two processes: the judge, which runs tests, and the code under test.
 
-A message is its length in 4 bytes, followed by JSON. Decoding builds only builtin types and a few
+A message is its length in 4 bytes, followed by JSON. Decoding builds only builtin types, and a few
 types of the standard library from a fixed table. It never builds a class that the message names.
 Both sides limit the size and the nesting depth of a message.
 """
@@ -13,10 +13,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 MOST_BYTES = 16 << 20
 MOST_DEPTH = 100
-# Builtin classes of plain data, which both processes have.
+# Builtin classes whose values are sent as data. Both processes have these classes.
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 # A value of a class in FROM_ITEMS is sent as a list of its items. A value of a class in FROM_PAIRS
-# is sent as a list in which keys and values alternate.
+# is sent as a list of alternating keys and values.
 FROM_ITEMS = (list, tuple, set, frozenset, deque, bytes, bytearray)
 FROM_PAIRS = (dict, Counter, OrderedDict)
 TAGS: dict[type, str] = {kind: kind.__name__ for kind in (*FROM_ITEMS, *FROM_PAIRS, range)}
@@ -33,11 +33,11 @@ FROM_TEXT = {
 
 
 class Malformed(Exception):
-    """Exception for a message that has an invalid format or ends early."""
+    """Exception for a message with an invalid format, or for a message that ends early."""
 
 
 def encode(value, refer, depth=0):
-    """Return the JSON tree of a value. `refer(value)` encodes values that are not plain data."""
+    """Return a value as a JSON tree. `refer(value)` encodes a value that is not plain data."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -53,7 +53,8 @@ def encode(value, refer, depth=0):
         elif KINDS[tag] in FROM_PAIRS:
             parts = [part for pair in value.items() for part in pair]
         return [tag, *(encode(part, refer, depth + 1) for part in parts)]
-    # Do not import the type's module. If it is not imported yet, no value of this type exists.
+    # If the module of the type is not imported, no value of the type can exist, so do not import
+    # it.
     module = sys.modules.get(FROM_TEXT.get(kind.__name__, ""))
     if module is not None and getattr(module, kind.__name__, None) is kind:
         return [kind.__name__, str(value)]
@@ -63,7 +64,7 @@ def encode(value, refer, depth=0):
 def decode(tree, resolve, depth=0):
     """Decode a value from its JSON tree, which is a scalar or `[tag, *parts]`.
 
-    `resolve(tag, *parts)` decodes tags that this module does not define.
+    `resolve(tag, *parts)` decodes the tags that this module does not define.
 
     Raises:
         Malformed: the JSON encodes no Python value. For example, a set cannot contain lists.
@@ -91,23 +92,23 @@ def decode(tree, resolve, depth=0):
 
 
 class Peer:
-    """One end of the connection between a judge and an answer. Each end can call the other.
+    """One end of the connection between the judge, which runs tests, and the code under test.
 
-    An object that is not plain data stays in its process. The other process refers to the object by
-    a number.
+    Each end can call the other. An object that is not plain data stays in its process, and the
+    other process refers to it by a number.
 
     A subclass defines three methods. `operation(name)` returns the function that executes a
     request. `refer(value)` returns the tree of a value that is not plain data.
-    `resolve(tag, *parts)` returns the value of a tree that the other process's `refer` built.
+    `resolve(tag, *parts)` returns the value of a tree that `refer` built in the other process.
 
     Args:
-        descriptor: a connected socket.
+        descriptor: file descriptor of a connected socket.
     """
 
     def __init__(self, descriptor):
         self.descriptor = descriptor
         self.objects = []
-        # Numbers by id(object). `objects` keeps every object alive, so that no id is reused.
+        # Numbers by id(object). `objects` keeps every object alive, so that no id is used twice.
         self.numbers = {}
 
     def encode(self, value):
@@ -117,16 +118,16 @@ class Peer:
         return decode(tree, self.resolve)
 
     def number(self, value):
-        """Return the number by which the other process refers to an object in this process."""
+        """Return the number by which the other process refers to an object of this process."""
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
         return number
 
     def request(self, operation, args):
-        """Send a request and return the kind and the parts of its reply.
+        """Send a request, and return the kind and the parts of its reply.
 
-        While waiting for the reply, requests of the other process are executed.
+        Until the reply comes, execute the requests of the other process.
 
         Args:
             operation: name of the operation.
@@ -153,7 +154,7 @@ class Peer:
         self.send(reply)
 
     def failure(self, error):
-        """Return the reply for an exception, with its type, arguments and attributes."""
+        """Return the reply for an exception: its type, arguments and attributes."""
         try:
             return pack(["error", *map(self.encode, (type(error), [*error.args], vars(error)))])
         except Exception:  # an argument that cannot be sent
@@ -181,7 +182,6 @@ class Peer:
 
 
 def pack(message):
-    """Encode a message as bytes."""
     data = json.dumps(message).encode()
     if len(data) > MOST_BYTES:
         raise ValueError(f"expected data of at most {MOST_BYTES} bytes, got {len(data)}")

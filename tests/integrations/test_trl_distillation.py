@@ -41,8 +41,9 @@ def both(
     **rule: Any,
 ) -> list[tuple]:  # fmt: skip
     """Compute the divergence loss with TRL's function and with ours, from the same random inputs.
+
     Returns:
-        (loss, sum of entropies, number of tokens, gradients) of TRL's function, then of ours.
+        For each function, the loss, the sum of the entropies, the number of tokens, the gradients.
     """
     random = torch.Generator().manual_seed(4)
     width, other, vocabulary = 12, 7, 61
@@ -148,10 +149,6 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match="_chunked_divergence_loss in the _compute_loss of Own"):
         head.use_fast_head(cases.distillation(folders, tmp_path, Own))
-    name = "trl.experimental.server_distillation"
-    server = importlib.import_module(name).ServerDistillationTrainer
-    with pytest.raises(ValueError, match="got ServerDistillationTrainer, whose loss would not"):
-        head.use_fast_head(object.__new__(server))
 
 
 @pytest.mark.parametrize("has_tail", [True, False])

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
-# Loss types whose summed loss TRL divides by the number of tokens in the generation batch. For the
-# other loss types, TRL divides it by a count in the micro-batch, and by the number of accumulation
-# steps.
-DIVIDED_BY_ITEMS = ("dapo", "cispo", "vespo")
 # Options that TRL reads for these loss types. For all other loss types, TRL reads `delta` instead.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
@@ -128,12 +124,11 @@ def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     return None
 
 
-def loss_config(trainer: GRPOTrainer, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
+def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
     """Return the LossConfig that has the same meaning as the trainer's options.
 
     Args:
         trainer: A TRL GRPOTrainer.
-        entropy_coef: Coefficient of the entropy bonus.
         **head: Temperature, softcap and logit_scale of the LM head.
 
     Raises:
@@ -144,7 +139,7 @@ def loss_config(trainer: GRPOTrainer, entropy_coef: float = 0.0, **head: Any) ->
     read = {name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))}
     return LossConfig(
         **own, **read, **head, kl_times_ratio=args.use_bias_correction_kl, compute_entropy=True,
-        corrections=_off_policy_mask(trainer.off_policy_mask_threshold), entropy_coef=entropy_coef,
+        corrections=_off_policy_mask(trainer.off_policy_mask_threshold),
     )  # fmt: skip
 
 
@@ -184,7 +179,10 @@ def single_pass(
     num_items = None
     divisor = accumulation
     coefficient = applied_entropy_coef(trainer)
-    if trainer.loss_type in DIVIDED_BY_ITEMS:
+    config = loss_config(trainer, **head)
+    # TRL divides the summed loss of these loss types by the tokens of the generation batch. It
+    # divides the loss of the others by a count in the micro-batch, and by the accumulation steps.
+    if config.aggregation == "token_mean_global":
         share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
@@ -193,7 +191,7 @@ def single_pass(
             # the tokens of the generation batch, as it divides the policy term. TRL averages the
             # bonus over the micro-batch.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
-    config = loss_config(trainer, coefficient, **head)
+    config = config.replace(entropy_coef=coefficient)
     old = inputs.get("old_per_token_logps")
     ref = inputs.get("ref_per_token_logps")
     ref = ref if trainer.beta != 0 else None

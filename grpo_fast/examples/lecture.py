@@ -1,16 +1,15 @@
-"""Experiment from the CS336 lecture on policy gradients. A model learns to sort three numbers.
+"""Experiment of the CS336 lecture on policy gradients: a model learns to sort three numbers.
 
-    python -m grpo_fast.examples.lecture [--loss reinforce] [--advantages normalized] [--naive]
+    python -m grpo_fast.examples.lecture [--loss reinforce] [--advantages normalized]
 
 The model has 650 parameters and starts from random weights. A step samples ten responses to each of
-three prompts and makes ten Adam updates. The KL to a reference model is exact. Every ten steps, a
-copy of the model becomes the new reference.
+three prompts, and makes ten Adam updates. The loss includes the exact KL to a reference model.
+Every ten steps, a copy of the model becomes the new reference.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +18,25 @@ from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, group_advantages,
 
 PROMPTS = torch.tensor([[1, 0, 2], [3, 2, 4], [1, 2, 3]])
 SYMBOLS, LENGTH, GROUP, UPDATES = 5, 3, 10, 10
+WIDTH = 10
+LEARNING_RATE = 0.03
 EPSILON = 0.01  # clip range of the ratio
+BETA = 0.01  # weight of the exact KL to the reference
 
 
 class LectureModel(nn.Module):
-    """Model of the lecture, which is not autoregressive.
+    """Model of the lecture, in which the tokens of a response do not depend on each other.
 
-    A prompt x becomes one vector Σ_i E[x_i]·A_i, where E is the embedding and A_i is a matrix for
-    position i. Token j of the response has the logits E·(vector·B_j), where B_j is a matrix for
-    position j. The logits do not depend on earlier tokens of the response.
+    A prompt x becomes the vector v = Σ_i E[x_i]·A_i, where E is the embedding and A_i is a matrix
+    for position i. Token j of the response has the logits E·(v·B_j), where B_j is a matrix for
+    position j.
     """
 
-    def __init__(self, width: int = 10, spread: float = 0.3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(spread * torch.randn(SYMBOLS, width))
-        self.encode = nn.Parameter(torch.randn(LENGTH, width, width) / width**0.5)
-        self.decode = nn.Parameter(torch.randn(LENGTH, width, width) / width**0.5)
+        self.embedding = nn.Parameter(0.3 * torch.randn(SYMBOLS, WIDTH))
+        self.encode = nn.Parameter(torch.randn(LENGTH, WIDTH, WIDTH) / WIDTH**0.5)
+        self.decode = nn.Parameter(torch.randn(LENGTH, WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, prompts: Tensor) -> Tensor:
         """Return hidden states of shape (B, LENGTH, H) for prompts of shape (B, LENGTH)."""
@@ -42,19 +44,17 @@ class LectureModel(nn.Module):
         return torch.einsum("bh,jhk->bjk", vector, self.decode)
 
 
-def rewards_of(prompts: Tensor, responses: Tensor, scaled: bool) -> Tensor:
-    """Return one reward for each response.
+def rewards_of(prompts: Tensor, responses: Tensor) -> Tensor:
+    """Return a reward from 0 to 2 for each response.
 
-    A response gets one point for each of the three numbers of the prompt that it contains, and one
-    point for each pair of neighbours in ascending order. As in the lecture, a number that the
-    prompt contains twice gives two points, even if the response contains it only once. If `scaled`
-    is True, the points for numbers and the points for pairs are each divided by their maximum.
+    The reward is the sum of two fractions. The first is the fraction of the prompt's three numbers
+    that the response contains. As in the lecture, a number that the prompt contains twice counts
+    twice, even if the response contains it only once. The second is the fraction of neighbours in
+    the response that are in ascending order.
     """
     included = (prompts[:, :, None] == responses[:, None]).any(-1).sum(1)
     ordered = (responses[:, 1:] >= responses[:, :-1]).sum(1)
-    if scaled:
-        return included / LENGTH + ordered / (LENGTH - 1)
-    return (included + ordered).float()
+    return included / LENGTH + ordered / (LENGTH - 1)
 
 
 @torch.no_grad()
@@ -71,28 +71,20 @@ def sample(model: LectureModel, count: int, generator: torch.Generator) -> tuple
     return prompts, responses, logp.gather(-1, responses[..., None])[..., 0]
 
 
-def evaluate(model: LectureModel, scaled: bool) -> dict[str, float]:
+def evaluate(model: LectureModel) -> dict[str, float]:
     """Return the accuracy and the mean reward of 32 responses to each prompt.
 
-    The seed is fixed, so that results of different steps can be compared.
+    All calls use the same seed.
     """
     prompts, responses, _ = sample(model, 32, torch.Generator().manual_seed(1))
     is_right = (responses == prompts.sort(-1).values).all(-1)
-    reward = rewards_of(prompts, responses, scaled)
+    reward = rewards_of(prompts, responses)
     accuracy = float(is_right.float().mean())
     return {"eval_accuracy_strict": accuracy, "eval_reward": float(reward.mean())}
 
 
 def train(
-    loss: str = "grpo",
-    advantages: str = "centered",
-    *,
-    steps: int = 100,
-    seed: int = 0,
-    lr: float = 0.03,
-    spread: float = 0.3,
-    beta: float = 0.01,
-    scaled: bool = True,
+    loss: str = "grpo", advantages: str = "centered", *, steps: int = 100, seed: int = 0
 ) -> list[dict[str, float]]:
     """Train a model from random weights.
 
@@ -101,62 +93,52 @@ def train(
         advantages: Mode of `group_advantages`, for example rewards, centered, normalized or max.
         steps: Number of steps, with ten updates each.
         seed: Seed of weights and sampling.
-        lr: Learning rate of Adam.
-        spread: Standard deviation of the embedding at the start.
-        beta: Weight of the exact KL to the reference. 0 uses no reference.
-        scaled: True divides the points for numbers and for pairs by their maxima, so that rewards
-            are from 0 to 2. False gives 0 to 5 points.
 
     Returns:
         One dictionary of metrics for each step. Step 0 is the evaluation before training.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = LectureModel(spread=spread)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    model = LectureModel()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     config = LossConfig(loss, epsilon_low=EPSILON, aggregation="token_mean_global")
-    rows = [{"step": 0, **evaluate(model, scaled)}]
+    rows = [{"step": 0, **evaluate(model)}]
     for step in range(1, steps + 1):
         # 1. Sample responses and compute their rewards.
         prompts, responses, old_logps = sample(model, GROUP, generator)
-        rewards = rewards_of(prompts, responses, scaled)
+        rewards = rewards_of(prompts, responses)
         advantage = group_advantages(rewards, advantages, group_size=GROUP)
         # 2. Copy the weights of the model to the reference every ten steps.
         if step % 10 == 1:
             reference = [model(PROMPTS).detach(), model.embedding.detach().clone()]
         teacher = TeacherHead(reference[0].repeat_interleave(GROUP, 0), reference[1])
-        term = DivergenceTerm(teacher, coef=beta)
-        # 3. Make several updates on the same batch.
+        term = DivergenceTerm(teacher, coef=BETA)
+        # 3. Make ten updates on the same responses.
         seen: list[dict[str, Tensor]] = []
         for _ in range(UPDATES):
             output = linear_grpo_loss(
                 model(prompts), model.embedding, responses, advantage, config, old_logps=old_logps,
-                divergence=term if beta else None, backend="torch",
+                divergence=term, backend="torch",
             )  # fmt: skip
             optimizer.zero_grad()
             output.loss.backward()
             optimizer.step()
             seen.append({"loss": output.loss.detach(), **output.metrics})
         means = {name: float(sum(each[name] for each in seen)) / UPDATES for name in seen[0]}
-        means["kl"] = means.pop("divergence", 0.0)
-        judged = evaluate(model, scaled) if step % 10 == 0 else {}
+        means["kl"] = means.pop("divergence")
+        judged = evaluate(model) if step % 10 == 0 else {}
         rows.append({"step": step, "reward": float(rewards.mean()), **means, **judged})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--loss", help="reinforce, unclipped, grpo (the default), …")
-    parser.add_argument("--advantages", help="rewards, centered (the default), max, …")
+    parser.add_argument("--loss", default="grpo", help="reinforce, unclipped, grpo, …")
+    parser.add_argument("--advantages", default="centered", help="rewards, centered, max, …")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    help = "the lecture's first run: reinforce on points, lr 1e-3, spread 1, no reference"
-    parser.add_argument("--naive", action="store_true", help=help)
     options = parser.parse_args()
-    naive: Any = {"lr": 1e-3, "spread": 1.0, "beta": 0.0, "scaled": False} if options.naive else {}
-    loss = options.loss or ("reinforce" if naive else "grpo")
-    advantages = options.advantages or ("rewards" if naive else "centered")
-    rows = train(loss, advantages, steps=options.steps, seed=options.seed, **naive)
+    rows = train(options.loss, options.advantages, steps=options.steps, seed=options.seed)
     print(f"step   0: {rows[0]['eval_accuracy_strict']:6.1%} right")
     for row in rows[10::10]:
         print(f"step {row['step']:3}: {row['eval_accuracy_strict']:6.1%} right, "

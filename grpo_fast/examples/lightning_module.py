@@ -1,12 +1,12 @@
-"""A LightningModule that trains a causal LM with GRPO.
+"""LightningModule that trains a causal LM with GRPO.
 
     config = LossConfig(loss_type="grpo")
     module = GRPOModule(model, config, group_size=8, inner_iterations=2, rollout=rollout)
     # max_steps counts optimizer updates: 100 updates are 50 batches with inner_iterations=2.
     lightning.Trainer(max_steps=100).fit(module, prompts)
 
-Under DDP, the loss is divided by the number of tokens or completions on all ranks. All completions
-of a prompt must be on one rank.
+Under DDP, the loss is divided by the tokens or completions of all ranks. All completions of a
+prompt must be on the same rank.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Batch = dict[str, Tensor]
 
 
 class GRPOModule(LightningModule):
-    """LightningModule for GRPO with manual optimization.
+    """LightningModule that trains a causal LM with GRPO, with manual optimization.
 
     Args:
         model: A transformers causal LM.
-        config: Settings of the loss. If beta is not 0, pass `reference`.
+        config: Settings of the loss. If its beta is not 0, pass `reference`.
         group_size: Number of completions of each prompt, which must be adjacent in a batch.
         inner_iterations: Number of updates on one batch of completions.
         rollout: Function that turns a batch of the data loader into a dictionary with input_ids,
@@ -41,8 +41,8 @@ class GRPOModule(LightningModule):
         max_grad_norm: Maximum norm of the gradient. A larger gradient is scaled down.
 
     Raises:
-        ValueError: The LM head is not linear. Or `reference` is missing although beta is not 0, or
-            given although beta is 0.
+        ValueError: The LM head is not linear. Or beta is not 0 and `reference` is missing. Or beta
+            is 0 and `reference` is given.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class GRPOModule(LightningModule):
         self.max_grad_norm = max_grad_norm
 
     def on_fit_start(self) -> None:
-        """Raise an error for training strategies that shard the LM head, and for fp16 precision.
+        """Raise a ValueError for strategies that shard the LM head, and for fp16 precision.
 
-        fp16 is not supported, because its loss scaling would also scale the gradient norm, and
-        clipping would compare this norm with `max_grad_norm`.
+        With fp16, Lightning scales the loss, so clipping would compare a scaled gradient norm with
+        `max_grad_norm`.
         """
         strategy = type(self.trainer.strategy).__name__
         is_sharded = any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel"))
@@ -100,9 +100,8 @@ class GRPOModule(LightningModule):
         ref_logps = None
         if self.reference is not None:
             ref_logps = policy_logps(self.reference, batch, self.config.temperature)
-        # 2. Compute the numbers of tokens and completions by which the loss is divided. Use the
-        # mean of the ranks' numbers instead of the sum, because DDP averages the gradients of the
-        # ranks instead of summing them.
+        # 2. Compute the numbers of tokens and completions by which the loss is divided. They are
+        # means over the ranks, not sums, because DDP averages the gradients over the ranks.
         scored = batch["labels"][:, 1:] != -100
         counts = torch.stack([scored.sum(), scored.new_tensor(len(scored), dtype=torch.int64)])
         tokens, completions = self.all_gather(counts).view(-1, 2).float().mean(0)
@@ -110,8 +109,8 @@ class GRPOModule(LightningModule):
             "num_items_in_batch": tokens.clamp(min=1),
             "num_completions_in_batch": completions,
         }
-        # 3. Update the model. The first update stores its log-probabilities, and the later updates
-        # use them as old log-probabilities.
+        # 3. Update the model. The log-probabilities of the first update are the old
+        # log-probabilities of the later updates.
         optimizer = self.optimizers()
         old_logps = None
         seen = []

@@ -4,8 +4,9 @@ It accepts the same arguments and returns the same results.
 
     trainer.actor_loss_fn = PolicyLoss(trainer.actor_loss_fn)
 
-The results differ in three cases: NaN at masked tokens does not reach the loss. The loss of a batch
-without active tokens is 0 instead of NaN. With gspo, the ratio of a completion is at most e^20.
+The results differ in three cases. A NaN at a masked token does not change the loss. The loss of a
+batch without active tokens is 0 instead of NaN. With gspo, the ratio of a completion is at most
+e^20.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class PolicyLoss(nn.Module):
     """OpenRLHF's policy loss: PPO with an optional dual clip, or GSPO.
 
     Args:
-        theirs: OpenRLHF's `PolicyLoss`. Its options are copied.
+        theirs: OpenRLHF's `PolicyLoss`, from which the options are copied.
 
     Raises:
-        ValueError: The options differ from the options of openrlhf 0.11.
+        ValueError: `theirs` has other options than in openrlhf 0.11.
     """
 
-    # Options that are copied from OpenRLHF's PolicyLoss, with their original names.
+    # Options with the same names as in OpenRLHF's PolicyLoss.
     clip_eps_low: float
     clip_eps_high: float
     dual_clip: float | None
@@ -82,32 +83,33 @@ class PolicyLoss(nn.Module):
             old_log_probs: Log-probabilities before the update, shape (B, L).
             advantages: Advantage of each token, shape (B, L).
             action_mask: True or 1 at completion tokens, shape (B, L). None: all tokens.
-            rollout_log_probs: Log-probabilities of the sampler, shape (B, L). The correction for
-                the mismatch between sampler and trainer reads them.
+            rollout_log_probs: Log-probabilities of the sampler, shape (B, L). Needed only with a
+                correction of the mismatch between sampler and trainer.
             dp_size: Number of data-parallel ranks.
-            batch_num_tokens: Tokens in the batch of all ranks. None: count this call's tokens.
-            global_batch_size: Completions in the batch of all ranks. None: count the completions of
-                this call.
+            batch_num_tokens: Number of tokens on all ranks. None: the tokens of this call.
+            global_batch_size: Number of completions on all ranks. None: the completions of this
+                call.
 
         Returns:
-            The loss, the metrics clip_ratio, ppo_kl and vllm_kl, and the fraction of tokens or
-            sequences that the correction filtered, each 0-d. vllm_kl and the fraction are None
-            without a correction.
+            The loss and OpenRLHF's metrics clip_ratio, ppo_kl, vllm_kl and is_filter_ratio, each
+            0-d. is_filter_ratio is the fraction of tokens or completions that the correction
+            removed. The last two metrics are None without a correction.
         """
         keep = torch.ones_like(log_probs).bool() if action_mask is None else action_mask.bool()
         behaviour = old_log_probs
         weighted = advantages
         vllm_kl = None
         filtered = None
-        # 1. Compute the correction for the mismatch between sampler and trainer.
+        # 1. Correct the mismatch between sampler and trainer. With gspo, use the sampler's
+        # log-probabilities as old ones. Otherwise, multiply the advantages by weights.
         if self.is_correction_level != "off" and self.by_sequence:
-            behaviour = rollout_log_probs  # OpenRLHF's gspo ratio is relative to the sampler
+            behaviour = rollout_log_probs
         elif self.is_correction_level != "off":
             with torch.no_grad():
                 coefficient, filtered = self._correction(old_log_probs, rollout_log_probs, keep)
                 weighted = advantages * coefficient
                 vllm_kl = _mean(rollout_log_probs - old_log_probs, keep)
-        # 2. Compute the loss. With a ratio for each token, OpenRLHF clamps the log ratio, so a
+        # 2. Compute the loss. OpenRLHF clamps the log ratio of each token, except with gspo. A
         # clamped token gets no gradient.
         if not self.by_sequence:
             is_clamped = (log_probs.detach() - behaviour).abs() > LOG_RATIO_BOUND
@@ -130,7 +132,7 @@ class PolicyLoss(nn.Module):
         return loss, clip_ratio, ppo_kl, vllm_kl, filtered
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
-        """Return a bool mask of the tokens whose loss is clipped, (B, L)."""
+        """Return True at the tokens whose loss is clipped, shape (B, L)."""
         if self.by_sequence:
             log_ratio = _row_mean(log_ratio, keep)
         ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -141,11 +143,11 @@ class PolicyLoss(nn.Module):
     def _correction(
         self, old_log_probs: Tensor, rollout_log_probs: Tensor, keep: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute OpenRLHF's correction for the mismatch between sampler and trainer.
+        """Compute the weights that correct the mismatch between sampler and trainer.
 
         Returns:
-            Weights of the token losses, shape (B, L) or (B, 1), and the fraction of tokens or
-            sequences whose ratio is outside the threshold, 0-d.
+            The weights of the tokens, shape (B, L) or (B, 1). The fraction of tokens or completions
+            that are outside the threshold, 0-d.
         """
         low, high = self.is_correction_threshold
         per_sequence = self.is_correction_level == "seq"
@@ -162,7 +164,7 @@ class PolicyLoss(nn.Module):
         if self.is_correction_gating == "ratio":
             statistic = statistic.exp()
         inside = (statistic >= low) & (statistic <= high)
-        if per_sequence:  # in OpenRLHF, the statistic of an empty completion is NaN: not inside
+        if per_sequence:  # as in OpenRLHF, an empty completion is never inside
             inside = inside & keep.any(-1, keepdim=True)
         if self.is_correction_mode == "clip":
             coefficient = statistic.clamp(low, high)
@@ -172,17 +174,11 @@ class PolicyLoss(nn.Module):
 
 
 def _mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean of `x` over the tokens in `keep`, 0-d.
-
-    For a bool `x`, the mean is the fraction of True.
-    """
+    """Return the mean of `x` over the tokens in `keep`, 0-d. For a bool `x`, count True as 1."""
     terms = x & keep if x.dtype == torch.bool else torch.where(keep, x, 0.0)
     return terms.sum() / keep.sum().clamp(min=1)
 
 
 def _row_mean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return the mean of `x` over the tokens in `keep` of each completion, shape (B, 1).
-
-    The mean of an empty completion is 0.
-    """
+    """Return the mean of `x` over the tokens in `keep` of each completion, or 0 without tokens."""
     return torch.where(keep, x, 0.0).sum(-1, keepdim=True) / keep.sum(-1, keepdim=True).clamp(min=1)

@@ -41,15 +41,15 @@ def train(
     Args:
         model: A transformers causal LM.
         prompts: Token ids of N prompts of the same length, shape (N, P).
-        reward: Function that returns rewards (N*G,) for the token ids of completions (N*G, K). Ids
-            are -100 after the end of a completion.
+        reward: Function that computes rewards, shape (N*G,), from the token ids of completions,
+            shape (N*G, K). The ids after the end of a completion are -100.
         config: Settings of the loss.
         steps: Number of batches of completions.
         group_size: Number of completions G of each prompt.
         inner_iterations: Number of updates on each batch.
         max_new_tokens: Largest length of a completion.
         learning_rate: Learning rate of AdamW.
-        report: Function that is called after each update with its number and its metrics.
+        report: Function that is called after each update with the update's number and metrics.
 
     Returns:
         One dictionary of metrics for each update.
@@ -59,8 +59,8 @@ def train(
     length = prompts.shape[1]
     history = []
     for _ in range(steps):
-        # 1. Sample G completions of each prompt. Labels are -100 in the prompt and after the end of
-        # the completion, so that these tokens do not count.
+        # 1. Sample G completions of each prompt. The loss ignores the labels -100, which mark the
+        # prompt and all tokens after the end of a completion.
         model.eval()
         repeated = prompts.repeat_interleave(group_size, 0)
         input_ids = model.generate(repeated, do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
@@ -68,11 +68,11 @@ def train(
         after_end = is_end.cumsum(1) - is_end.int() > 0
         completions = input_ids[:, length:].masked_fill(after_end, -100)
         labels = torch.cat([torch.full_like(repeated, -100), completions], 1)
-        # 2. Compute the rewards. The advantages compare the rewards of the completions of a prompt.
+        # 2. Compute the rewards, and compare them within the completions of each prompt.
         rewards = reward(completions)
         advantages = group_advantages(rewards, group_size=group_size)
-        # 3. Update the model. The first update on a batch stores its log-probabilities, and the
-        # later updates use them as old log-probabilities.
+        # 3. Update the model. The log-probabilities of the first update are the old
+        # log-probabilities of the later updates.
         model.train()
         old_logps = None
         for _ in range(inner_iterations):
@@ -96,7 +96,6 @@ def even_ids(completions: Tensor) -> Tensor:
 
 
 def show(update: int, metrics: Metrics) -> None:
-    """Print loss and reward of an update."""
     print(
         f"update {update}: loss {metrics['loss']:+.4f}, reward {metrics['reward']:.3f}", flush=True
     )

@@ -24,18 +24,18 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
     """Compute the loss of one sequence for prime-rl.
 
     Args:
-        inputs: prime-rl's `LossInputs` with tensors of shape (T,). `inference_logprobs` are used as
-            old log-probabilities. `teacher_logprobs` are used as reference log-probabilities of the
-            KL term. They must be given if and only if beta is not 0.
-        **options: Fields of `LossConfig`. prime-rl passes only log-probabilities, so options that
-            need logits or entropies are not supported.
+        inputs: prime-rl's `LossInputs` with tensors of shape (T,). `inference_logprobs` are the old
+            log-probabilities. `teacher_logprobs` are the reference log-probabilities of the KL
+            term. If beta is 0, `teacher_logprobs` must be None.
+        **options: Fields of `LossConfig`. Options that need logits or entropies are not supported,
+            because prime-rl passes only log-probabilities.
 
     Returns:
         prime-rl's `LossOutputs` with the loss and our metrics.
 
     Raises:
-        ValueError: `teacher_logprobs` is missing although beta is not 0, or given although beta is
-            0. Or `LossConfig` raises the error for an option.
+        ValueError: beta is not 0 and `teacher_logprobs` is None. Or beta is 0 and
+            `teacher_logprobs` is given. Or `LossConfig` refuses an option.
     """
     config = LossConfig(**options, aggregation="token_mean_global")
     teacher = inputs.teacher_logprobs
@@ -52,7 +52,7 @@ def policy_loss(inputs: Any, **options: Any) -> Any:
         completion_mask=row(inputs.loss_mask), old_logps=row(inputs.inference_logprobs),
         ref_logps=row(teacher), num_items_in_batch=1.0,
     )  # fmt: skip
-    # Get the class LossOutputs from the module that defines the class of the inputs. An import of
-    # prime-rl would fail in the checks of this package, because prime-rl is not on a package index.
+    # Take the class LossOutputs from the module that defines LossInputs. prime-rl is not on a
+    # package index, so the tests of this script cannot import it.
     home = sys.modules[type(inputs).__module__]
     return home.LossOutputs(loss=output.loss, metrics=dict(output.metrics))

@@ -4,13 +4,13 @@
     grpo-fast train sort steps=300 'rewards=[
       {name: reward_model, path: runs/reward-model/model}, {name: sort_positions, weight: 0}]'
 
-Without `--pairs`, the script trains a model with 0.2 M parameters on generated pairs for the recipe
-`sort`. The model learns which of two answers has more symbols in the right places. This takes half
-a minute on 2 CPU cores.
+Without `--pairs`, the script generates pairs for the recipe `sort`, and trains a model with 0.2 M
+parameters. The model learns which of two answers has more symbols in the right places. This takes
+half a minute on 2 CPU cores.
 
-`--pairs` is a file of pairs. Each line is a JSON object with the texts `prompt`, `chosen` and
-`rejected`. An optional number `margin` says by how much the score of the chosen text should at
-least exceed the score of the rejected text. Every tenth pair is held out to measure the accuracy.
+`--pairs` is a file with one JSON object per line. An object has the texts `prompt`, `chosen` and
+`rejected`. It may have a number `margin`: the score of the chosen text should exceed the score of
+the rejected text by at least this number. Every tenth pair is held out to measure the accuracy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers import TrainingArguments as Arguments
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Pair = dict[str, str | float]  # a line of the file of pairs
+Pair = dict[str, str | float]  # prompt, chosen, rejected and, optionally, margin
 DIGITS, SYMBOLS = 4, 10
 # Weight of the loss term mean((chosen + rejected)²), which keeps the mean of the scores near 0
 # (arXiv 2312.09244).
@@ -41,9 +41,9 @@ CENTER = 0.01
 
 
 def sort_pairs(count: int, seed: int) -> list[Pair]:
-    """Return pairs of answers to prompts of the recipe `sort`.
+    """Generate pairs for the recipe `sort`.
 
-    The chosen answer of a pair has fewer wrong symbols than the rejected answer.
+    The chosen answer has fewer wrong symbols than the rejected answer.
     """
     rng = random.Random(seed)
     pairs: list[Pair] = []
@@ -57,10 +57,7 @@ def sort_pairs(count: int, seed: int) -> list[Pair]:
 
 
 def with_mistakes(answer: list[str], wrong: int, rng: random.Random) -> str:
-    """Return the answer with the given number of wrong symbols.
-
-    In a quarter of the cases, the last `wrong` symbols are cut off instead of replaced.
-    """
+    """Return the answer with `wrong` symbols replaced, or, in a quarter of the cases, cut off."""
     if rng.random() < 0.25:
         return " ".join(answer[: len(answer) - wrong])
     places = rng.sample(range(len(answer)), wrong)
@@ -92,7 +89,7 @@ class PairTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, torch.Tensor], *_: object, **__: object
     ) -> torch.Tensor:
-        """Return the Bradley-Terry loss −log σ(chosen − rejected − margin) plus centering term."""
+        """Return the mean of −log σ(chosen − rejected − margin), plus the centering term."""
         margin = inputs.pop("margin")
         chosen, rejected = model(**inputs).logits[:, 0].float().chunk(2)
         loss = -logsigmoid(chosen - rejected - margin).mean()
@@ -100,7 +97,10 @@ class PairTrainer(Trainer):
 
 
 def collate(pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """Tokenize pairs as the reward `reward_model` expects: the prompt, the answer and EOS."""
+    """Tokenize prompt, answer and EOS, as the reward function `reward_model` does.
+
+    The result has the rows of all chosen answers, then the rows of all rejected answers.
+    """
     rows = []
     for name in ("chosen", "rejected"):
         for pair in pairs:
@@ -135,10 +135,10 @@ def train(
 
     Args:
         out: Folder of the run.
-        pairs_file: File of pairs, one JSON object a line. None: generated pairs.
-        model_path: Folder or hub id of the model to start from, together with `pairs_file`.
-        steps: Number of updates with 64 pairs each.
-        lr: Highest learning rate.
+        pairs_file: File with one pair per line, as a JSON object. None: pairs are generated.
+        model_path: Folder or hub id of the initial model. Needed with `pairs_file`.
+        steps: Number of updates. Each uses 64 pairs.
+        lr: Largest learning rate of the schedule.
 
     Returns:
         The accuracy on held-out pairs.
@@ -155,8 +155,8 @@ def train(
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         model = Scorer.from_pretrained(model_path, num_labels=1)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # Set the id of the pad token. The model computes its score at the last token before the
-        # padding, and it finds the padding by this id.
+        # The model computes the score at the last token before the padding. It needs the id of the
+        # pad token to find the padding.
         model.config.pad_token_id = tokenizer.pad_token_id
     arguments = Arguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=64, learning_rate=lr,
@@ -166,8 +166,7 @@ def train(
     )  # fmt: skip
     batches = partial(collate, tokenizer=tokenizer)
     trainer = PairTrainer(model, arguments, batches, pairs)
-    # Keep Trainer from dividing the loss by a token count, because the loss is already a mean over
-    # pairs.
+    # With True, Trainer would divide the loss by a token count. It is already a mean over pairs.
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
     model.save_pretrained(out / "model")

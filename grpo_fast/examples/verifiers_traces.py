@@ -1,4 +1,4 @@
-"""Pack traces of verifiers (0.4, schema version 1) into one row for training.
+"""Packed rows of traces that verifiers (0.4, schema version 1) recorded.
 
     from grpo_fast.attention import head_of, register
 
@@ -10,9 +10,9 @@
     out = linear_grpo_loss(hidden, head.weight, config=config, bias=head.bias, **inputs)
     out.loss.backward()
 
-Every branch of a trace is a sample. A message that several branches share is computed once. A
-sampled message counts in the loss only in the first branch that contains it. Branches share a
-prefix only if both its token ids and its recorded expert routes are equal.
+Every branch of a trace is a sample. A message that several branches share is computed once, and
+counts in the loss only in the first of these branches. Branches share a prefix if its token ids and
+its recorded expert routes are equal.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def pack_traces(
     """Pack traces into one row for `linear_grpo_loss`.
 
     Args:
-        traces: `Trace` objects, or their records as dictionaries. Objects, and records that came
-            over the network, may contain sampling masks and expert routes. Records on disk contain
-            neither.
+        traces: `Trace` objects, or their records as dictionaries. Records in files have no sampling
+            masks and no expert routes. Objects, and records that a server sends, may have both.
         advantages: One advantage for each trace.
         device: Device of the returned tensors.
 

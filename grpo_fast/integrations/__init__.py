@@ -1,5 +1,5 @@
-"""Integrations of grpo_fast into other trainers, with one module for each trainer.
+"""Integrations of grpo_fast into other trainers.
 
-Importing an integration changes nothing until you call it. README.md in this folder describes all
-integrations.
+The import of an integration changes nothing. Call its functions to use our kernels in the trainer.
+README.md in this folder describes all integrations.
 """

@@ -1,12 +1,12 @@
-"""GRPO loss of a transformers causal LM for batches in the format of supervised fine-tuning.
+"""GRPO loss of a transformers causal LM, for batches in the format of supervised fine-tuning.
 
 A batch has input_ids, attention_mask and labels of the same shape (B, L). Labels are not shifted,
 and a label of -100 excludes its token from the loss.
 
-The functions call the model's own forward, so the hooks of DDP and FSDP fire. To save memory, the
-forward computes the logits of the last position only. The loss is computed from the last hidden
-states of all positions. An LM head in a separate FSDP2 group raises an error, because its FSDP2
-hooks would run for the last position only.
+The functions call the forward of the model, so the hooks of DDP and FSDP2 fire. To save memory,
+they request logits of the last position only, and compute the loss from the hidden states of all
+positions. A model whose LM head is in a separate FSDP2 group is refused, because the hooks of this
+group would only run for the logits of the last position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside DDP and PEFT.
+    """Return the transformers model inside wrappers such as DDP and PEFT.
 
     Raises:
         ValueError: The innermost model is not a transformers causal LM.
@@ -44,10 +44,10 @@ def unwrapped(model: Any) -> PreTrainedModel:
 def last_hidden(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int = 1
 ) -> CausalLMOutput:
-    """Run the model's forward, and return its output with the hidden states of all layers.
+    """Run the model, and return its output with the hidden states of all layers.
 
-    Logits are computed only for the last `logits_to_keep` positions. With 0, the forward computes
-    the logits of all positions.
+    The output has the logits of the last `logits_to_keep` positions, or of all positions if
+    `logits_to_keep` is 0.
     """
     return model(
         input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True,
@@ -57,12 +57,12 @@ def last_hidden(
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """Check that the fused loss would compute the same logits as the model's own forward.
+    """Check that a model's logits are its last hidden states times the weight of its LM head.
 
-    The fused loss applies the weight of the linear LM head to the last hidden states.
+    The fused loss assumes this. A bias, a softcap and a logit scale are allowed.
 
     Raises:
-        ValueError: The logits differ by more than rounding.
+        ValueError: The logits differ by more than rounding errors.
     """
     head = head_of(unwrapped(model))
     ids = (torch.arange(6, device=head.weight.device) * 7 + 3)[None] % head.weight.shape[0]
@@ -77,7 +77,7 @@ def _check_rule(
     hidden: Tensor,  # (B, L, H)
     theirs: Tensor,  # (B, L, V) the model's logits
 ) -> None:
-    """Raise an error unless the head computes the model's logits `theirs` from `hidden`."""
+    """Raise a ValueError unless `head` applied to `hidden` gives the model's logits `theirs`."""
     weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in head[:2])
     bias = 0.0 if bias is None else bias.float()
     logits = head.logit_scale * (hidden.float() @ weight.float().T + bias)
@@ -107,9 +107,8 @@ def _last_rows(
     head = head_of(lm)
     layer = lm.get_output_embeddings()
     out = last_hidden(model, batch["input_ids"], batch.get("attention_mask"))
-    # Hooks on the head or a replaced forward may change the logits, but the fused loss uses only
-    # the head's weight. If the head has a hook or a replaced forward, compare our logits of the
-    # last position with the model's logits.
+    # If the head has hooks or a replaced forward, check the logits of the last position. The fused
+    # loss reads only the weight of the head, so it would ignore a change of the logits.
     if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
         _check_rule(head, out.hidden_states[-1][:, -1:], out.logits)
     hidden = out.hidden_states[-1][:, :-1]
@@ -127,14 +126,14 @@ def policy_loss(
     ref_logps: Tensor | None = None,  # (B, L-1)
     **counts: Any,
 ) -> LossOutput:
-    """Compute `linear_grpo_loss` for a transformers causal LM.
+    """Compute the GRPO loss of a batch with a transformers causal LM, without storing logits.
 
     Args:
         model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.
         batch: Dictionary with input_ids, attention_mask and labels, each of shape (B, L). Labels
             of -100 exclude their tokens from the loss.
         advantages: Advantage of each completion, shape (B,).
-        config: Loss settings. The softcap and the logit scale come from the model's head.
+        config: Loss settings. Its softcap and logit scale are replaced by those of the model.
         old_logps: Log-probabilities before the update, shape (B, L-1), fp32. Column t belongs to
             labels[:, t + 1], as in the result of `policy_logps`.
         ref_logps: Log-probabilities of the reference model, shape (B, L-1), fp32.
@@ -144,8 +143,8 @@ def policy_loss(
         The differentiable loss, its metrics, and the log-probabilities (B, L-1).
 
     Raises:
-        ValueError: The batch has no input_ids or labels of shape (B, L), the model is not a causal
-            LM with a linear head, or hooks on the head change its logits.
+        ValueError: The batch has no input_ids or labels of shape (B, L). Or the model is not a
+            causal LM with a linear head. Or hooks on the head change its logits.
 
     Example:
         >>> output = policy_loss(model, batch, advantages, LossConfig(loss_type="dapo"))
@@ -169,7 +168,7 @@ def policy_logps(
     Args:
         model: A transformers causal LM, possibly inside PEFT, DDP or FSDP2.
         batch: Dictionary with input_ids, attention_mask and labels, each of shape (B, L).
-        temperature: Sampling temperature: a number, or a tensor of shape (B, L-1).
+        temperature: Sampling temperature, a number or a tensor of shape (B, L-1).
 
     Returns:
         Log-probabilities of labels[:, 1:], shape (B, L-1), fp32. They are 0 where a label is -100.

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class FastHead(ExitStack):
-    """Handle that `use_fast_head` returns, with which the original LM head can be restored.
+    """Handle that restores the original LM head after a call of `use_fast_head`.
 
-    Call `undo()` or leave the `with` block to restore the head.
+    Call `undo()`, or use the handle in a `with` statement.
     """
 
     def __init__(self) -> None:
@@ -49,21 +49,19 @@ def _warn_partitioned(by: str) -> None:
 def compute_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype in which the LM head is computed.
 
-    It is autocast's dtype if autocast is enabled, and otherwise the dtype of `hidden`.
+    With autocast, this is the dtype of autocast. Without it, this is the dtype of `hidden`.
     """
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def run_inside(module: nn.Module) -> None:
-    """Add the keyword argument `run` to this module's forward.
+    """Make `module(x, run=f)` return `f(module, x)`, with the hooks of the module around `f`.
 
-    Afterwards, `module(x, run=f)` returns `f(module, x)` instead of the result of the original
-    forward.
-
-    The module's hooks fire around `f`. With FSDP2, the hooks gather the weights before `f` and
-    reduce the gradients after the backward. FSDP2's hooks may also cast every float argument of the
-    call. To keep the dtype of a tensor, bind the tensor to `f` with `functools.partial`.
+    Calls without `run` still use the original forward. With FSDP2, the hooks gather the weights
+    before `f`, and reduce the gradients after the backward pass. The hooks may also cast every
+    float argument of the call. To keep the dtype of a tensor, bind the tensor to `f` with
+    `functools.partial`.
 
     Args:
         module: The module to change. Other modules of the same class are not changed.
@@ -78,8 +76,8 @@ def run_inside(module: nn.Module) -> None:
     ) -> object:
         if run is not None:
             return run(self, *args)
-        # Look up the original forward on `self`. A deep copy of the module also copies this
-        # function, and must not run the forward of the module from which it was copied.
+        # Look up the original forward in the class of `self`, not in `module`. A deep copy of the
+        # module shares this function, and must not run the forward of the original module.
         theirs = functools.partial(type(self).forward, self) if before is None else before
         return theirs(*args, **kwargs)
 
@@ -90,9 +88,9 @@ def run_inside(module: nn.Module) -> None:
 def reshard(model: nn.Module) -> None:
     """Shard the parameters of an FSDP2 model again.
 
-    Call this function after a forward pass without a backward pass, because such a pass leaves the
-    parameters unsharded. If an optimizer is built on unsharded parameters, FSDP2 frees them at the
-    next step, and the optimizer's updates are lost.
+    A forward pass without a backward pass leaves the parameters unsharded. If an optimizer is then
+    built, it updates the unsharded parameters. FSDP2 frees these parameters at the next step, so
+    the updates are lost.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

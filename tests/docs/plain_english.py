@@ -1,8 +1,9 @@
-"""Find constructions of our old compressed style in docstrings, comments and messages.
+"""Search docstrings, comments and messages for constructions of our old compressed style.
 
     python -m tests.docs.plain_english [PATH ...]
 
-prints file:line, the construction and its surroundings. Exit status 1 if any was found.
+The command prints the place, the text and a better wording of each construction. Its exit status is
+1 if it finds one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Old constructions as patterns for lower-case text, each with the words to use instead.
+# Map from old constructions, as patterns for lower-case text, to the words to use instead.
 OLD = {
     r"\bbeside\b": "together with, next to, with",
     r"\bbehind\b": "after",

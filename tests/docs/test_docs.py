@@ -22,6 +22,7 @@ from grpo_fast.objective.kl import KL_ESTIMATORS
 from grpo_fast.objective.losses import OBJECTIVES
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
+from grpo_fast.train.planning.plan import plan
 from tests import chromium
 from tests.docs import plain_english
 
@@ -125,10 +126,13 @@ def test_every_command_that_is_shown_exists():
     commands = set(typer.main.get_command(app).commands)
     seen = set()
     for page in [*WRITTEN, *READMES]:
-        for line in re.findall(r"^grpo-fast (.+)$", page.read_text(), re.M):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^grpo-fast (.+)$", text, re.M):
             command, *words = line.split("#")[0].split()
             assert command in commands, f"{page.name}: {line}"
             seen.add(command)
+            if command == "plan":
+                plan(words[0], words[1:])  # raises an error for an invalid setting
             if command == "train" and words and words[0] in recipe_names() and "'" not in line:
                 local = [w for w in words[1:] if "=" in w and not w.startswith(("data=", "model="))]
                 load_recipe(words[0], local)  # raises an error for an invalid key or value

@@ -20,7 +20,7 @@ def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
     torch.testing.assert_close(logps.double(), taken, rtol=0, atol=1e-5)
     words = [" ".join(map(str, row)) for row in responses.tolist()]
     answers = [" ".join(map(str, sorted(row))) for row in prompts.tolist()]
-    found = lecture.rewards_of(prompts, responses, scaled=True).tolist()
+    found = lecture.rewards_of(prompts, responses).tolist()
     assert found == pytest.approx(sort_inclusion_ordering(completions=words, answers=answers))
     # The README states that the accuracy rises from 1.0% to 100% in 40 steps.
     rows = lecture.train(steps=40, seed=1)
@@ -30,6 +30,6 @@ def test_the_script_learns_the_lectures_task(monkeypatch, capsys):
     # next step.
     assert rows[11]["kl"] < rows[10]["kl"] and rows[21]["kl"] < rows[20]["kl"]
     assert min(row["kl"] for row in rows[1:]) >= 0
-    monkeypatch.setattr("sys.argv", ["lecture", "--naive", "--steps", "10"])
+    monkeypatch.setattr("sys.argv", ["lecture", "--steps", "10"])
     lecture.main()
     assert "step  10:" in capsys.readouterr().out

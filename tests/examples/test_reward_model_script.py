@@ -26,7 +26,7 @@ def test_the_script_trains_a_model_that_is_a_reward(tmp_path, monkeypatch, capsy
                         for name in ("chosen", "rejected"))  # fmt: skip
     ours = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / 1024
     assert share == pytest.approx(ours, abs=2 / 1024) and share > 0.7
-    # Check the command line with pairs from a file and the weights of a causal LM as the start.
+    # Check the command line with a file of pairs and with a causal LM as the initial model.
     lines = [{"prompt": f"What is {i}?", "chosen": f" {i}", "rejected": " apples", "margin": 0.5}
              for i in range(40)]  # fmt: skip
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

@@ -1,6 +1,6 @@
 """Cases of `test_sharded_heads.py`, which run on several ranks.
 
-They compute losses and gradients of tiny models whose parameters are sharded over the ranks.
+Each case computes the loss and the gradients of a tiny model that is sharded over the ranks.
 """
 
 import os
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo_fast import LossConfig, TeacherHead, linear_divergence, linear_grpo_loss, linear_logps
+from grpo_fast import DivergenceTerm, LossConfig, TeacherHead, linear_grpo_loss
 from grpo_fast.integrations.causal_lm import policy_loss
 from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.head import use_fast_head
@@ -76,15 +76,15 @@ WRAPS: dict[str, Callable[[Any, DeviceMesh], Any]] = {
     "head_bf16": lambda lm, mesh: shard(lm, mesh, lm.lm_head, mp_policy=BF16),
     "replicated": replicated,
 }
-# Maps each loss computation to the wrappers (keys of WRAPS) that are tested with it. "dapo" is
-# computed in a single pass. "vespo" uses TRL's loss function with our logps. "empty" is a single
-# pass in which the last rank has no scored token.
+# Map from each loss to the wrappers (keys of WRAPS) that are tested with it. "dapo" is computed in
+# a single pass, and "vespo" by TRL from our logps. "empty" is "dapo" with a last rank that has no
+# scored token.
 COMPUTED = {
     "dapo": list(WRAPS),
     "vespo": ["ddp", "head", "head_kept", "norm_and_head", "tied_group"],
     "empty": ["ddp", "head", "norm_and_head_kept"],
     "fused": ["layers_root_resharded", "head", "head_kept", "norm_and_head"],
-    "policy_loss": ["root", "layers_root_resharded"],
+    "policy_loss": ["ddp", "root", "layers_root_resharded"],
     "distill": ["ddp", "layers", "layers_root_resharded", "head", "head_kept", "norm_and_head"],
 }
 
@@ -173,9 +173,9 @@ def model_loss(what: str, wrap: Callable, folder: Path, batch: Batch) -> Work:
 def compute(
     case: str, world: int, folder: Path, rank: int | None = None, mesh: DeviceMesh | None = None
 ) -> tuple[float, Gradients]:
-    """Compute the loss of this rank and the reduced gradients of all parameters.
+    """Compute the loss of this rank, and the gradients of all parameters, reduced over the ranks.
 
-    If `rank` is None, compute the loss and the gradients of the rows of all ranks in this process.
+    If `rank` is None, this process computes the loss and the gradients of the rows of all ranks.
     """
     what, wrap = case.split("-")
     path = folder / ("tied" if wrap.startswith("tied") else "untied")
@@ -203,8 +203,7 @@ PLACEMENTS = {
     "columns": (Shard(1), Replicate()),
     "copies": (Replicate(), None),
 }
-FUNCTIONS = "linear_logps", "linear_grpo_loss", "linear_divergence"
-PUBLIC = [f"{name}-{k}" for name in FUNCTIONS for k in PLACEMENTS]
+PUBLIC = [f"function-{kind}" for kind in PLACEMENTS]
 Result = dict[str, Any]
 
 
@@ -227,9 +226,10 @@ def compared(loss: float, found: Gradients, expected: float, wanted: Gradients) 
 
 
 def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[str, Result]]:
-    """Run the public functions on DTensors, and compare them with plain torch.
+    """Run `linear_grpo_loss` with a divergence on DTensors, and compare it with plain torch.
 
-    Yield the name and the comparison of each case. Plain torch computes the rows of all ranks.
+    The weights of both heads are DTensors. Yield the name and the comparison of each case. Plain
+    torch computes the rows of all ranks.
     """
     random = torch.Generator().manual_seed(3)
     hidden = torch.randn(world, TOKENS, WIDTH, generator=random)
@@ -240,13 +240,12 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     other = [torch.randn(*x.shape, generator=random) for x in leaves]
     lp, lq = ((h @ w.T + b).log_softmax(-1) for h, w, b in (leaves, other))
-    policy = -(advantages * lp.gather(-1, targets[..., None])[..., 0]).sum() / world
-    divergence = (lp.exp() * (lp - lq)).sum() / world
-    for case in PUBLIC:
-        name, kind = case.split("-")
-        expected = divergence if name == "linear_divergence" else policy
-        d_hidden, *d_head = torch.autograd.grad(expected, leaves, retain_graph=True)
-        wanted = dict(zip(("hidden", "weight", "bias"), (d_hidden[rank], *d_head), strict=True))
+    policy = -(advantages * lp.gather(-1, targets[..., None])[..., 0]).sum()
+    expected = (policy + (lp.exp() * (lp - lq)).sum()) / world
+    d_hidden, *d_head = torch.autograd.grad(expected, leaves)
+    wanted = dict(zip(("hidden", "weight", "bias"), (d_hidden[rank], *d_head), strict=True))
+    config = LossConfig(loss_type="reinforce", aggregation="token_mean_global")
+    for case, kind in zip(PUBLIC, PLACEMENTS, strict=True):
         h = hidden[rank].clone().requires_grad_()
         (w, b), frozen = (
             [
@@ -255,12 +254,11 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
             ]
             for head in ((weight, bias), other[1:])
         )
-        if name == "linear_divergence":
-            teacher = TeacherHead(other[0][rank], *(x.requires_grad_(False) for x in frozen))
-            ones = torch.ones(TOKENS)
-            loss = linear_divergence(h, w, teacher, "reverse_kl", bias=b, weights=ones).loss
-        else:
-            loss = head_loss(name, h, w, b, targets[rank], advantages[rank])
+        teacher = TeacherHead(other[0][rank], *(x.requires_grad_(False) for x in frozen))
+        loss = linear_grpo_loss(
+            h, w, targets[rank], advantages[rank], config, bias=b, num_items_in_batch=1.0,
+            cu_seqlens=torch.tensor([0, TOKENS]), divergence=DivergenceTerm(teacher, "reverse_kl"),
+        ).loss  # fmt: skip
         loss.backward()
         if PLACEMENTS[kind][1] is None:  # the caller reduces the gradient of a plain tensor
             distributed.all_reduce(b.grad)
@@ -271,16 +269,12 @@ def public_functions(world: int, rank: int, mesh: DeviceMesh) -> Iterator[tuple[
         yield case, {**result, "placed": all(placed)}
 
 
-def head_loss(name: str, h: Tensor, w: Tensor, b: Tensor, ids: Tensor, advantages: Tensor) -> Any:
-    if name == "linear_logps":
-        return -(advantages * linear_logps(h, w, ids, bias=b)).sum()
-    config, everything = LossConfig(loss_type="reinforce"), torch.tensor([0, TOKENS])
-    options = {"bias": b, "cu_seqlens": everything, "num_items_in_batch": 1.0}
-    return linear_grpo_loss(h, w, ids, advantages, config, **options).loss
-
-
 def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Result]]:
-    """Train a model that transformers shards, and yield the comparison with a run under DDP."""
+    """Train a model that transformers shards, and yield the comparison with a run under DDP.
+
+    transformers shards the norm and the LM head as one group. FSDP2 then changes the class of the
+    head, which the trainer must still recognise as a linear layer.
+    """
     from transformers.distributed import DistributedConfig
 
     for name in ("untied", "tied"):
@@ -293,6 +287,8 @@ def whole_runs(world: int, rank: int, folder: Path) -> Iterator[tuple[str, Resul
             )  # fmt: skip
             trainer.train()
             assert trainer.fast_path.items() >= PACKED.items(), trainer.fast_path
+            is_sharded = trainer.fast_path["rollouts"] == "TRL's: fsdp: the model is sharded"
+            assert is_sharded == (config is not None)
             weights = {n: whole(p.detach()) for n, p in trainer.model.named_parameters()}
             ends.append((trainer.state.log_history[-1]["train_loss"], weights))
         yield f"train-{name}", compared(*ends[1], *ends[0])

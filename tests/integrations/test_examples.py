@@ -104,8 +104,8 @@ def arguments(folder, **changes):
 
 def examples(model) -> list[dict[str, torch.Tensor]]:
     batch = grpo_reference.rows(8, vocabulary=61)
-    # The first micro-batch of each step has far fewer tokens than the second. The mean of the two
-    # micro-batch means then differs from the mean over all tokens, which is the right loss.
+    # In each step, the first micro-batch has far fewer tokens than the second. The mean over all
+    # tokens, which is the right loss, then differs from the mean of the two micro-batch means.
     batch["labels"][[0, 1, 4, 5], 8:] = -100
     advantages = grpo_reference.group_advantages(batch.pop("rewards"), 4)
     with torch.no_grad():
@@ -116,9 +116,9 @@ def examples(model) -> list[dict[str, torch.Tensor]]:
 
 
 def tutorial_step(model, rows) -> torch.Tensor:
-    """Take an SGD step on these rows in plain torch, and return the loss.
+    """Make an SGD step on these rows in plain torch, and return the loss.
 
-    The gradients remain in the attribute `grad` of the parameters.
+    The attribute `grad` of the parameters keeps the gradients.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given = batch["advantages"], batch["old_logps"], None
@@ -192,10 +192,9 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 
 
 def test_openrlhfs_loss():
-    """Check that our loss equals OpenRLHF's for every correction and option.
+    """Check that our loss and OpenRLHF's loss are equal for every correction and option.
 
-    The test uses small and large changes of the logps. The loss is divided either by the number of
-    tokens or sequences in the batch, or by the numbers that the caller passes.
+    The test uses small and large changes of the logps, and counts of the batch and of all ranks.
     """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}
@@ -235,7 +234,7 @@ class LossOutputs:
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_prime_rls_documented_loss(beta):
-    """Check that our loss equals the PPO loss in prime-rl's documentation plus a teacher KL."""
+    """Check that our loss is the PPO loss in the documentation of prime-rl, plus a teacher KL."""
     random = torch.Generator().manual_seed(0)
     old = -2 * torch.rand(11, generator=random)
     new = (old + 0.3 * torch.randn(11, generator=random)).requires_grad_()

@@ -4,7 +4,6 @@ They check that the loss equals the loss of the same samples in separate rows.
 """
 
 import copy
-import gc
 import json
 import math
 import re
@@ -87,8 +86,8 @@ def test_traces_of_verifiers():
     # not be packed, because it predicts nothing.
     assert pack.layout.total == sum(len(n["token_ids"]) for n in nodes) - 2 * 13 - 8
     assert len(pack.target_ids) == sum(map(sum, (n["mask"] for n in nodes)))
-    # For comparison, build one sample for each branch, with all its turns. A turn that two branches
-    # share is trained in only one of the two samples.
+    # For comparison, build one sample with all turns for each branch. If two branches share a turn,
+    # only one of the two samples trains it.
     samples, old, worth = [], [], []
     for record, advantage in zip(records(), advantages, strict=True):
         for path, shared in (([0, 1, 4, 5], ()), ([0, 1, 2, 3, 6, 7], (1,))):
@@ -158,50 +157,42 @@ def broken(*changes):
     return traces
 
 
-NOT_FINITE = (math.nan, math.inf, -math.inf)
-HUGE = (10**400, -(10**400))
+HUGE = 10**400
 TRACE = ": expected the fields of a trace"
 MASKS = [
     {"ids": ids, "counts": counts}
     for ids, counts in (
-        ([-1], [1, 0, 0, 0]), ([1.0], [1, 0, 0, 0]), ([1 << 40], [1, 0, 0, 0]),
-        ([1], [2, -1, 0, 0]), ([1], [1, 0, 0]), ([True], [1, 0, 0, 0]), ([[1]], [1, 0, 0, 0]),
-        ([59], [1, 0, 0, 0]),
+        ([-1], [1, 0, 0, 0]), ([1.0], [1, 0, 0, 0]), ([1], [2, -1, 0, 0]), ([1], [1, 0, 0]),
+        ([True], [1, 0, 0, 0]), ([[1]], [1, 0, 0, 0]), ([59], [1, 0, 0, 0]),
     )
 ]  # fmt: skip
-BINARY = [{"dtype": "int32", "data": b"abc"}, {"dtype": "int32", "data": b""},
-          {"dtype": "float", "data": b"abcd"}]  # fmt: skip
 # Each entry has a path in the second trace, invalid values to set there, and the expected message.
 BAD = [
     ("nodes.0.parent", [2], ".nodes[0].parent: expected a path to a root, got a"),
-    ("nodes.3.parent", [9, -1, 8, 1 << 63, 1.0, True, "0", []],
-     ".nodes[3].parent: expected None or one of 8"),
+    ("nodes.3.parent", [9, -1, 1.0, True, "0"], ".nodes[3].parent: expected None or one of 8"),
     ("nodes.2.token_ids", [[]], ".nodes[2].token_ids: expected the tokens of"),
     ("nodes.2.token_ids", ["x"], ".nodes[2].token_ids: expected integers from"),
-    ("nodes.2.token_ids.0", [-1, 3.0, 3.5, 1 << 31, 1 << 63, -(1 << 63), HUGE[0], True, "3", None,
-                             [3]],
+    ("nodes.2.token_ids.0", [-1, 3.5, 1 << 31, HUGE, True, "3", None],
      ".nodes[2].token_ids: expected integers from 0 to 2147483647, got"),
     ("nodes.3.mask", [[True] * 4], ".nodes[3].mask: expected 5 bools, as token_ids, got 4"),
-    ("nodes.3.mask.0", ["false", "true", "", 0, 1, 1.0, None, []],
-     ".nodes[3].mask: expected true or f"),
+    ("nodes.3.mask.0", ["false", 1, None], ".nodes[3].mask: expected true or f"),
     ("nodes.3.logprobs", [[-1.0] * 3], ".nodes[3].logprobs: expected 4 numbers, one for"),
-    ("nodes.3.logprobs.1", [*NOT_FINITE, 0.5, 3.0, 1e-9, -1e300, -9999.0, -1000, True, "-1.0", None,
-                            [-1.0], *HUGE],
+    ("nodes.3.logprobs.1", [math.nan, -math.inf, 1e-9, -1000, True, "-1.0", None, [-1.0], HUGE],
      ".nodes[3].logprobs: expected log-probabilities of sampled tokens, above -1000 and at"),
     ("nodes.3.advantages", [[1.0]], ".nodes[3].advantages: expected 4 numbers"),
-    ("nodes.3.advantages", [[1.0, x, 0.0, 2] for x in (math.nan, -math.inf, 1e39, "1.0", True, None,
-                                                       HUGE[0])],
+    ("nodes.3.advantages", [[1.0, x, 0.0, 2] for x in (math.nan, 1e39, "1.0", True, None, HUGE)],
      ".nodes[3].advantages: expected numbers that fp32 holds, got"),
     ("nodes.3.sampling_mask", MASKS, ".nodes[3].sampling_mask"),
-    ("nodes.3.sampling_mask", [{}, 3, *({"ids": ids, "counts": [0] * 4} for ids in BINARY)], TRACE),
+    ("nodes.3.sampling_mask", [{}, 3], TRACE),
+    ("nodes.3.sampling_mask", [{"ids": {"dtype": kind, "data": data}, "counts": [0] * 4}
+                               for kind, data in (("int32", b"abc"), ("float", b"abcd"))], TRACE),
     ("nodes.3.routed_experts", [3, [1], {"data": "text"}], TRACE),
-    ("rewards", [{"a": {"score": x}} for x in (math.nan, math.inf, 1e300, "1.0", True, None, [1.0],
-                                               HUGE[0])],
+    ("rewards", [{"a": {"score": x}} for x in (math.nan, 1e300, "1.0", True, None, [1.0], HUGE)],
      ".rewards: expected finite numbers, got"),
     ("rewards", [{"a": {"score": 1.0, "weight": "2"}}], ".rewards: expected finite numbers, got"),
     ("rewards", [{"a": {"score": 3e38}, "b": {"score": 3e38}}],
      ".rewards: expected a finite sum, got 6e+38"),
-    ("agent.trainable", ["false", 0, 1, None, []], ".agent.trainable: expected true or"),
+    ("agent.trainable", ["false", 0, None], ".agent.trainable: expected true or"),
     ("id", ["0-0"], ": expected the nodes of traces[0], which has the same"),
     ("nodes", [[3]], ": expected the fields of a trace of verifiers, got"),
     ("version", [2], ".version: expected 1, as of verifiers 0.4, got 2"),
@@ -238,22 +229,12 @@ def chain(count: int, parents: list[int | None] | None = None) -> dict:
 
 
 def test_a_long_chain_is_read_in_one_pass():
-    """Check that reading a long trace takes time proportional to its length.
-
-    A walk from each node to the root would take quadratic time.
-    """
-    seconds = []
-    for count in (2000, 16000):
-        records_of_chain = chain(count)
-        gc.disable()  # a collection could take longer than a short chain
-        try:
-            start = time.process_time()  # CPU time, because other processes use the core
-            (trace,) = read_traces([records_of_chain])
-            seconds.append(time.process_time() - start)
-        finally:
-            gc.enable()
-        assert [len(b.ids) for b in trace.branches] == [2 * count]
-    assert seconds[1] < 32 * seconds[0]  # quadratic time would give a factor of 64
+    """Check that reading a long trace takes time proportional to its length."""
+    start = time.process_time()  # CPU time, because other processes use the core
+    (trace,) = read_traces([chain(16000)])
+    # A walk from each node to the root would take minutes.
+    assert time.process_time() - start < 20
+    assert [len(b.ids) for b in trace.branches] == [32000]
     backwards = read_traces([chain(3000, [*range(1, 3000), None])])[0].branches
     assert [len(b.ids) for b in backwards] == [6000]
     (comb,) = read_traces([chain(60, [None, *(i // 2 * 2 for i in range(59))])])
@@ -296,7 +277,7 @@ def test_what_a_trace_says_about_itself(tmp_path):
 
 
 def test_samples_of_trl():
-    """Check that packed samples of TRL give the tensors of TRL's tree.
+    """Check that samples of TRL are packed with the values that TRL's own tree has.
 
     The loss must equal the loss of the samples in separate rows.
     """

@@ -25,14 +25,14 @@ FUNCTIONS = {
 def rows(is_chat):
     texts = trl_cases.prompts(8)
     prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
-    # The reward functions get `answer` as a data column in TRL's and in our convention. `answers`
-    # is a special name in our convention, but an ordinary data column in TRL's.
+    # In TRL, `answer` and `answers` are ordinary columns of the data set. In our rewards with TRL's
+    # signature, they must be, too, although other rewards of ours get `answers` as a special name.
     return [{"prompt": prompt, "answer": "abcdefgh"[i], "level": i, "answers": f"other {i}"}
             for i, prompt in enumerate(prompts)]  # fmt: skip
 
 
 class Recorded(GRPOTrainer):
-    """TRL's trainer, which records each reward computation in the attribute `seen`.
+    """TRL's trainer with an attribute `seen`, which records each computation of rewards.
 
     An entry of `seen` has the step, the inputs, the completion ids, the rewards and the logs.
     """

@@ -37,12 +37,12 @@ MASKS = {
 
 
 def both(
-    beta: float, mask: torch.Tensor, items: Any = None, *, bias: bool = True, dtype: Any = None,
-    **rule: Any,
-) -> list[tuple]:  # fmt: skip
+    beta: float, mask: torch.Tensor, items: Any = None, *, bias: bool = True, **rule: Any
+) -> list[tuple]:
     """Compute the divergence loss with TRL's function and with ours, from the same random inputs.
+
     Returns:
-        (loss, sum of entropies, number of tokens, gradients) of TRL's function, then of ours.
+        For each function, the loss, the sum of the entropies, the number of tokens, the gradients.
     """
     random = torch.Generator().manual_seed(4)
     width, other, vocabulary = 12, 7, 61
@@ -61,9 +61,6 @@ def both(
         hidden = h.clone().requires_grad_()
         first = (layer,) if function is ours.divergence_loss else ()
         inputs = [hidden, t, layer.weight, u]
-        if dtype is not None:
-            inputs = [x.to(dtype) for x in inputs]
-            layer.to(dtype)
         if not first:  # TRL also computes masked rows and would return NaN
             inputs[:2] = [x.nan_to_num() for x in inputs[:2]]
         loss, entropy, count = function(
@@ -72,18 +69,16 @@ def both(
             **(PLAIN | rule),
         )  # fmt: skip
         leaves = [hidden, *([layer.weight, layer.bias] if bias else [layer.weight])]
-        if dtype is not None:
-            leaves = [hidden]
         found.append((loss, entropy, count, torch.autograd.grad(loss, leaves)))
     return found
 
 
-def check(found: list[tuple], tolerance: float = 1e-5) -> None:
+def check(found: list[tuple]) -> None:
     (loss, entropy, count, gradients), mine = found
     assert mine[2] == count
     for a, b in zip((loss, entropy, *gradients), (*mine[:2], *mine[3]), strict=True):
         assert a.dtype == b.dtype and not b.isnan().any()
-        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -96,11 +91,6 @@ def test_the_loss_of_a_micro_batch(beta, rule):
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_it_is_divided_by(items, mask):
     check(both(0.5, MASKS[mask], items, bias=False))
-
-
-def test_in_16_bits():
-    found = both(0.5, MASKS["some"], bias=False, dtype=torch.bfloat16)
-    check(found, 2e-2)
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +138,6 @@ def test_undone_it_is_trls_again(folders, tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match="_chunked_divergence_loss in the _compute_loss of Own"):
         head.use_fast_head(cases.distillation(folders, tmp_path, Own))
-    name = "trl.experimental.server_distillation"
-    server = importlib.import_module(name).ServerDistillationTrainer
-    with pytest.raises(ValueError, match="got ServerDistillationTrainer, whose loss would not"):
-        head.use_fast_head(object.__new__(server))
 
 
 @pytest.mark.parametrize("has_tail", [True, False])

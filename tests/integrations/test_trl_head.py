@@ -51,7 +51,10 @@ def call(function: Any, arguments: tuple, outputs: tuple[str, ...] = ALL, **rule
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_outputs_and_gradients(name, with_bias):
+def test_outputs_and_gradients(name, with_bias, monkeypatch):
+    monkeypatch.setattr(
+        head, "BLOCK_ELEMENTS", 150
+    )  # the metrics are computed for 2 rows at a time
     results = []
     for function in BOTH:
         hidden, weight, bias, targets = tensors()
@@ -85,14 +88,6 @@ def test_outputs_that_are_asked_for_ties_and_no_token():
     assert weight.grad.abs().sum() == 0
 
 
-def test_blocks_make_no_difference(monkeypatch):
-    whole = call(head.fast_log_probs, tensors(), final_logit_softcapping=2.0)
-    monkeypatch.setattr(head, "BLOCK_ELEMENTS", 150)
-    blocks = call(head.fast_log_probs, tensors(), final_logit_softcapping=2.0)
-    for a, b in zip(whole, blocks, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def fused_model(**options: Any) -> Any:
     model = cases.tiny_model("llama", **cases.SMALL)
     utils.add_fused_lm_head(model, outputs=ALL, **options)
@@ -109,7 +104,7 @@ def test_operands_have_the_dtype_trl_projects_in():
     ):
         model = fused_model(cast_lm_head_to_fp32=cast).to(dtype)
         known = head.fused_head(model)
-        assert known[:2] == ("base_model", (1.0, None, 1.0))
+        assert known.rule == (1.0, None, 1.0)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             operands = known.operands(model.lm_head, torch.zeros(2, 16, dtype=dtype))
         assert [x.dtype for x in operands if x is not None] == [expected, expected]
@@ -213,31 +208,24 @@ def make(cls: type, config: type, path: str, output: Any, data: Any, **options: 
     settings = cases.SETTINGS | settings
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    more = {name: settings.pop(name) for name in ("teacher_model",) if name in settings}
-    tokenizer.chat_template = settings.pop("tokenizer_template", None)
-    more["args"] = config(**settings)
-    return cls(model=model, train_dataset=data, processing_class=tokenizer, **more)
+    args = config(**settings)
+    return cls(model=model, args=args, train_dataset=data, processing_class=tokenizer)
 
 
-def test_a_trainer_whose_loss_has_no_fused_head_is_refused(tmp_path_factory, tmp_path):
-    """Check that `use_fast_head` rejects GKDTrainer and its subclasses.
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("gkd", "GKDTrainer"), ("server_distillation", "ServerDistillationTrainer")],
+)
+def test_a_trainer_whose_loss_has_no_fused_head_is_refused(module, name, derived):
+    """Check that `use_fast_head` rejects trainers whose loss uses full logits.
 
-    GKDTrainer inherits the fused head from SFTTrainer, but its loss uses full logits.
+    They inherit the fused head from a trainer that `use_fast_head` accepts.
     """
-    from datasets import Dataset
-
-    gkd = importlib.import_module("trl.experimental.gkd")
-    derived = type("Distilled", (gkd.GKDTrainer,), {})
-
-    path = cases.folder(tmp_path_factory.getbasetemp() / "head_llama")
-    turns = ("user", "assistant")
-    rows = [{"messages": [{"role": r, "content": p} for r in turns]} for p in cases.prompts(4)]
-    template = "{{ messages[0]['content'] }}"
-    options = {"teacher_model": path, "max_length": 64, "tokenizer_template": template}
-    for cls in (gkd.GKDTrainer, derived):
-        trainer = make(cls, gkd.GKDConfig, path, tmp_path, Dataset.from_list(rows), **options)
-        with pytest.raises(ValueError, match=f"trainer: expected .* got {cls.__name__}"):
-            head.use_fast_head(trainer)
+    cls = getattr(importlib.import_module(f"trl.experimental.{module}"), name)
+    cls = type("Derived", (cls,), {}) if derived else cls
+    with pytest.raises(ValueError, match=f"trainer: expected .* got {cls.__name__}, whose loss"):
+        head.use_fast_head(object.__new__(cls))
 
 
 @pytest.mark.parametrize(

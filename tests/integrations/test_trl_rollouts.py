@@ -19,13 +19,6 @@ rollouts = importlib.import_module("grpo_fast.integrations.trl.rollouts")
 PACKED = {"forward": "packed", "loss": "single pass"}
 GREEDY = {"generation_kwargs": {"do_sample": False}}
 ENDS = list(range(1, 130))  # end tokens: half of the vocabulary, so that lengths differ
-# Marker that the tests replace with the end tokens that `spreading_ends` chooses.
-HALF = "choose half of the vocabulary so that lengths differ"
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return cases.folder(tmp_path_factory.mktemp("trl") / "llama")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def caller(tmp_path_factory):
 
 
 def build(cls: type, path: str, output: Any, **options: Any) -> Any:
-    """Build a trainer that samples from its model instead of returning fixed completions.
+    """Build a trainer that samples completions from its model.
 
     The attribute `drawn` of the trainer records the prompts and completions of each call.
     """
@@ -64,24 +57,8 @@ def run(cls: type, path: str, output: Any, **options: Any) -> Any:
 
 
 def both(path: str, output: Any, **options: Any) -> list[Any]:
-    """Run TRL's trainer and ours with the same options, and return both trainers."""
+    """Train with `GRPOTrainer` and with `FastGRPOTrainer`, and return both trainers."""
     return [run(cls, path, output, **options) for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer)]
-
-
-def spreading_ends(path: str, output: Any, **options: Any) -> list[int]:
-    """Choose half of the vocabulary as end tokens, so that TRL's completions differ in length.
-
-    All greedy completions of a group are equal, so their advantages are 0 and the model does not
-    change. A second run with our trainer therefore has the same lengths.
-    """
-    drawn = run(trl.GRPOTrainer, path, output, **options).drawn
-    rows = [ids for _, found in drawn for ids in found]
-    for first in range(1, 130):
-        ends = range(first, first + 129)
-        lengths = {next((n for n, t in enumerate(ids) if t in ends), len(ids)) for ids in rows}
-        if len(lengths) > 1:
-            return list(ends)
-    raise AssertionError("greedy completions are all the same")
 
 
 class ChatTemplate:
@@ -95,19 +72,19 @@ class ChatTemplate:
     "options",
     [
         {},
-        {"ends": HALF, "max_completion_length": 12},
-        {"ends": HALF, "mask_truncated_completions": True, "max_completion_length": 3},
+        {"ends": ENDS, "max_completion_length": 12},
+        {"ends": ENDS, "mask_truncated_completions": True, "max_completion_length": 3},
         {"ends": [1, 0], "max_completion_length": 40},  # the padding token 0 is an end token, too
-        {"ends": HALF, "evaluation": True, "num_generations_eval": 2},
+        {"ends": ENDS, "evaluation": True, "num_generations_eval": 2},
         {
-            "ends": HALF, "num_iterations": 2, "gradient_accumulation_steps": 2,
+            "ends": ENDS, "num_iterations": 2, "gradient_accumulation_steps": 2,
             "steps_per_generation": 4, "per_device_train_batch_size": 2, "max_steps": 5,
         },
-        {"gradient_checkpointing": True, "ends": HALF},
+        {"gradient_checkpointing": True, "ends": ENDS},
         {"lora": {}, "beta": 0.1},
-        {"bf16": True, "ends": HALF},
+        {"bf16": True, "ends": ENDS},
         {"dtype": torch.bfloat16, "cast_lm_head_to_fp32": True},
-        {"pad_to_multiple_of": 8, "ends": HALF},
+        {"pad_to_multiple_of": 8, "ends": ENDS},
         {"chat": True},
     ],
     ids=lambda options: "-".join(options) or "plain",
@@ -115,17 +92,13 @@ class ChatTemplate:
 def test_greedy_runs_are_trls(model_path, tmp_path, options):
     options = {**GREEDY, "learning_rate": 0.5, "max_steps": 3, **options}
     chat, pair = options.pop("chat", False), []
-    spread = options.get("ends") == HALF
-    if spread:
-        del options["ends"]
-        options["ends"] = spreading_ends(model_path, tmp_path / "first", **options)
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
         cls = type(cls.__name__, (ChatTemplate, cls), {}) if chat else cls
         pair.append(run(cls, model_path, tmp_path / cls.__name__, **options))
     theirs, ours = pair
     assert ours.fast_path["rollouts"] == "ours", ours.fast_path
     assert ours.drawn == theirs.drawn
-    if spread:
+    if options.get("ends") == ENDS:
         assert len({len(ids) for _, found in ours.drawn for ids in found}) > 1
     low = options.get("bf16") or "dtype" in options
     bars = (0.02, 5e-3) if low else (1e-4, 1e-5)
@@ -191,7 +164,7 @@ def test_what_our_sampler_does_not_read_is_named(model_path, tmp_path, caplog, o
 
 
 def test_the_models_own_generation_config_counts(model_path, tmp_path):
-    """Check that sampling settings that the trainer's config lacks come from the model's config."""
+    """Check that the model's generation config fills in what the trainer's config leaves None."""
     trainer = build(fast.FastGRPOTrainer, model_path, tmp_path)
     trainer.model.generation_config.min_p = 0.25
     assert trainer._sampling().min_p == 0.25
@@ -201,18 +174,23 @@ def test_the_models_own_generation_config_counts(model_path, tmp_path):
 
 @pytest.mark.parametrize("how", ["attribute", "generate"])
 def test_trls_way_is_trls_to_the_bit(model_path, tmp_path, how):
-    pair = []
+    """Check that TRL samples if `fast_rollouts` is False or if `generate` was replaced.
+
+    `generate` must run with the original attention of the model.
+    """
+    pair, attention = [], []
     for cls in (trl.GRPOTrainer, fast.FastGRPOTrainer):
         trainer = build(cls, model_path, tmp_path, max_steps=1)
         if how == "attribute" and cls is fast.FastGRPOTrainer:
             trainer.fast_rollouts = False
         if how == "generate":
-            inner = trainer.model.generate
-            trainer.model.generate = lambda *a, f=inner, **k: f(*a, **k)
+            trainer.model.generate = lambda *a, m=trainer.model, f=trainer.model.generate, **k: (
+                attention.append(m.config._attn_implementation) or f(*a, **k)
+            )
         pair.append(trainer)
         trainer.train()
     theirs, ours = pair
-    assert ours.drawn == theirs.drawn
+    assert ours.drawn == theirs.drawn and set(attention) <= {"sdpa"}
     ours.fast_rollouts = False
     assert ours._sampling() == rollouts.OFF
     ours.fast_rollouts = True
@@ -236,21 +214,11 @@ def test_a_prompt_without_a_token_is_trls_error(model_path, tmp_path):
 REPLAY = {"more": {"replay_support": True}}
 
 
-def test_models_that_our_loop_would_compute_wrongly(tmp_path):
-    """Check that TRL samples for models whose head or RoPE type our loop does not support.
-
-    Our loop must sample for GPT-2, which has absolute positions.
-    """
+def test_our_loop_samples_for_models_with_absolute_positions(tmp_path):
     path = cases.folder(tmp_path / "gpt2", "gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=64)
     theirs, ours = both(path, tmp_path, disable_dropout=True, **GREEDY)
     assert ours.fast_path["rollouts"] == "ours" and ours.drawn == theirs.drawn
     assert ours.fast_path["forward"] == "packed"
-    theirs.model.lm_head.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
-    ours.model = theirs.model
-    assert "no plain linear layer" in rollouts.unsuited(ours, ours.model)
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    path = cases.folder(tmp_path / "llama", rope_parameters=dynamic)
-    assert "rope_type" in build(fast.FastGRPOTrainer, path, tmp_path).fast_path["rollouts"]
 
 
 def test_lora_dropout_is_off_while_it_samples(model_path, tmp_path):
@@ -295,11 +263,7 @@ def test_a_calculator_is_called_in_turns(caller, tmp_path, environment):
 
 
 def warped(trainer: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
-    """Compute logps from all logits of the model after transformers' logits warpers.
-
-    Returns:
-        The logps of the completion tokens, (B, K).
-    """
+    """Compute logps (B, K) of the completion tokens after the logits warpers of transformers."""
     from transformers import generation as hf
 
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -371,7 +335,7 @@ ONE_TOKEN = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 1, "temper
 
 @pytest.mark.parametrize("options", ONE_TOKEN, ids=str)
 def test_a_truncating_run_has_trls_numbers(model_path, tmp_path, caplog, options):
-    """Check that a run in which the sampler keeps a single token has TRL's logs.
+    """Check that logs equal TRL's logs, although the sampler keeps a single token.
 
     The logps must be computed over the full vocabulary, and one warning must say so.
     """

@@ -1,21 +1,17 @@
-"""Tests that run other trainers on two gloo processes, with their loss and with ours.
+"""Tests that other trainers give the same results on two processes with their loss and with ours.
 
 The logs and weights of the two runs must be equal. The two processes have different numbers of
-tokens, so that a loss divided by the count of one rank differs from a loss divided by the count of
-both ranks. `two_ranks` runs all cases.
+tokens, so that a loss divided by the tokens of one process would be wrong. `two_ranks` runs all
+cases.
 """
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import transformers
 
-from tests.command_line import ROOT
+from tests.train.ranks import Ranks
 
 pytest.importorskip("trl", minversion="1.16")
 trl_cases = importlib.import_module("tests.integrations.trl_cases")
@@ -33,10 +29,10 @@ TRL = [*two_trl.CASES, *two_trl.RESUMED, *two_trl.HEADS, *two_trl.SAMPLED]
 PLAIN = ["hf_trainer", *(f"lightning-{name}" for name in two_plain.LIGHTNING)]
 OTHERS = [f"verl-{name}" for name in two_verl.FUSED]
 pytestmark = pytest.mark.slow
-Ranks = list[dict[str, Any]]
-# With the oldest supported versions, TRL's trainer cannot resume and raises one of these errors, so
-# the tests of resuming are skipped. transformers 5.17 loads tensors to "cpu:0", but torch 2.11
-# accepts only "cpu". peft needs a newer transformers.
+Results = list[dict[str, Any]]
+# Errors of TRL's trainer when it resumes a run with the oldest supported versions. The tests that
+# resume are then skipped. transformers 5.17 loads tensors to "cpu:0", which torch 2.11 does not
+# accept, and peft needs a newer transformers.
 NOT_RESUMED = (
     "don't know how to restore data location of torch.storage.UntypedStorage (tagged with cpu:0)",
     "cannot import name 'EmbeddingParallel' from 'transformers.integrations.tensor_parallel'",
@@ -44,30 +40,22 @@ NOT_RESUMED = (
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Ranks:
-    """Run all cases once with torchrun, and return the results of both ranks."""
+def ranks(tmp_path_factory) -> Results:
+    """Run all cases once, and return the results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
     trl_cases.folder(folder / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "tests.integrations.two_ranks", str(folder)]
-    log, env = folder / "log", os.environ | {"OMP_NUM_THREADS": "1"}
-    with (
-        log.open("w") as output,
-        subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output) as run,
-    ):
-        try:
-            run.wait(timeout=600)
-        finally:
-            run.terminate()  # torchrun then ends the processes of both ranks
-    paths = [folder / f"rank{rank}.json" for rank in (0, 1)]
-    assert all(path.exists() for path in paths), log.read_text()[-3000:]
-    return [json.loads(path.read_text()) for path in paths]
+    started = Ranks(folder)
+    try:
+        job = [f"{two_ranks.__name__}:results_of", str(folder)]
+        return [results for (results,) in started(2, job, timeout=600)]
+    finally:
+        started.kill()
 
 
-def both(ranks: Ranks, case: str) -> Ranks:
+def both(ranks: Results, case: str) -> Results:
     """Check that both runs of a case have equal weights, and return the results of both ranks."""
     for found in ranks:
-        if case not in found and "missing" in found:
+        if case not in found and found["missing"]:
             pytest.skip("; ".join(found["missing"]))
         assert case in found, list(found)
     results = [found[case] for found in ranks]
@@ -103,10 +91,10 @@ def test_trl_logs_and_ends_in_the_same(ranks, name):
 
 
 def test_the_runs_under_trl_reach_what_they_compare(ranks):
-    """Check that the runs under TRL reach the situations that they must test.
+    """Check that the runs of TRL's trainers reach the situations that they must compare.
 
-    These are clipped ratios, a KL term, an entropy bonus that changes, and a rank without scored
-    tokens.
+    The situations are clipped ratios, a KL term, an entropy bonus that changes, and a rank without
+    scored tokens.
     """
     logs = {name: both(ranks, f"trl-{name}")[0]["logs"][0] for name in two_trl.CASES}
 

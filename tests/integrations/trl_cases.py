@@ -83,19 +83,26 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 class Injected:
     """Replacement for `_generate_single_turn` that returns random tokens without using the model.
 
-    Two trainers with the same seed get the same completions, so that a test can compare them.
+    A completion depends only on the prompt, its index and `seed`. Two trainers therefore get the
+    same completions, and so does a resumed run. With `cut`, no completion has an EOS token.
+    `tokens` counts the tokens of all calls.
     """
 
-    def __init__(self, vocabulary: int, seed: int = 0) -> None:
-        self.random, self.vocabulary = torch.Generator().manual_seed(seed), vocabulary
+    def __init__(self, vocabulary: int, seed: int = 0, cut: bool = False) -> None:
+        self.vocabulary, self.seed, self.cut, self.tokens = vocabulary, seed, cut, 0
 
     def __call__(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list[list[int]], list | None]:
-        completions = []
-        for _prompt in prompt_ids:
-            length = int(torch.randint(2, COMPLETION + 1, (), generator=self.random))
-            ids = torch.randint(2, self.vocabulary, (length,), generator=self.random).tolist()
-            completions.append([*ids[:-1], 1] if length < COMPLETION else ids)
-        return completions, None
+        drawn = [self._one(sum(ids) + 31 * place) for place, ids in enumerate(prompt_ids)]
+        self.tokens += sum(map(len, drawn))
+        return drawn, None
+
+    def _one(self, number: int) -> list[int]:
+        random = torch.Generator().manual_seed(2 * number + self.seed)
+        length = int(torch.randint(2, COMPLETION + 1, (), generator=random))
+        if self.cut:
+            length = COMPLETION
+        ids = torch.randint(2, self.vocabulary, (length,), generator=random).tolist()
+        return [*ids[:-1], 1] if length < COMPLETION else ids
 
 
 def adapter(options: dict[str, Any]) -> Any:
@@ -148,9 +155,13 @@ def trainer(cls: type, path: str, output: Path, *, completions: Any = None, **op
 
 
 def distillation(folders: tuple[str, str], output: Any, cls: Any = None, **options: Any) -> Any:
-    """Build a DistillationTrainer (or `cls`) for a student and a teacher model.
+    """Build a DistillationTrainer (or `cls`).
 
-    `folders` has the folders of the two models, and `output` is the folder of the run.
+    Args:
+        folders: Folders of the student model and of the teacher model.
+        output: Folder of the run.
+        cls: Class of the trainer.
+        **options: Fields of DistillationConfig, and `lora` as in `trainer`.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer

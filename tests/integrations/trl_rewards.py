@@ -1,4 +1,4 @@
-"""Reward functions in TRL's convention. `test_reward_functions.py` runs them in both trainers."""
+"""Reward functions with TRL's signatures. `test_reward_functions.py` runs them in two trainers."""
 
 import asyncio
 import functools
@@ -11,10 +11,6 @@ def text_of(completion):
 
 def length(completions, **kwargs):
     return [-len(text_of(completion)) / 100 for completion in completions]
-
-
-def tokens(completion_ids, **kwargs):
-    return [len(ids) / 10 for ids in completion_ids]
 
 
 def correct(completions, answer, **kwargs):
@@ -46,7 +42,7 @@ async def asynchronous(completions, **kwargs):
 
 
 class Scaled:
-    """Reward with state. The trainers get an instance of this class."""
+    """Reward with state. Both trainers get an instance of this class."""
 
     def __init__(self, scale=3.0):
         self.scale = scale
@@ -56,14 +52,7 @@ class Scaled:
         return [len(text_of(c)) * self.scale for c in completions]
 
 
-class Awaited:
-    __name__ = "awaited"
-
-    async def __call__(self, prompts, completions, **kwargs):
-        return [len(p) - len(text_of(c)) for p, c in zip(prompts, completions, strict=True)]
-
-
-scaled, awaited = Scaled(2.0), Awaited()
+scaled = Scaled(2.0)
 
 
 def _weighted(completions, weight, **kwargs):
@@ -81,11 +70,6 @@ def factory(pattern):
 
 
 matches = factory(r"[aeiou]")
-
-
-def over_the_batch(completions, **kwargs):
-    lengths = [len(text_of(c)) for c in completions]
-    return [size - sum(lengths) / len(lengths) for size in lengths]
 
 
 def array(completions, **kwargs):
@@ -124,7 +108,7 @@ def last_message(prompts, completions, **kwargs):
 
 
 NAMES = (
-    "length", "tokens", "correct", "every_argument", "from_kwargs", "some_do_not_apply",
-    "asynchronous", "scaled", "awaited", "partial", "matches", "over_the_batch", "array",
-    "generator", "metrics", "FromTheTrainer", "last_message",
+    "length", "correct", "every_argument", "from_kwargs", "some_do_not_apply", "asynchronous",
+    "scaled", "partial", "matches", "array", "generator", "metrics", "FromTheTrainer",
+    "last_message",
 )  # fmt: skip

@@ -1,7 +1,6 @@
-"""Cases that train with Lightning and with transformers' `Trainer` on two ranks.
+"""Cases that train with Lightning and with `Trainer` of transformers on two ranks.
 
-The results are compared with those of plain torch in one process, which trains on the rows of both
-ranks.
+For comparison, plain torch trains in one process on the rows of both ranks.
 """
 
 import copy

@@ -1,59 +1,42 @@
-"""Job of `test_two_processes.py`, which torchrun starts on two ranks.
+"""Job of `test_two_processes.py`, which runs other trainers on two ranks."""
 
-The job runs other trainers. Each rank writes FOLDER/rank<r>.json, a dictionary from the name of
-each case to its result or error.
-"""
-
-import datetime
-import json
-import sys
+import os
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 
 from tests.integrations import two_plain, two_trl, two_verl
 
-# The sections run in this order. Lightning must be last, because after its import, verl treats
+# The order of the sections matters. `two_plain` imports Lightning, after which verl would treat
 # every module as an abstract class.
 SECTIONS = (two_trl, two_verl, two_plain)
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    rank, found = distributed.get_rank(), {}
-    try:
-        for section in SECTIONS:
-            collect(section.cases(folder), found)
-    finally:
-        (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    distributed.destroy_process_group()
+def results_of(folder: str) -> dict[str, Any]:
+    """Run all cases, and return the result or the traceback of each case on this rank.
 
-
-def collect(cases: Iterator[tuple[str, Callable[[], Any]]], found: dict[str, Any]) -> None:
-    """Run all cases of a section, and add the result or the traceback of each case to `found`."""
-    try:
-        for name, work in cases:
-            try:
-                found[name] = work()
-            except Exception as error:
-                if is_missing(error):
-                    raise
-                found[name] = {"error": traceback.format_exc()}
-    except ModuleNotFoundError as error:
-        if not is_missing(error):
-            raise
-        found["missing"] = [*found.get("missing", []), str(error)]
+    The key "missing" has the messages of the trainers that are not installed.
+    """
+    os.environ["LOCAL_RANK"] = str(distributed.get_rank())  # torchrun would set it
+    found: dict[str, Any] = {"missing": []}
+    for section in SECTIONS:
+        try:
+            for name, work in section.cases(Path(folder)):
+                try:
+                    found[name] = work()
+                except Exception as error:
+                    if is_missing(error):
+                        raise
+                    found[name] = {"error": traceback.format_exc()}
+        except ModuleNotFoundError as error:
+            if not is_missing(error):
+                raise
+            found["missing"].append(str(error))
+    return found
 
 
 def is_missing(error: Exception) -> bool:
-    """Return True if an error says that a trainer is not installed."""
+    """Return True if the error means that a trainer is not installed."""
     return isinstance(error, ModuleNotFoundError) and "make trainers" in str(error)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

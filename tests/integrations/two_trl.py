@@ -1,4 +1,4 @@
-"""Cases that run TRL's `GRPOTrainer` and ours under DDP on two ranks.
+"""Cases that train on two ranks under DDP, once with `GRPOTrainer` and once with `FastGRPOTrainer`.
 
 The two ranks have different completions.
 """
@@ -24,8 +24,8 @@ ADAPTIVE = {
     "entropy_coef_delta": 0.01, "entropy_coef_max": 0.1,
 }  # fmt: skip
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-# Options of each case. The loss types divide by completions, by the tokens of a rank, or by the
-# tokens of all ranks.
+# Options of each case. There is at least one loss type that divides by completions, by the tokens
+# of a rank, and by the tokens of all ranks.
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo", **MOVING},
     "bnpo": {"loss_type": "bnpo", "beta": 0.05, **MOVING},
@@ -51,9 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
 RESUMED = {"resumed": {}, "resumed_lora": {"lora": {}}}
 HEADS = ("fast_head",)
 REPLAY = {"replay_support": True}
-# Options of the cases in which the trainers really sample completions from the model. Each case
-# compares the runs of two trainers. The case "greedy" compares TRL's trainer with ours. The case
-# "drawn" samples at random, and compares two runs of our trainer.
+# Options of the cases in which the trainers sample completions from the model. The case "greedy"
+# compares `GRPOTrainer` with `FastGRPOTrainer`. The case "drawn" samples at random, and compares
+# two runs of `FastGRPOTrainer`.
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {"generation_kwargs": {"do_sample": False}, "max_completion_length": 9},
     # Each group has some of its completions on the first rank and some on the second.
@@ -62,30 +62,8 @@ SAMPLED: dict[str, dict[str, Any]] = {
 Result = dict[str, Any]
 
 
-class Completions:
-    """Replacement for sampling. Its completions depend only on the prompt, its index and the rank.
-
-    They do not depend on earlier calls, so a resumed run gets the completions of an uninterrupted
-    run. With `cut`, no completion has an EOS token. `tokens` counts the tokens of all calls.
-    """
-
-    def __init__(self, rank: int, cut: bool = False) -> None:
-        self.rank, self.cut, self.tokens = rank, cut, 0
-
-    def __call__(self, prompt_ids: list, *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        drawn = [self._one(sum(ids) + 31 * place) for place, ids in enumerate(prompt_ids)]
-        self.tokens += sum(len(ids) for ids in drawn)
-        return drawn, None
-
-    def _one(self, seed: int) -> list[int]:
-        seeded = trl_cases.Injected(VOCABULARY, seed=2 * seed + self.rank)
-        if not self.cut:
-            return seeded([None])[0][0]
-        return [2 + (seed + t) % 200 for t in range(trl_cases.COMPLETION)]  # without EOS
-
-
 def build(cls: type, folder: Path, output: Path, options: dict[str, Any], cut: bool = False) -> Any:
-    drawn = Completions(distributed.get_rank(), cut)
+    drawn = trl_cases.Injected(VOCABULARY, distributed.get_rank(), cut)
     options = {"max_grad_norm": 100.0, "completions": drawn, **options}
     return trl_cases.trainer(cls, str(folder), output, **options)
 
@@ -123,10 +101,12 @@ Weights = dict[str, Tensor]
 def outcome(
     wrapped: str, processes: int, logs: list, expected: Weights, found: Weights, **more: Any
 ) -> Result:
-    """Return the result of a case on this rank as a dictionary.
+    """Return the result of a case on this rank.
 
-    The key "weights" has the largest difference between the expected and the found weights. The key
-    "ranks" has the largest difference between the found weights and the weights of rank 0.
+    Returns:
+        Dictionary with the arguments, except for the weights. "weights" has the largest difference
+        between expected and found weights. "ranks" has the largest difference between the found
+        weights of this rank and of rank 0.
     """
     apart = {"weights": furthest(expected, found), "ranks": between_ranks(found)}
     return {"wrapped": wrapped, "processes": processes, "logs": logs, **apart, **more}
@@ -141,7 +121,7 @@ def compared(theirs: Any, ours: Any) -> Result:
 
 
 def run(name: str, folder: Path, output: Path) -> Result:
-    """Run a case with TRL's trainer and with ours, and return the comparison of both runs."""
+    """Train with `GRPOTrainer` and with `FastGRPOTrainer`, and compare both runs."""
     cut = name == "empty_rank" and distributed.get_rank() == 1
     evaluates, pair = name == "evaluation", []
     for cls in (GRPOTrainer, FastGRPOTrainer):
@@ -155,10 +135,11 @@ def run(name: str, folder: Path, output: Path) -> Result:
 
 
 def resume(name: str, folder: Path, output: Path) -> Result:
-    """Run both trainers for four steps, and repeat the last two steps from a checkpoint.
+    """Train four steps with both trainers, and repeat the last two steps from a checkpoint.
 
-    Return the comparison of the resumed runs. "from_start" has the difference between each
-    trainer's resumed and uninterrupted run.
+    Returns:
+        The comparison of the two resumed runs. For each trainer, "from_start" has the largest
+        difference between the weights of its resumed and of its uninterrupted run.
     """
     options = {"beta": 0.05, **MOVING, **RESUMED[name], "max_steps": 4, "optim": "adamw_torch"}
     options |= {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
@@ -175,7 +156,7 @@ def resume(name: str, folder: Path, output: Path) -> Result:
 
 
 def fast_head(name: str, folder: Path, output: Path) -> Result:
-    """Run TRL's trainer with TRL's head and with ours, and return the comparison of both runs."""
+    """Train with `GRPOTrainer`, once with the head of TRL and once with ours. Compare both runs."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING}
     for prepare in (lambda trainer: trainer, use_fast_head):
         pair.append(build(GRPOTrainer, folder, output, options))
@@ -185,10 +166,10 @@ def fast_head(name: str, folder: Path, output: Path) -> Result:
 
 
 class Sampled:
-    """Wrapper of a trainer's original sampling function, which replaces `Completions`.
+    """Wrapper that restores and records the original sampling function of a trainer.
 
-    `tokens` is a hash of all sampled tokens. Tokens 1 to 89 end a completion, so that the lengths
-    of the completions differ.
+    The attribute `tokens` is a hash of all sampled tokens. Tokens 1 to 89 end a completion, so that
+    the lengths of the completions differ.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -204,10 +185,7 @@ class Sampled:
 
 
 def sampled(name: str, folder: Path, output: Path) -> Result:
-    """Run two trainers that sample from their models, and return the comparison of both runs.
-
-    In the case "greedy", the trainers are TRL's and ours. Otherwise, both trainers are ours.
-    """
+    """Train twice with completions that are sampled from the model, and compare both runs."""
     pair, options = [], {"loss_type": "dapo", "beta": 0.05, **MOVING, **SAMPLED[name]}
     for cls in (GRPOTrainer if name == "greedy" else FastGRPOTrainer, FastGRPOTrainer):
         pair.append(build(cls, folder, output, options))

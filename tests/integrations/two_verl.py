@@ -1,7 +1,7 @@
-"""Cases that run verl's FSDP2 engine on two ranks, with verl's losses and head and with ours.
+"""Cases that train with verl's FSDP2 engine on two ranks.
 
-verl does not support CPUs, so the job registers a CPU platform with verl. Nothing else in verl is
-changed.
+Each case runs once with the losses and the head of verl, and once with ours. verl does not support
+CPUs, so the cases register a CPU platform with verl. Nothing else in verl is changed.
 """
 
 import functools
@@ -21,9 +21,9 @@ from tests.integrations.two_trl import Result, outcome
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 PROMPTS = (2, 3, 1, 2)  # tokens of each prompt
 RESPONSES = ((4, 6, 3, 5), (2, 6, 2, 3))  # tokens of each response on rank 0 and on rank 1
-# The option use_fused_kernels in verl's run and in our run. In the mode "logits", verl runs without
-# its fused kernel. The kernel fails if the LM head is untied, because verl's engine then shards the
-# LM head in a separate group.
+# The option use_fused_kernels in verl's run and in our run. In the case "logits", the LM head is
+# untied, and verl's engine shards it in a separate group. verl's fused kernel fails for such a
+# head.
 FUSED = {"logits": (False, True), "fused": (True, True)}
 
 
@@ -116,7 +116,7 @@ def batch(seed: int, fused: bool) -> Any:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return verl's metrics for every micro-batch of this rank as a flat dictionary."""
+    """Return the metrics of every micro-batch in a dictionary, with keys "name/micro-batch"."""
     found = {}
     for name, value in metrics.items():
         values = getattr(value, "values", value)
@@ -128,8 +128,8 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def train(made: Any, prefix: str, fused: bool) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Make one training step with each loss, and return the metrics of each step and the weights.
 
-    Each step uses a different aggregation. `prefix` is put before the name of a loss: "" selects
-    verl's loss, and "fast_" selects ours.
+    The aggregation changes from step to step. With the prefix "", the losses are verl's, and with
+    "fast_", they are ours.
     """
     cases = importlib.import_module("tests.integrations.test_verl")
     ppo_loss = packages.load_verl("verl.workers.utils.losses").ppo_loss

@@ -1,4 +1,4 @@
-"""TRL integration: `FastGRPOTrainer`, and `head.use_fast_head` for TRL's other trainers."""
+"""Integration into TRL: `FastGRPOTrainer`, and `head.use_fast_head` for other TRL trainers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from grpo_fast.integrations.trl.trainer import FastGRPOTrainer
 
 
-# Import on access, so that `import grpo_fast.integrations.trl.head` does not import TRL's
-# GRPOTrainer.
+# Import FastGRPOTrainer only when it is accessed. The modules of this package can then be imported
+# without TRL's GRPOTrainer.
 def __getattr__(name: str) -> type[FastGRPOTrainer]:
     if name != "FastGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

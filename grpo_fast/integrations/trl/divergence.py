@@ -1,8 +1,7 @@
-"""Fused divergence for TRL's `DistillationTrainer`, switched on by `use_fast_head(trainer)`.
+"""Fused divergence for TRL's `DistillationTrainer`, which `use_fast_head(trainer)` installs.
 
-In TRL 1.16, the method `_compute_loss` looks up the function `_chunked_divergence_loss` in its
-globals. We give one trainer a copy of `_compute_loss` whose globals contain our function instead.
-Other trainers are not changed.
+In TRL 1.16, the method `_compute_loss` calls the global function `_chunked_divergence_loss`. The
+trainer gets a copy of this method that calls our function instead. Other trainers are not changed.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
     from trl import DistillationTrainer
 
 LOSS = "_chunked_divergence_loss"
-KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}  # TRL's beta -> divergence; other values mean jsd
+# Divergences for two values of TRL's `beta`. For all other values, the divergence is "jsd".
+KINDS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
 
 def swap_divergence(trainer: DistillationTrainer, handle: FastHead) -> None:
-    """Replace the divergence of one trainer with our kernels until `handle.undo()`.
+    """Compute the loss of one trainer, its gradient and the student's entropy with our kernels.
 
-    Our kernels then compute the trainer's loss, its gradient and the student's entropy.
+    `handle.undo()` restores TRL's loss.
     """
     theirs = type(trainer)._compute_loss
 
@@ -37,7 +37,7 @@ def swap_divergence(trainer: DistillationTrainer, handle: FastHead) -> None:
         if not handle.active or is_partitioned(student):
             return theirs(self, student, *args)
         head = student.get_output_embeddings()
-        run_inside(head)  # FSDP2 gathers the weight of the head, even if it is in a separate group
+        run_inside(head)  # so that FSDP2 gathers the weight of a head in a separate group
         scope = {**theirs.__globals__, LOSS: functools.partial(divergence_loss, head)}
         return types.FunctionType(theirs.__code__, scope)(self, student, *args)
 
@@ -55,10 +55,10 @@ def divergence_loss(
     num_items_in_batch: Tensor | float | None = None,
     **rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results of TRL's `_chunked_divergence_loss` from the same arguments.
+    """Compute the results of TRL's function `_chunked_divergence_loss` from the same arguments.
 
-    The function calls `linear_grpo_loss` with advantages of 0, so that the divergence is its only
-    loss term. A GRPO loss is used because it also returns the entropies.
+    `linear_grpo_loss` computes the divergence, because it also returns the entropies. Its
+    advantages are 0, so the divergence is the only term of the loss.
 
     Returns:
         The loss, the sum of the student's entropies, and the number of tokens. Each is 0-d.
@@ -84,8 +84,7 @@ def divergence_loss(
     def run(layer: nn.Linear, h: Tensor) -> tuple[Tensor, Tensor]:
         bias = None if layer.bias is None else layer.bias.to(own)
         with torch.autocast(h.device.type, enabled=False):  # the operands have their final dtype
-            # Pass arbitrary targets. They do not change the loss, because the policy term is 0 with
-            # advantages of 0.
+            # The targets are arbitrary. With advantages of 0, they do not change the loss.
             out = linear_grpo_loss(
                 h.to(own), layer.weight.to(own), active.long(), active.new_zeros(len(h)).float(),
                 config, bias=bias, completion_mask=active, num_items_in_batch=total,

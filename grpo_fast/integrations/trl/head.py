@@ -1,17 +1,17 @@
-"""Our kernels for TRL's fused LM head, in every TRL trainer that uses it.
+"""Replacement of TRL's fused LM head by our kernels, for all TRL trainers that use this head.
 
     handle = use_fast_head(trainer)      # or: with use_fast_head(model): ...
     trainer.train()
     handle.undo()
 
-TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head`). This forward is
-a closure over the logit transform. It calls `_ChunkedLogProbFunction.apply` and has no hook for a
-replacement. We run the same closure with a copy of its globals, in which three names are replaced:
+TRL (>= 1.16) gives a model a `forward` with a fused LM head (`add_fused_lm_head`). This forward
+calls the global name `_ChunkedLogProbFunction`. We run a copy of the forward in which three global
+names have other values:
 
-- `_ChunkedLogProbFunction` is our function.
+- `_ChunkedLogProbFunction` calls our kernels.
 - `_use_triton` always returns True, so that TRL removes the masked rows before it calls the head.
-- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight. TRL would leave the
-  gradient of that weight unreduced. Our function runs inside the head's forward, where FSDP2
+- `DTensor` is an empty tuple, so that TRL does not gather a sharded weight, which would leave the
+  gradient of the weight unreduced. Our kernels run inside the forward of the head, where FSDP2
   gathers the weight and reduces its gradient.
 """
 
@@ -39,33 +39,33 @@ if TYPE_CHECKING:
 KERNEL = "_ChunkedLogProbFunction"
 COMPACTS = "_use_triton"
 GATHERED = "DTensor"
-# TRL trainers whose loss calls the fused head. The trainers for GKD and GOLD are subclasses of
-# SFTTrainer but are not listed, because their loss needs full logits.
+# TRL trainers whose loss calls the fused head. GKDTrainer and GOLDTrainer inherit the head from
+# SFTTrainer, but they are not in this list, because their loss needs full logits.
 SERVED = (
     "GRPOTrainer", "RLOOTrainer", "SFTTrainer", "DPOTrainer", "KTOTrainer", "GMPOTrainer",
     "AsyncGRPOTrainer", "DistillationTrainer",
 )  # fmt: skip
 BLOCK_ELEMENTS = 1 << 24  # fp32 elements of one block of logits in `row_statistics`: 64 MiB
-# Probability above which a token is certainly the most probable token of its row. It is slightly
-# larger than 1/2, to allow for rounding errors.
+# A token with a larger probability is the most probable token of its row. The bound is slightly
+# above 1/2, because probabilities have rounding errors.
 CERTAINLY_FIRST = 0.501
 
 Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def use_fast_head(trainer_or_model: Trainer | PreTrainedModel | PeftModel) -> FastHead:
-    """Compute the fused LM head of a TRL trainer or model with our kernels.
+    """Replace the fused LM head of a TRL trainer or model with our kernels.
 
-    Outputs and gradients equal those of TRL's fused head. For a `DistillationTrainer`, our kernels
-    compute the divergence from the teacher. Heads that FSDP2 shards are supported. If ZeRO-3 or
-    tensor parallelism shards the head, TRL's own function is used, and a warning is logged.
+    Outputs and gradients stay the same up to rounding. For a `DistillationTrainer`, our kernels
+    compute the divergence from the teacher. FSDP2 may shard the head. If ZeRO-3 or tensor
+    parallelism shards it, TRL's code computes the head, and a warning is logged.
 
     Args:
-        trainer_or_model: A TRL trainer, or a model with TRL's fused LM head. For a trainer, both
-            the policy and the reference model are changed.
+        trainer_or_model: A TRL trainer, or a model with TRL's fused LM head. In a trainer, the
+            heads of the policy and of the reference model are replaced.
 
     Returns:
-        A handle. Call its `undo()`, or use it in a `with` statement, to restore TRL's function.
+        A handle. Call its `undo()`, or use it in a `with` statement, to restore TRL's head.
 
     Raises:
         ValueError: The model has no fused LM head, or the trainer's loss does not use it.
@@ -102,7 +102,7 @@ def use_fast_head(trainer_or_model: Trainer | PreTrainedModel | PeftModel) -> Fa
 def _swap(
     model: PreTrainedModel, handle: FastHead, autocast: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Give the model a forward that uses our head while `handle` is active."""
+    """Replace the model's forward by one that uses our kernels while `handle` is active."""
     theirs = _require_fused(model)
     before = model.forward
     missing = {KERNEL, COMPACTS} - set(theirs.__code__.co_names)
@@ -110,8 +110,8 @@ def _swap(
         raise _not_1_16(f"{sorted(missing)} in the fused LM head")
     ours = _with_our_head(theirs, model)
     run_inside(model.get_output_embeddings())
-    # accelerate wraps the forward of a prepared model in autocast. Our forward replaces the wrapped
-    # forward, so it must apply the same autocast.
+    # accelerate wraps the forward of a prepared model in autocast. Our forward does not call the
+    # wrapped forward, so it must apply the same autocast.
     context = nullcontext if getattr(before, "__func__", None) is theirs else autocast
 
     @functools.wraps(type(model).forward)
@@ -121,8 +121,7 @@ def _swap(
         if not (fused_lm_head and handle.active) or is_partitioned(self):
             return before(*args, **({**kwargs, "fused_lm_head": True} if fused_lm_head else kwargs))
         with context():
-            # If `self` is a deep copy of the model, use the head of the copy instead of the model's
-            # head.
+            # A deep copy of the model shares this function. Use the head of the copy then.
             function = ours if self is model else _with_our_head(theirs, self)
             return function(self, *args, fused_lm_head=True, **kwargs)
 
@@ -131,17 +130,17 @@ def _swap(
 
 
 def _with_our_head(theirs: types.FunctionType, model: PreTrainedModel) -> types.FunctionType:
-    """Return a copy of TRL's closure that calls our kernels inside the head of this model."""
+    """Return a copy of TRL's forward that calls our kernels inside the LM head of this model."""
     head = model.get_output_embeddings()
 
     def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Outputs:
-        dtype = compute_dtype(hidden)  # the head's hooks may cast hidden
+        dtype = compute_dtype(hidden)  # read it now, because hooks of the head may cast `hidden`
         return head(hidden, run=lambda layer, h: fast_log_probs(
             h.to(dtype), layer.weight, layer.bias, *rest
         ))  # fmt: skip
 
     kernel = types.SimpleNamespace(apply=apply)
-    # isinstance(weight, ()) is always False, so TRL's closure never gathers the weight.
+    # With `GATHERED: ()`, TRL's test isinstance(weight, DTensor) is always False.
     scope = {**theirs.__globals__, KERNEL: kernel, COMPACTS: lambda device: True, GATHERED: ()}
     rest = theirs.__name__, theirs.__defaults__, theirs.__closure__
     ours = types.FunctionType(theirs.__code__, scope, *rest)
@@ -160,19 +159,19 @@ def fast_log_probs(
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
 ) -> Outputs:
-    """Compute the results of TRL's `_ChunkedLogProbFunction.apply` from the same arguments.
+    """Compute the results of TRL's function `_ChunkedLogProbFunction.apply` from its arguments.
 
     Returns:
-        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). The last four
-        are None unless `outputs` names them.
+        logps, entropy, log_sum_sq_probs, mean_logits and is_top1, each of shape (N,). Except for
+        logps, an output that `outputs` does not name is None.
     """
     rule = Rule(temperature, final_logit_softcapping, logit_scale)
     dtype = compute_dtype(hidden)
     h = hidden.to(dtype)
     w = weight.to(dtype)
     b = None if bias is None else bias.to(dtype)
-    # Disable autocast, which would cast fp32 operands to 16 bits. The operands already have the
-    # dtype in which TRL computes the head.
+    # Disable autocast. The tensors already have the dtype in which TRL computes the head, and
+    # autocast would cast fp32 tensors to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
         logps = linear_logps(
             h, w, targets, bias=b, return_entropy="entropy" in outputs, **rule._asdict()
@@ -201,14 +200,23 @@ def row_statistics(
     wanted: tuple[str, ...],
     rule: Rule,
 ) -> dict[str, Tensor]:
-    """Compute the metrics of TRL's head that are requested in `wanted`, without a gradient.
+    """Compute metrics of TRL's head without gradient, and without the logits of most rows.
 
-    Full logits of all rows are computed only for mean_logits with a softcap.
+    - mean_logits is the product of `hidden` and the mean row of the weight. Only with a softcap are
+      the logits of all rows computed.
+    - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), where T is the temperature and logp(T)
+      the log-probability of the target.
+    - is_top1 tells whether the target is the most probable token. A target with a probability above
+      1/2 always is, and a target below 1/V never is. The other rows need logits.
 
-    - mean_logits is one product with the mean row of the weight, unless there is a softcap.
-    - log_sum_sq_probs is log Σp² = 2·logp(T) - logp(T/2), where T is the temperature.
-    - is_top1 needs logits only for targets with a probability between 1/V and 1/2. A target above
-      1/2 is always the most probable token, and a target below 1/V never is.
+    Args:
+        hidden: Hidden states, shape (N, H).
+        weight: Weight of the LM head, shape (V, H).
+        bias: Bias of the LM head, shape (V,), or None.
+        targets: Ids of the targets, shape (N,).
+        logps: Log-probabilities of the targets, shape (N,), fp32.
+        wanted: Names of the metrics to compute.
+        rule: Logit transform of the head.
 
     Returns:
         Dictionary with the metrics in `wanted`, each of shape (N,).
@@ -241,50 +249,47 @@ def row_statistics(
 
 
 class FusedHead(NamedTuple):
-    """Settings of the fused LM head, read from TRL's closure.
+    """Settings of TRL's fused LM head.
 
-    The logits are softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature.
+    The head computes the logits softcap·tanh(logit_scale·(h·Wᵀ + bias)/softcap)/temperature, in
+    fp32 if `cast_to_fp32` is True.
     """
 
-    backbone: str  # attribute of the model that returns hidden states
     rule: Rule
     cast_to_fp32: bool
 
     def operands(self, layer: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Cast hidden, weight and bias to the dtype in which TRL computes the head.
-
-        The dtype is fp32 with `cast_to_fp32`, else autocast's dtype, else the dtype of `hidden`.
-        """
+        """Return `hidden`, the weight and the bias in the dtype in which TRL computes the head."""
         dtype = torch.float32 if self.cast_to_fp32 else compute_dtype(hidden)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return hidden.to(dtype), layer.weight.to(dtype), bias
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the transformers model inside a PEFT model. Return other models unchanged."""
+    """Return the transformers model inside a PEFT model, or a model that is not a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def fused_head(model: PreTrainedModel) -> FusedHead:
-    """Return the settings of the fused head that TRL's `add_fused_lm_head` gave this model.
+    """Return the settings of a model's fused head, which TRL stores in the closure of the forward.
 
     Raises:
-        ValueError: The model has no fused head, or its closure does not match TRL 1.16.
+        ValueError: The model has no fused head. Or the closure lacks a variable of TRL 1.16.
     """
     known = inspect.getclosurevars(_require_fused(model)).nonlocals
     try:
         softcap = known["final_logit_softcapping"]
         scale = float(known["logit_scale"])
         rule = Rule(float(known["temperature"]), softcap, scale)
-        return FusedHead(known["backbone_attr"], rule, bool(known["cast_lm_head_to_fp32"]))
+        return FusedHead(rule, bool(known["cast_lm_head_to_fp32"]))
     except KeyError as missing:
         raise _not_1_16(f"{missing} in the fused LM head") from None
 
 
 def _fused_function(model: PreTrainedModel) -> types.FunctionType | None:
-    """Return the function that TRL installed as the model's forward, or None without a fused head.
+    """Return TRL's forward with the fused head, or None if the model has no such forward.
 
-    The function is also found if accelerate or `use_fast_head` has wrapped it.
+    The forward is also found if accelerate or `use_fast_head` has wrapped it.
     """
     for forward in (getattr(model, "forward", None), getattr(model, "_original_forward", None)):
         function = getattr(forward, "__func__", forward)
@@ -295,11 +300,7 @@ def _fused_function(model: PreTrainedModel) -> types.FunctionType | None:
 
 
 def _require_fused(model: PreTrainedModel) -> types.FunctionType:
-    """Return the function that TRL installed as the model's forward.
-
-    Raises:
-        ValueError: TRL installed none.
-    """
+    """Return TRL's forward with the fused head. Raise a ValueError if the model has none."""
     function = _fused_function(model)
     if function is None:
         expected = "one with TRL's fused LM head (trl.trainer.utils.add_fused_lm_head, trl >= 1.16)"

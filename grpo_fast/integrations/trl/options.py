@@ -1,7 +1,7 @@
-"""Translate TRL's GRPO options into a `LossConfig`.
+"""Translation of TRL's GRPO options into a `LossConfig`.
 
-No option is ignored. If our code does not support an option, TRL's own code computes the part of
-the step that the option affects, and the trainer's `fast_path` names the option.
+No option is ignored. If our code does not support an option, the code of TRL computes everything
+that the option affects, and the trainer's `fast_path` names the option.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
 
-# The number by which TRL divides the summed loss, for each loss type. "completions" and "tokens"
-# are the numbers in the micro-batch; TRL then also divides the loss by the number of accumulation
-# steps. "items" is the number of tokens in the generation batch.
-NORMALISERS = {
-    **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "completions"), "bnpo": "tokens",
-    **dict.fromkeys(("dapo", "cispo", "vespo"), "items"),
-}  # fmt: skip
-# Options that TRL uses for these loss types in place of `delta`. All other loss types use `delta`.
+# Options that TRL reads for these loss types. For all other loss types, TRL reads `delta` instead.
 READ: dict[str, tuple[str, ...]] = {
     "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"), "cispo": (), "vespo": (),
 }  # fmt: skip
@@ -47,7 +40,7 @@ STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 
 
 def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return the name of an option that requires TRL's padded forward, or None if there is none."""
+    """Return which option of the trainer or the model needs TRL's padded forward, or None."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     noise = bool(trainer.args.neftune_noise_alpha)
     known = {
@@ -61,10 +54,7 @@ def forward_reason(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def unusual_model(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return an option that neither our forward nor our sampler supports.
-
-    Return None if all options are supported.
-    """
+    """Return which option neither our forward nor our sampler supports, or None."""
     head = lm.get_output_embeddings()
     peft_configs = list(getattr(trainer.model, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -84,24 +74,18 @@ def unusual_model(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def looks_at_inputs(peft_config: PeftConfig) -> bool:
-    """Return True if the adapter's output depends on the whole input (aLoRA, X-LoRA and Poly)."""
+    """Return True for adapters whose effect depends on the complete input: aLoRA, X-LoRA, Poly."""
     is_alora = getattr(peft_config, "alora_invocation_tokens", None) is not None
     return is_alora or peft_config.peft_type in ("XLORA", "POLY")
 
 
 def _is_plain_linear(layer: nn.Module) -> bool:
-    """Return True if the class of a layer is `nn.Linear` itself and not a subclass.
-
-    The subclass that `fully_shard` creates is also allowed.
-    """
+    """Return True for `nn.Linear` and for its subclass that FSDP2's `fully_shard` creates."""
     return type(layer) is nn.Linear or type(layer).__bases__ == (FSDPModule, nn.Linear)
 
 
 def _attention_dropout(lm: nn.Module) -> str | None:
-    """Return a sentence that names a layer with attention dropout and the setting that disables it.
-
-    Return None if no layer has attention dropout.
-    """
+    """Return which layer has attention dropout and which setting disables it, or None."""
     for module in lm.modules():
         for name in ("attention_dropout", "attn_dropout"):
             rate = getattr(module, name, 0.0)
@@ -116,21 +100,18 @@ def _attention_dropout(lm: nn.Module) -> str | None:
 
 
 class SinglePass(NamedTuple):
-    """Arguments of `linear_grpo_loss` for one micro-batch. Per-token tensors have shape (B, K)."""
+    """Arguments of `linear_grpo_loss` for one micro-batch of B completions with K columns."""
 
     config: LossConfig
     advantages: Tensor  # (B,) or (B, K)
-    old_logps: Tensor | None
-    ref_logps: Tensor | None
+    old_logps: Tensor | None  # (B, K)
+    ref_logps: Tensor | None  # (B, K)
     num_items: Tensor | None  # 0-d
-    divisor: float  # the caller must divide the resulting loss by this number
+    divisor: float  # the caller must divide the loss by this number
 
 
 def single_pass_reason(trainer: GRPOTrainer) -> str | None:
-    """Return why TRL must compute the objective from our log-probabilities.
-
-    Return None if a single pass over the logits can compute the loss.
-    """
+    """Return why one pass over the logits cannot compute loss and gradient, or None if it can."""
     if trainer.aux_loss_enabled:
         return "router_aux_loss_coef"
     try:
@@ -143,33 +124,30 @@ def single_pass_reason(trainer: GRPOTrainer) -> str | None:
     return None
 
 
-def loss_config(trainer: GRPOTrainer, entropy_coef: float = 0.0, **head: Any) -> LossConfig:
-    """Return a LossConfig with the same meaning as TRL's options.
+def loss_config(trainer: GRPOTrainer, **head: Any) -> LossConfig:
+    """Return the LossConfig that has the same meaning as the trainer's options.
 
     Args:
         trainer: A TRL GRPOTrainer.
-        entropy_coef: Coefficient of the entropy bonus.
         **head: Temperature, softcap and logit_scale of the LM head.
 
     Raises:
-        ValueError: The loss type is unknown, or an option has a value that LossConfig refuses.
+        ValueError: LossConfig does not know the loss type, or refuses the value of an option.
     """
-    if NORMALISERS.get(trainer.loss_type) is None:
-        raise ValueError(f"expected one of {list(NORMALISERS)}")
     args = trainer.args
     own = {name: getattr(trainer, name) for name in SAME_NAME}
     read = {name: getattr(args, name) for name in READ.get(trainer.loss_type, ("delta",))}
     return LossConfig(
         **own, **read, **head, kl_times_ratio=args.use_bias_correction_kl, compute_entropy=True,
-        corrections=_off_policy_mask(trainer.off_policy_mask_threshold), entropy_coef=entropy_coef,
+        corrections=_off_policy_mask(trainer.off_policy_mask_threshold),
     )  # fmt: skip
 
 
 def _off_policy_mask(threshold: float | None) -> tuple[Correction, ...]:
-    """Return a correction that equals TRL's off-policy mask.
+    """Return the correction that has the effect of TRL's off-policy mask.
 
-    TRL drops a completion if its advantage is negative and the mean over its tokens of (behaviour
-    logp - current logp) exceeds the threshold.
+    TRL drops a completion under two conditions. Its advantage is negative, and the mean of
+    (behaviour logp - current logp) over its tokens exceeds the threshold.
     """
     if threshold is None:
         return ()
@@ -186,31 +164,34 @@ def single_pass(
     Args:
         trainer: A TRL GRPOTrainer.
         inputs: The inputs that TRL passes to `_compute_loss`.
-        num_scored: Number of tokens in the micro-batch that count in the loss.
+        num_scored: Number of tokens that the loss counts in the micro-batch.
         **head: Temperature, softcap and logit_scale of the LM head.
     """
     accumulation = float(trainer.current_gradient_accumulation_steps)
     advantages = inputs["advantages"]
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        # Multiply the advantages by the importance weights. The loss of a token is proportional to
-        # its advantage, so this has the same effect as multiplying the loss. The weights are not
-        # negative, so the advantages keep their signs.
+        # Multiply the advantages by the importance weights, where TRL multiplies the losses of the
+        # tokens. The effect is the same, because the loss of a token is proportional to its
+        # advantage, and the weights do not change the sign of an advantage.
         advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         advantages = advantages * inputs["importance_sampling_ratio"]
         advantages = advantages.expand(inputs["completion_ids"].shape)
     num_items = None
     divisor = accumulation
     coefficient = applied_entropy_coef(trainer)
-    if NORMALISERS[trainer.loss_type] == "items":
+    config = loss_config(trainer, **head)
+    # TRL divides the summed loss of these loss types by the tokens of the generation batch. It
+    # divides the loss of the others by a count in the micro-batch, and by the accumulation steps.
+    if config.aggregation == "token_mean_global":
         share = accumulation / trainer.args.steps_per_generation / trainer.accelerator.num_processes
         num_items = inputs["num_items_in_batch"].clamp(min=1.0) * share
         divisor = 1.0
         if coefficient:
-            # Scale the coefficient of the entropy bonus. TRL averages the bonus over the
-            # micro-batch, but divides the policy term by the tokens of the generation batch.
-            # `linear_grpo_loss` divides both by the same number.
+            # Scale the coefficient of the entropy bonus. `linear_grpo_loss` divides the bonus by
+            # the tokens of the generation batch, as it divides the policy term. TRL averages the
+            # bonus over the micro-batch.
             coefficient *= float(num_items) / (max(num_scored, 1) * accumulation)
-    config = loss_config(trainer, coefficient, **head)
+    config = config.replace(entropy_coef=coefficient)
     old = inputs.get("old_per_token_logps")
     ref = inputs.get("ref_per_token_logps")
     ref = ref if trainer.beta != 0 else None
@@ -218,7 +199,7 @@ def single_pass(
 
 
 def applied_entropy_coef(trainer: GRPOTrainer) -> float:
-    """Return the coefficient of the entropy bonus in this step, or 0 if TRL adds no bonus."""
+    """Return the coefficient of the entropy bonus in this step, or 0 without a bonus."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
     entropy = trainer._last_world_entropy
@@ -230,19 +211,19 @@ def applied_entropy_coef(trainer: GRPOTrainer) -> float:
 def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
     """Compare our objective with the objective of the installed TRL on random tokens.
 
-    The tokens reach every branch of the objective: ratios on both sides of every bound, advantages
-    of both signs, an empty completion, and tool tokens. The probe detects before the first step
-    that a new TRL release or a subclass changed the objective.
+    A new release of TRL, or a subclass, may change the objective. The tokens reach every branch of
+    the objective: ratios on both sides of every bound, advantages of both signs, an empty
+    completion, and tool tokens.
 
     Args:
         trainer: A GRPOTrainer in train mode.
-        theirs: TRL's objective, as a function of (inputs, logps, entropies).
+        theirs: Function that computes TRL's loss from (inputs, logps, entropies).
 
     Returns:
         A sentence that describes the difference, or None if the objectives are equal.
     """
     # 1. Compute TRL's loss. Then restore the metrics and the state of the adaptive entropy bonus,
-    # which the random tokens must not change.
+    # because the random tokens have changed them.
     device = trainer.accelerator.device
     inputs, logps, entropies = _random_inputs(trainer, device)
     saved = {name: getattr(trainer, name, None) for name in STATE}
@@ -277,10 +258,7 @@ def probe(trainer: GRPOTrainer, theirs: TheirLoss) -> str | None:
 def _random_inputs(
     trainer: GRPOTrainer, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return the inputs of TRL's `_compute_loss` for six random completions.
-
-    The logps and entropies of the completions are returned as separate tensors.
-    """
+    """Return inputs of TRL's `_compute_loss`, logps and entropies of six random completions."""
     completions = 6
     length = 9
     random = torch.Generator().manual_seed(0)
@@ -299,8 +277,8 @@ def _random_inputs(
         "completion_ids": mask, "completion_mask": mask, "tool_mask": tool,
         "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.0, 0.9], device=device),
         "num_items_in_batch": torch.tensor(float(mask.sum() * 3), device=device),
-        # Choose importance ratios from 0.3 to 3, so that some are below and some are above each
-        # clip bound and `delta`.
+        # The importance ratios are from 0.3 to 3, so that some of them exceed each clip bound and
+        # `delta`.
         "old_per_token_logps": logps + torch.linspace(-1.1, 1.2, length, device=device),
         "ref_per_token_logps": logps + 0.5 * normal(*shape),
     }  # fmt: skip

@@ -1,8 +1,8 @@
-"""Check that no function with which transformers samples text has been replaced.
+"""Search for hooks and replaced functions that change the tokens that `generate` samples.
 
-Our sampling loop replaces `model.generate`. Users and libraries may change the sampled tokens with
-hooks, or by replacing the model's `forward` or a function that `generate` calls. Our loop would
-ignore such a change. If this module finds one, TRL must sample.
+`FastGRPOTrainer` samples with our loop instead of `model.generate` of transformers. Our loop would
+ignore a user's hook, or a user's replacement of a function that `generate` calls. If this module
+finds a hook or a replacement, TRL samples with `generate`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-# Methods of GenerationMixin that choose tokens. TRL must sample if a model overrides one of them.
-# The remaining methods only prepare inputs, and the models of transformers that override them do
-# not change tokens.
+# Methods of GenerationMixin that choose tokens. If a model overrides one of them, TRL must sample.
+# The other methods only prepare inputs. Some models of transformers override them, which does not
+# change tokens.
 CHOOSES_TOKENS = {
     "generate", "_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria",
 }  # fmt: skip
-# Classes that `generate` uses with the sampling settings that our sampler supports. Replaced
-# methods of these classes are detected.
+# Classes with which `generate` applies the sampling settings that our sampler supports. If one of
+# their methods was replaced, TRL must sample.
 PARTS = (
     "LogitsProcessorList", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
     "MinPLogitsWarper", "StoppingCriteriaList", "MaxLengthCriteria", "EosTokenCriteria",
@@ -39,9 +39,9 @@ KNOWN = ("transformers", "torch", "accelerate", "peft", "trl", "grpo_fast")
 
 
 def replaced_part(model: PreTrainedModel | PeftModel, lm: PreTrainedModel) -> str | None:
-    """Find a user's patch or hook that may change the sampled tokens, and return its name.
+    """Return the name of a replaced function or of a hook that may change the sampled tokens.
 
-    Return None if no method is patched and no such hook is registered.
+    Return None if there is neither.
 
     Args:
         model: The model whose `generate` TRL calls, for example a PEFT model.
@@ -87,12 +87,12 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def is_defined_in(function: object, *packages: str) -> bool:
-    """Return True if one of these packages defines a function and every function that it wraps.
+    """Return True if a function, and every function that it wraps, is defined in these packages.
 
-    The check reads the file name of the code object. The function's name and module prove nothing,
-    because `functools.wraps` copies them from the wrapped function.
+    The file name of the function's code object tells where it is defined. The name and the module
+    of the function do not, because `functools.wraps` copies them from the wrapped function.
     """
-    # Allow wrappers that contextlib defines. The functions that they wrap are checked separately.
+    # Allow wrappers that contextlib defines. The loop below also checks the functions inside them.
     places = [contextlib.__file__]
     for name in packages:
         if name in sys.modules:

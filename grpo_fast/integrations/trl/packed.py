@@ -1,11 +1,10 @@
-"""Packed forward pass for a transformers model that still accepts ordinary batches.
+"""Packed forward pass of a transformers model that still accepts padded batches.
 
-The attention function of the model is replaced once. The new function computes packed rows if a
-call has the keyword `packed_layout`. It passes every other call, for example during generation, to
-the original attention. When gradient checkpointing recomputes a layer, it passes the same keywords
-again, so the same attention is used.
+`take_packed_rows` replaces the attention function of the model. If a call has the keyword
+`packed_layout`, the new function computes packed rows. Otherwise, it calls the original attention.
+Gradient checkpointing recomputes a layer with the same keywords, so it uses the same attention.
 
-The packed forward runs inside the forward of the model and of its LM head, so each hook fires once.
+The packed forward runs inside the forward of the model and of its LM head, so their hooks fire.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from grpo_fast.integrations.trl.options import SinglePass
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# This variable tells the function that builds the attention mask whether the call has a packed
-# layout. transformers does not pass the keywords of a call to that function.
+# True during a packed call. The function that builds the attention mask reads this variable,
+# because transformers does not pass the keyword `packed_layout` to that function.
 _packing: ContextVar[bool] = ContextVar("grpo_fast_packing", default=False)
 PREFIX = "grpo_packed_or_"
 
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Make the model calls in a `with` block build their attention masks for a packed layout."""
+    """Let the model build attention masks for packed rows in a `with` block."""
     token = _packing.set(True)
     try:
         yield
@@ -47,7 +46,7 @@ def packing() -> Iterator[None]:
 
 
 def take_packed_rows(model: PreTrainedModel) -> None:
-    """Change a model's attention, forward and LM head, so that `packed_forward` can run the model.
+    """Prepare a model for `packed_forward` by changing its attention, its forward and its LM head.
 
     Raises:
         ValueError: The attention of this model cannot be replaced.
@@ -60,17 +59,16 @@ def take_packed_rows(model: PreTrainedModel) -> None:
         raise ValueError(f"model_type {kind}: its attention is not on transformers' interface")
     fused = model.forward.__func__
     run_inside(model)
-    # Keep the attribute `trl_fused`, in which `use_fast_head` looks for TRL's closure.
+    # Copy the attribute `trl_fused` to the new forward. `use_fast_head` finds TRL's closure in it.
     model.forward.__func__.trl_fused = getattr(fused, "trl_fused", fused)
     run_inside(model.get_output_embeddings())
 
 
 @contextmanager
 def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Restore the model's original attention in a `with` block.
+    """Use the model's original attention `name` in a `with` block.
 
-    `generate` and `save_pretrained` of transformers read the name of the attention implementation
-    from the config. They expect an original name, not the one that we registered.
+    transformers' `generate` decides by the name of the attention, and does not know our name.
     """
     prepared = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -81,9 +79,9 @@ def own_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def _register_over(original: str) -> str:
-    """Register an attention function for packed rows, and return its name.
+    """Register an attention for packed rows with transformers, and return its name.
 
-    The function calls the attention `original` if a call has no packed layout.
+    If a call has no keyword `packed_layout`, the function calls the attention `original`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -109,8 +107,8 @@ def _register_over(original: str) -> str:
         theirs = ALL_MASK_ATTENTION_FUNCTIONS[original]
         return (window_as_mask if _packing.get() else theirs)(*args, **options)
 
-    # Encode the original name in hexadecimal digits, because transformers gives names that contain
-    # "flash", "sdpa", "flex_attention" or "|" a special meaning.
+    # Encode the original name in hexadecimal digits. transformers treats a name in a special way if
+    # it contains "flash", "sdpa", "flex_attention" or "|".
     name = PREFIX + original.encode().hex()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -121,11 +119,11 @@ def _register_over(original: str) -> str:
 class Pack:
     """One packed row with the real tokens of a padded batch of B completions.
 
-    The padded batch has P prompt columns with padding on the left, and K completion columns with
-    padding on the right. The loss counts R scored tokens of the batch.
+    The padded batch has P columns of prompts with padding on the left, and K columns of completions
+    with padding on the right. R is the number of scored tokens, which the loss counts.
     """
 
-    # Keyword arguments for the backbone: input_ids (1, T), position_ids, use_cache and
+    # Keyword arguments for the base model: input_ids (1, T), position_ids, use_cache and
     # packed_layout.
     inputs: dict[str, object]
     predicting: Tensor  # (R,) index of the hidden state that predicts each scored token
@@ -154,9 +152,7 @@ def pack_padded(
     attention_mask: Tensor,  # (B, P+K)
     scored: Tensor,  # (B, K)
 ) -> Pack | None:
-    """Pack the real tokens of a padded batch into one row.
-
-    A prompt is stored once for all of its completions.
+    """Pack the real tokens of a padded batch into one row, with each distinct prompt once.
 
     Args:
         input_ids: Token ids, shape (B, P+K).
@@ -164,10 +160,11 @@ def pack_padded(
         scored: 1 at the completion tokens that the loss counts, shape (B, K).
 
     Returns:
-        The packed batch. None if a completion has no prompt token that predicts its first token.
+        The packed row. None if a completion has no prompt, so that no token predicts its first
+        token.
     """
-    # 1. Group the completions that have scored tokens by their prompt. Do this on the CPU, because
-    # on a GPU, every lookup of a prompt would wait for the device.
+    # 1. Group the completions with scored tokens by their prompt. Do this on the CPU, because the
+    # CPU would wait for a GPU at every lookup of a prompt.
     rows, length = scored.shape
     device = input_ids.device
     ids = input_ids.cpu()
@@ -179,8 +176,8 @@ def pack_padded(
         groups.setdefault(prompt.numpy().tobytes(), (prompt, []))[1].append(row)
     if b"" in groups:
         return None
-    # 2. Pack the groups. If no token is scored, pack a single token, because the other ranks wait
-    # for this rank's forward and backward pass.
+    # 2. Pack the groups. If no token is scored, pack one token, so that this rank still runs a
+    # forward and a backward pass. The other ranks would wait for it forever.
     completions = real[:, -length:]
     token = ids[0, :1]
     texts = [ids[row, -length:][completions[row]] for row in range(rows)]
@@ -188,8 +185,8 @@ def pack_padded(
     packed = pack_groups(lists or [(token, [token])], device=device)
     used = [row for _, members in groups.values() for row in members]
     order = torch.tensor(used + sorted(set(range(rows)) - set(used)))
-    # 3. Find the scored tokens in the packed row. Completions without scored tokens are not packed.
-    # They come last in `order` and have length 0 in `cu_seqlens`.
+    # 3. Find the scored tokens in the packed row. Completions without scored tokens are not in the
+    # row. They are last in `order`, and their length in `cu_seqlens` is 0.
     slots = torch.arange(rows * length).view(rows, length)[order][completions[order]]
     slots = slots[: packed.target_ids.shape[0]]
     scored_rows = counted.flatten()[slots].nonzero()[:, 0]
@@ -204,24 +201,24 @@ def pack_padded(
 
 
 class PackedCall(NamedTuple):
-    """Arguments of one call of `packed_forward`."""
+    """Arguments of `packed_forward`: a packed row, and which results to compute."""
 
     pack: Pack
-    head: FusedHead  # the logit transform that TRL read from the policy's config
-    entropy: bool  # also return entropies
-    loss: SinglePass | None = None  # compute this loss; None: only log-probabilities
-    support: Support | None = None  # the tokens that the sampler kept for each scored token
+    head: FusedHead  # logit transform of the LM head
+    entropy: bool  # True: also return entropies
+    loss: SinglePass | None = None  # arguments of the loss; None: return log-probabilities only
+    support: Support | None = None  # tokens that the sampler kept; None: the full vocabulary
 
 
 def packed_forward(lm: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
     """Run the model on a packed row.
 
     Returns:
-        Dictionary with "logps" (R,), "entropy" (R,) if requested, and "loss" if the call has a
-        loss.
+        Dictionary with "logps", shape (R,), with "entropy", shape (R,), if requested, and with
+        "loss" if the call has a loss.
     """
     with packing():
-        trunk = getattr(lm, call.head.backbone)(**call.pack.inputs)
+        trunk = lm.base_model(**call.pack.inputs)
     head = lm.get_output_embeddings()
     return head(trunk.last_hidden_state[0], run=functools.partial(_head_forward, call=call))
 
@@ -232,8 +229,8 @@ def _head_forward(layer: nn.Linear, hidden: Tensor, call: PackedCall) -> dict[st
     job = call.loss
     hidden, weight, bias = call.head.operands(layer, hidden)
     rows: dict[str, Any] = dict(hidden_rows=pack.predicting, bias=bias, support=call.support)
-    # Disable autocast, which would cast fp32 operands to 16 bits. The operands already have the
-    # dtype in which the head is computed.
+    # Disable autocast. `operands` has already cast the tensors to the dtype of the head, and
+    # autocast would cast fp32 tensors to 16 bits.
     with torch.autocast(hidden.device.type, enabled=False):
         if job is None:
             rule = call.head.rule._asdict()

@@ -1,8 +1,8 @@
 """Record of the tokens that a truncating sampler kept at each position.
 
-A turn is one completion that the sampler generated. TRL shuffles, cuts, pads and joins turns before
-it computes their log-probabilities, so the position of a turn changes. The record of a turn is
-therefore found by comparing the token ids of its prompt and completion.
+A turn is one completion that the sampler generated. Before TRL computes log-probabilities, it
+shuffles, cuts, pads and joins turns. The record of a turn is therefore found by its token ids, not
+by its position.
 """
 
 from __future__ import annotations
@@ -18,29 +18,25 @@ from grpo_fast.rollout import Completion
 
 
 class Replayed(NamedTuple):
-    """Data that the sampler recorded for R scored tokens: kept ids, logps and probabilities."""
+    """Data that the sampler recorded when it sampled R tokens."""
 
-    support: Support  # the kept tokens; an empty set for tokens that were not sampled
-    logps: Tensor  # (R,) fp32 log-probabilities of the sampler; NaN for tokens not sampled
-    mass: Tensor  # (R,) fp32 total probability of the kept tokens before renormalization
+    support: Support  # the kept ids; none for tokens that were not sampled, as tool output
+    logps: Tensor  # (R,) fp32: the sampler's log-probabilities; NaN for tokens not sampled
+    mass: Tensor  # (R,) fp32: probability of all kept ids together before renormalization
 
 
 class Replay:
-    """Store of the sampled turns of one batch, with the tokens that the sampler kept."""
+    """Store of the turns of one batch and of the ids that the sampler kept for them."""
 
     def __init__(self) -> None:
-        # Map from the ids of a prompt to the completions of the prompt. Each completion is stored
-        # with the index in `ids` of the first token that the sampler kept for it.
+        # Map from the ids of a prompt to its completions. The kept ids of a completion are in the
+        # concatenation of `ids`. The integer is the index of the first of them.
         self.turns: dict[tuple[int, ...], list[tuple[Completion, int]]] = {}
         self.ids: list[Tensor] = []
         self.length = 0
 
     def remember(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Store the completion of each prompt.
-
-        Completions without kept tokens are skipped, because the sampler did not truncate their
-        distribution.
-        """
+        """Store the completion of each prompt, unless the sampler did not truncate."""
         for prompt, one in zip(prompts, completions, strict=True):
             if one.support is not None:
                 self.turns.setdefault(tuple(prompt), []).append((one, self.length))
@@ -54,7 +50,7 @@ class Replay:
         shape: tuple[int, int],  # (B, K)
         slots: Tensor,  # (R,) int64: the scored tokens in the flat (B, K)
     ) -> Replayed | None:
-        """Look up the sampler's records for the scored tokens of a padded batch.
+        """Return the sampler's records of the scored tokens of a padded batch.
 
         Args:
             input_ids: Token ids, shape (B, P+K).
@@ -67,9 +63,8 @@ class Replay:
         """
         if not self.turns:
             return None
-        # 1. For each completion token, find the sampler's record. It consists of the index in `ids`
-        # of the first kept id, the number of kept ids, the log-probability of the token, and the
-        # total probability of the kept ids.
+        # 1. For each token of the completions, look up the index of its first kept id, the number
+        # of its kept ids, its log-probability, and the probability of its kept ids together.
         starts, counts = torch.zeros(2, *shape, dtype=torch.int64)
         logps = torch.full(shape, torch.nan)
         mass = torch.ones(shape)
@@ -102,9 +97,8 @@ class Replay:
         """Find the stored turns in a sequence whose prompt has `start` tokens.
 
         Returns:
-            A tuple (start, completion, first) for each turn. `start` is the index of the turn's
-            first token in the sequence. `first` is the index in `ids` of the first id that the
-            sampler kept.
+            For each turn, the index of its first token in the sequence, the stored completion, and
+            the index of its first kept id.
         """
         turns = []
         for length in {len(prompt) for prompt in self.turns}:
@@ -112,8 +106,8 @@ class Replay:
                 continue
             completion = tokens[length:]
             for one, base in self.turns.get(tuple(tokens[:length]), ()):
-                # Compare only as many tokens as both sequences have, because TRL may have cut the
-                # turn at the maximum completion length.
+                # TRL may have cut the turn at the maximum completion length. Compare only the
+                # tokens that both sequences have.
                 n = min(len(one.ids), len(completion))
                 if one.ids[:n] == completion[:n]:
                     turns.append((length, one, base))

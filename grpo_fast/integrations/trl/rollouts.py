@@ -1,8 +1,8 @@
-"""Rollouts of `FastGRPOTrainer`, in which our sampling loop replaces transformers' `generate`.
+"""Rollouts of `FastGRPOTrainer`, in which our sampling loop replaces `generate` of transformers.
 
 The sampling settings come from `GRPOConfig`, `generation_kwargs` and the model's generation config,
-as in `generate`. If a setting, a replaced function or a hook changes tokens in a way that our
-sampler does not support, TRL's own code samples instead.
+as in `generate`. If our sampler does not support a setting, or if a hook or a replaced function may
+change the tokens, the code of TRL samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled, rep
 from grpo_fast.integrations.trl.replay import Replay, Replayed
 from grpo_fast.rollout import SampledModel, Sampling, build_engine
 
-# The type checker sees TRL's trainer as the base of OwnRollouts. At run time, it has no base.
+# Only the type checker needs the base class GRPOTrainer of OwnRollouts. At run time, the base is
+# `object`, and FastGRPOTrainer adds TRL's trainer as a second base.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 else:
     GRPOTrainer = object
 
-# Fields of a generation config that our sampler reads, or that do not change tokens. If another
+# Fields of a generation config that our sampler reads, or that do not change tokens. If any other
 # field differs from its default, TRL samples.
 READ = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
@@ -44,7 +45,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SamplingWithoutSupport(Sampling):
-    """Sampling settings with which the sampler does not record the kept tokens."""
+    """Sampling settings for which the sampler does not record which tokens it kept."""
 
     @property
     def needs_support(self) -> bool:
@@ -52,14 +53,13 @@ class SamplingWithoutSupport(Sampling):
 
 
 class OwnRollouts(GRPOTrainer):
-    """Mixin that samples the completions of a TRL trainer with our loop.
+    """Mixin that samples the completions of a TRL trainer with our loop, without dropout.
 
-    This class must come before TRL's trainer in the list of base classes. Completions are sampled
-    without dropout, as in vLLM.
+    This class must come before TRL's trainer in the list of base classes.
 
     Attributes:
-        fast_rollouts: True samples with our loop where possible. False always samples with TRL's
-            code.
+        fast_rollouts: True samples with our loop if it supports all settings. False always samples
+            with the code of TRL.
         replay_support: True computes logps, entropy and KL over the tokens that the sampler kept
             (top_k, top_p, min_p). False computes them over the full vocabulary, as TRL does.
     """
@@ -77,7 +77,7 @@ class OwnRollouts(GRPOTrainer):
         self._drawn_at: tuple[tuple[str, int], int] | None = None
         self._replayed_logps = None
         self._reduces_replay = False
-        self._tried_hooks = [hook for _, hook in foreign_hooks(self.model)]
+        self._known_hooks = [hook for _, hook in foreign_hooks(self.model)]
         self.fast_path |= {"rollouts": "ours", "support": VOCABULARY}
         self._unsuited = unsuited(self, lm)
         if self._unsuited is None:
@@ -106,11 +106,11 @@ class OwnRollouts(GRPOTrainer):
 
     @property
     def replays(self) -> bool:
-        """True if log-probabilities are computed over the tokens that the sampler kept."""
+        """True if logps, entropy and KL are computed over the tokens that the sampler kept."""
         return self.replay_support and self._packs
 
     def _report_truncation(self, sampling: Sampling) -> None:
-        """If the sampler truncates, log once which tokens the logps are computed over."""
+        """Log once over which tokens the logps are computed, if the sampler truncates."""
         if self._reported_truncation or not sampling.truncates:
             return
         self._reported_truncation = True
@@ -130,7 +130,7 @@ class OwnRollouts(GRPOTrainer):
             log.warning("%s: log-probabilities, entropy and KL are %s", who, over)
 
     def _generate_and_score_completions(self, inputs: object) -> dict[str, object]:
-        """Drop the sampler's records of the previous batch, then call TRL's method."""
+        """Delete the sampler's records of the previous batch, then call TRL's method."""
         self._replay[self._mode] = Replay()
         return super()._generate_and_score_completions(inputs)
 
@@ -138,9 +138,8 @@ class OwnRollouts(GRPOTrainer):
         self, prompt_ids: list[list[int]], *others: object, **more: object
     ) -> tuple[object, ...]:
         sampling = self._sampling()
-        # Decide from the settings alone whether to reduce the metrics over all processes, because
-        # the settings are equal in all processes. If only some processes took part in the
-        # reduction, it would hang.
+        # All processes must reduce the metrics of replay, or none. Otherwise the reduction would
+        # hang. Decide by the settings alone, because they are equal in all processes.
         self._reduces_replay = isinstance(sampling, Sampling) and sampling.needs_support
         if any(others[:2]):  # images, multimodal_fields
             sampling = "images need TRL's own inputs"
@@ -157,22 +156,27 @@ class OwnRollouts(GRPOTrainer):
         return [one.ids for one in drawn], None
 
     def _sampling(self) -> Sampling | str:
-        """Return the settings for our sampler, or a string that says why TRL must sample."""
+        """Return the settings of our sampler, or the reason why TRL must sample."""
         if not self.fast_rollouts:
             return OFF
         if self._unsuited is not None:
             return str(self._unsuited)
         model = self.accelerator.unwrap_model(self.model)
-        if is_compiled(model):
-            return COMPILED
         if (part := replaced_part(model, self._lm)) is not None:
             return f"{part} is not transformers' own"
-        if any(hook not in self._tried_hooks for _, hook in foreign_hooks(model)):
+        return self._changed() or sampling_of(self, self._lm)
+
+    def _changed(self) -> str | None:
+        """Return how the model was changed after the trainer was built, or None if it was not."""
+        model = self.accelerator.unwrap_model(self.model)
+        if is_compiled(model):
+            return COMPILED
+        if any(hook not in self._known_hooks for _, hook in foreign_hooks(model)):
             return "a forward hook was added after the trainer was built"
-        return sampling_of(self, self._lm)
+        return None
 
     def _seed(self) -> tuple[int | str, ...]:
-        """Return a seed that is different for each step, turn of a step, and process."""
+        """Return a seed that differs between steps, between turns of a step, and between ranks."""
         when = self._mode, self.state.global_step
         known, turn = self._drawn_at or (None, 0)
         turn = turn + 1 if known == when else 0
@@ -180,17 +184,14 @@ class OwnRollouts(GRPOTrainer):
         return ("trl", self.args.seed, *when, turn, self.accelerator.process_index)
 
     def _replayed(self, pack: Pack, input_ids: Tensor, mask: Tensor) -> Replayed | None:
-        """Return the sampler's records of the scored tokens, or None if there are no records."""
+        """Return the sampler's records of the scored tokens, or None without replay."""
         replay = self._replay[self._mode]
         known = replay(input_ids, mask, pack.shape, pack.slots) if self.replays else None
         self.fast_path["support"] = VOCABULARY if known is None else SUPPORT
         return known
 
     def compute_loss(self, *args: object, **options: object) -> Tensor:
-        """Call TRL's `compute_loss`.
-
-        With support replay, also log the importance ratio between trainer and sampler.
-        """
+        """Call TRL's `compute_loss`, and log the metrics of replay."""
         loss = super().compute_loss(*args, **options)
         if self._reduces_replay:
             self._log_replay()
@@ -199,9 +200,9 @@ class OwnRollouts(GRPOTrainer):
 
     @torch.no_grad()
     def _log_replay(self) -> None:
-        """Log the importance ratio, the number of kept tokens, and their total probability.
+        """Log the importance ratio, the number of kept tokens, and their probability together.
 
-        Each value is averaged over the tokens of all processes.
+        Each metric is a mean over the sampled tokens of all processes.
         """
         sums = torch.zeros(4, device=self.accelerator.device)
         if self._replayed_logps is not None:
@@ -217,7 +218,7 @@ class OwnRollouts(GRPOTrainer):
 
 
 def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
-    """Return the name of the option that requires TRL to sample, or None if our loop may sample."""
+    """Return which option of the trainer or the model our sampler does not support, or None."""
     known = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,
@@ -230,9 +231,9 @@ def unsuited(trainer: GRPOTrainer, lm: PreTrainedModel) -> str | None:
 
 
 def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
-    """Return the sampling settings, or the name of a setting that our sampler does not support."""
-    # Fill in values that are None in the trainer's generation config from the model's generation
-    # config, as `generate` does.
+    """Return the sampling settings, or which setting our sampler does not support."""
+    # Take values that are None in the trainer's generation config from the generation config of the
+    # model, as `generate` does.
     config = lm._prepare_generation_config(trainer.generation_config)[0]
     for name, value in vars(config).items():
         is_usual = value is None or value is False or value == usual().get(name)
@@ -252,7 +253,7 @@ def sampling_of(trainer: GRPOTrainer, lm: PreTrainedModel) -> Sampling | str:
 
 @functools.cache
 def usual() -> dict[str, object]:
-    """Return the default value of every field of a generation config, keyed by name."""
+    """Return the names and default values of all fields of a generation config."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig()

@@ -1,11 +1,11 @@
-"""Self-check of FastGRPOTrainer's packed and padded forward passes.
+"""Self-check of `FastGRPOTrainer`.
 
-Both are compared with the forward pass of single rows without padding.
+It compares the logps of the packed forward and of TRL's padded forward with the logps of the same
+rows, each computed alone and without padding.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,42 +27,40 @@ from grpo_fast.integrations.fast_head import reshard
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-log = logging.getLogger(__name__)
-SCORED = 5  # number of completion tokens, which are at the end of each row
+SCORED = 5  # number of columns of completion tokens, which are the last columns
 
 # Type of a function (model, input_ids (B, L), attention_mask (B, L)) → logps (B, SCORED).
 Scores = Callable[["PreTrainedModel", Tensor, Tensor], Tensor]
 
 
 class Gaps(NamedTuple):
-    """Largest difference in nats of each forward's logps from the logps of unpadded rows."""
+    """Largest difference of the logps of each forward from the logps of unpadded rows, in nats."""
 
     packed: float
     padded: float
 
 
-def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores | None) -> Gaps:
-    """Compare the packed and the padded forward with rows that are computed alone, without padding.
+def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
+    """Measure the errors of the packed and the padded forward, compared with single unpadded rows.
 
-    The comparison detects models that our packed forward does not support: attention sinks,
-    position encodings other than RoPE, and heads with an unknown logit transform. A second round
-    uses random weights, because the model's weights may hide a difference. For example, a new LoRA
-    adapter has no effect.
+    A large error of the packed forward means that it does not support the model, for example
+    because of attention sinks or of an unknown logit transform. The first round uses the weights
+    of the model, which may hide an error: a new LoRA adapter has no effect. The second round
+    therefore uses random weights.
 
     Args:
         lm: The transformers model.
         padded: TRL's forward on a padded batch.
-        packed: The packed forward. If None, it is not checked, and its difference in the result is
-            0.
+        packed: Our packed forward.
 
     Returns:
-        For each forward pass, the largest difference in nats of the two rounds. Differences of the
-        second round are divided by `RANDOM_FACTOR`, because random weights amplify rounding.
+        The larger error of the two rounds for each forward, in nats. The errors of the second round
+        are divided by `RANDOM_FACTOR`, because random weights amplify rounding errors.
     """
     gaps = _measure_once(lm, padded, packed)
     with random_weights(lm) as are_random:
-        # Skip the second round for 16-bit weights (`are_random` is False), because rounding errors
-        # with random weights would hide a difference.
+        # With 16-bit weights, `are_random` is False, and the second round is skipped. Its rounding
+        # errors would hide an error of the forward.
         if are_random:
             again = [gap / RANDOM_FACTOR for gap in _measure_once(lm, padded, packed)]
             pairs = zip(gaps, again, strict=True)
@@ -71,7 +69,7 @@ def measure_gaps(lm: PreTrainedModel, padded: Scores, packed: Scores | None) -> 
 
 
 @torch.no_grad()
-def _measure_once(lm: PreTrainedModel, padded: Scores, packed: Scores | None) -> Gaps:
+def _measure_once(lm: PreTrainedModel, padded: Scores, packed: Scores) -> Gaps:
     ids, real = trial_rows(lm)
     with evaluating(lm), small_windows(lm):
         alone = torch.zeros(ids.shape[0], SCORED, device=ids.device)
@@ -82,22 +80,16 @@ def _measure_once(lm: PreTrainedModel, padded: Scores, packed: Scores | None) ->
             alone[row, :length] = scores[0, -length:].float()
         gaps = []
         for forward in (packed, padded):
-            gap = 0.0
-            if forward is not None:
-                scores = forward(lm, ids, real.long()).float()
-                gap = float((scores - alone)[real[:, -SCORED:]].abs().max())
-            gaps.append(gap)
+            scores = forward(lm, ids, real.long()).float()
+            gaps.append(float((scores - alone)[real[:, -SCORED:]].abs().max()))
     return Gaps(*gaps)
 
 
 def trial_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return two rows of random token ids with the same prompt.
+    """Return two rows of random token ids with the same prompt, and a bool mask of real tokens.
 
-    Both rows are padded on the left. The second row has a shorter completion and is also padded on
-    the right.
-
-    Returns:
-        Token ids and a bool mask of the real tokens, each of shape (2, L).
+    Both tensors have shape (2, L). The rows are padded on the left. The second row has a shorter
+    completion and is also padded on the right.
     """
     weight = lm.get_output_embeddings().weight
     ((prompt, completions),) = draw_groups(1, weight.shape[0])
@@ -108,34 +100,16 @@ def trial_rows(lm: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def tolerance(lm: PreTrainedModel, mixed_precision: str | None) -> float:
-    """Return the largest difference in nats that rounding in the used precisions can explain."""
+    """Return the largest difference that rounding errors can explain, in nats."""
     dtypes = {parameter.dtype for parameter in lm.parameters()}
     if mixed_precision in ("bf16", "fp16"):
         dtypes = {torch.bfloat16}
     return max(map(check_tolerance, dtypes))
 
 
-def warn_of_padding(kind: str, gap: float, *, is_packed: bool) -> None:
-    """Warn that TRL computes wrong logps for rows with padding on the left.
-
-    Args:
-        kind: The model type, for the message.
-        gap: The difference from the correct logps in nats.
-        is_packed: True if our packed rows avoid the error.
-    """
-    ours = "TRL's forward is used here, too: use prompts of one length"
-    if is_packed:
-        ours = "FastGRPOTrainer packs rows without padding, which is right"
-    log.warning(
-        "%s: TRL's logps of left-padded rows differ by %.2g nats from those of the same rows "
-        "without padding. TRL passes no position_ids, so absolute positions count the padding. %s",
-        kind, gap, ours,
-    )  # fmt: skip
-
-
 @contextmanager
 def evaluating(lm: PreTrainedModel) -> Iterator[None]:
-    """Put all modules into eval mode in a `with` block, and restore the mode of each afterwards."""
+    """Set all modules to eval mode in a `with` block, and restore the mode of each module after."""
     modes = [(module, module.training) for module in lm.modules()]
     lm.eval()
     try:

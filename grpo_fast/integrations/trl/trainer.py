@@ -1,16 +1,17 @@
-"""`FastGRPOTrainer`: TRL's GRPOTrainer with our rollouts, packed forward and single-pass loss.
+"""`FastGRPOTrainer`: TRL's GRPOTrainer with our rollouts, our packed forward and our loss.
 
     from grpo_fast.integrations.trl import FastGRPOTrainer as GRPOTrainer
 
-Rewards, tools, advantages, metrics, logging and checkpoints are TRL's own code. Three parts are
-replaced:
+The code of TRL computes rewards, advantages and metrics, calls tools, and writes logs and
+checkpoints. We replace three parts:
 
 - Our loop samples the completions (rollouts.py).
 - A packed forward replaces the padded forward. It computes each shared prompt once and applies the
-  LM head to completion tokens only. DDP and FSDP hooks fire, because it runs inside the forward.
-- If the gradient of a token depends on that token alone, one pass over the logits computes loss and
-  gradient. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For other
-  objectives, `linear_logps` passes differentiable logps and entropies to TRL's own code.
+  LM head to completion tokens only. It runs inside the model's forward, so the hooks of DDP and
+  FSDP fire.
+- One pass over the logits computes loss and gradient, if the gradient of a token depends on this
+  token alone. TRL's `_compute_loss` then computes its metrics from the log-probabilities. For other
+  objectives, TRL computes the loss from our differentiable logps and entropies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from grpo_fast.attention import fast_layers, offload_checkpoints, tile_mlps
 from grpo_fast.errors import require
 from grpo_fast.integrations.trl import options, selfcheck
 from grpo_fast.integrations.trl.head import base_model, fused_head, use_fast_head
-from grpo_fast.integrations.trl.originals import foreign_hooks, is_compiled
 from grpo_fast.integrations.trl.packed import (
     PackedCall,
     own_attention,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Reasons that `fast_path` gives if TRL's code computes only the current micro-batch.
+# Reasons in `fast_path` for which the code of TRL computes one micro-batch, but not all of them.
 NO_PROMPT = "a completion of this micro-batch has no prompt to predict its first token"
 AMBIGUOUS = "advantages per token, and this micro-batch has as many tokens as completions"
 
@@ -90,8 +90,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         fits = self.args.gradient_checkpointing or not checkpoint_offload
         require(fits, "checkpoint_offload", "gradient_checkpointing=True in the GRPOConfig", False)
         self._offloads = checkpoint_offload
-        # Logps and entropies from our single pass, or None. TRL's `_compute_loss` then uses these
-        # tensors instead of computing them, so that it can compute its metrics.
+        # Logps and entropies of our single pass while TRL's `_compute_loss` computes its metrics
+        # from them. None at all other times.
         self._finished: tuple[Tensor, Tensor] | None = None
         self._probed = self._learns = False
         self.fast_path = {"forward": "packed", "loss": "single pass"}
@@ -102,8 +102,7 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if tiled_mlp is not None:
             require(tiled_mlp > 0, "tiled_mlp", "a positive number of tokens", tiled_mlp)
             tile_mlps(lm, tiled_mlp)
-        self._checked = self._changes(lm)
-        reason = self._prepare_models(lm, options.forward_reason(self, lm))
+        reason = options.forward_reason(self, lm) or self._prepare_models(lm)
         if reason is not None:
             self._their_forward(reason)
         elif (reason := options.single_pass_reason(self)) is not None:
@@ -114,17 +113,14 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         log.info(said, self.fast_path)
 
     def train(self, *args: object, **kwargs: object) -> TrainOutput:
-        """Train as TRL does. Raise a ValueError if no parameter requires grad."""
+        """Train as TRL does, but raise a ValueError if no parameter requires grad."""
         learns = any(parameter.requires_grad for parameter in self.model.parameters())
         hint = "none; load a trained adapter with PeftModel.from_pretrained(..., is_trainable=True)"
         require(learns, "model", "at least one parameter that requires grad", hint)
         return super().train(*args, **kwargs)
 
     def training_step(self, *args: object, **kwargs: object) -> Tensor:
-        """Run a training step as TRL does.
-
-        Raise a ValueError if no parameter has a gradient after the first step.
-        """
+        """Run a step as TRL does, but raise a ValueError if the first step gives no gradient."""
         loss = super().training_step(*args, **kwargs)
         if not self._learns and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             trained = any(parameter.grad is not None for parameter in self.model.parameters())
@@ -134,63 +130,48 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         return loss
 
     def _their_forward(self, reason: str) -> None:
-        """Let TRL compute the forward and the objective from now on, and log the reason for it."""
+        """Let TRL compute the forward and the loss from now on, and log the reason."""
         self.fast_path |= {"forward": f"TRL's: {reason}", "loss": f"TRL's: {reason}"}
         self._packs = self._in_one_pass = False
         log.warning("FastGRPOTrainer: TRL's forward pass is used, with our LM head: %s", reason)
 
     def _their_objective(self, reason: str) -> None:
-        """Let TRL compute the objective from our logps from now on, and record the reason."""
+        """Let TRL compute the loss from our logps from now on, and record the reason."""
         self.fast_path["loss"] = f"TRL's on our logps: {reason}"
         self._in_one_pass = False
 
-    def _prepare_models(self, lm: PreTrainedModel, reason: str | None) -> str | None:
-        """Prepare policy and reference model for packed rows, unless `reason` is a string.
+    def _prepare_models(self, lm: PreTrainedModel) -> str | None:
+        """Prepare the policy `lm` and the reference model for packed rows.
 
         Returns:
-            None if rows are packed, else the reason why they are not packed.
+            None if rows are packed. Otherwise the reason why they are not packed.
         """
-        if reason is None:
-            self._head = fused_head(lm)
-            try:
-                take_packed_rows(lm)
-            except ValueError as error:
-                reason = str(error)
+        self._head = fused_head(lm)
+        try:
+            take_packed_rows(lm)
+        except ValueError as error:
+            return str(error)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            difference = self._self_check(lm, packs=reason is None)
-            if reason is None and difference is not None:
+            difference = self._self_check(lm)
+            if difference is not None:
                 lm.set_attn_implementation(self._own_attention)
                 return difference
-        if reason is None and self.ref_model is not None:
+        if self.ref_model is not None:
             take_packed_rows(base_model(self.accelerator.unwrap_model(self.ref_model)))
-        return reason
+        return None
 
-    @staticmethod
-    def _changes(lm: PreTrainedModel) -> list[object]:
-        """Return the compilation state and the hooks, on which the self-check's result depends."""
-        return [is_compiled(lm), *(hook for _, hook in foreign_hooks(lm))]
-
-    def _check_again(self) -> None:
-        """Repeat the self-check if the model was compiled or got a hook since the last check."""
-        lm = base_model(self.accelerator.unwrap_model(self.model))
-        changes = self._changes(lm)
-        if not self._packs or changes == self._checked:
-            return
-        self._checked = changes
-        reason = options.COMPILED if is_compiled(lm) else None
-        if reason is None and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            reason = self._self_check(lm, packs=True)
+    def _check_model(self) -> None:
+        """Let TRL compute the forward if the model was changed after the trainer was built."""
+        reason = self._changed() if self._packs else None
         if reason is not None:
-            lm.set_attn_implementation(self._own_attention)
+            self._lm.set_attn_implementation(self._own_attention)
             self._their_forward(reason)
 
-    def _self_check(self, lm: PreTrainedModel, packs: bool) -> str | None:
-        """Compare logps of packed rows and of TRL's padded rows with logps of single rows.
-
-        Log a warning if TRL's padded rows are wrong.
+    def _self_check(self, lm: PreTrainedModel) -> str | None:
+        """Check the logps of packed rows, and log a warning if TRL's padded rows give wrong logps.
 
         Returns:
-            None if packed rows are right, else a sentence that states the difference.
+            None if packed rows give right logps. Otherwise a sentence that states their error.
         """
         score = super()._get_per_token_logps_and_entropies
 
@@ -202,16 +183,20 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
             return pack.padded(self._run(lm, PackedCall(pack, self._head, False))["logps"])
 
         try:
-            gaps = selfcheck.measure_gaps(lm, padded, packed if packs else None)
+            gaps = selfcheck.measure_gaps(lm, padded, packed)
         except (ValueError, TypeError, AttributeError) as error:
             return str(error)
         kind = f"model_type {lm.config.model_type}"
         most = selfcheck.tolerance(lm, self.accelerator.mixed_precision)
-        is_right = gaps.packed <= most
-        if not gaps.padded <= most:
-            selfcheck.warn_of_padding(kind, gaps.padded, is_packed=packs and is_right)
-        if not is_right:
+        if not gaps.packed <= most:
             return f"{kind}: packed logps differ from TRL's by {gaps.packed:.2g} nats"
+        if not gaps.padded <= most:
+            log.warning(
+                "%s: TRL's logps of left-padded rows differ by %.2g nats from those of the same "
+                "rows without padding. TRL passes no position_ids, so absolute positions count the "
+                "padding. FastGRPOTrainer packs rows without padding, which is right",
+                kind, gaps.padded,
+            )  # fmt: skip
         return None
 
     def _run(self, model: PreTrainedModel, call: PackedCall) -> dict[str, Tensor]:
@@ -224,14 +209,15 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
         compute_entropy=False, **kwargs,
     ):  # fmt: skip
-        """Compute the results of TRL's method with this name from packed rows.
+        """Compute the results of TRL's method of the same name from packed rows.
 
         Returns:
-            Log-probabilities (B, K), entropies (B, K) or None, and the auxiliary loss or None.
+            Log-probabilities, shape (B, K). Entropies, shape (B, K), or None unless
+            `compute_entropy`. The auxiliary loss, which is None for packed rows.
         """
         if self._finished is not None:
             return *self._finished, None
-        self._check_again()
+        self._check_model()
         theirs = functools.partial(
             super()._get_per_token_logps_and_entropies, model, input_ids, attention_mask,
             logits_to_keep, batch_size, compute_entropy, **kwargs,
@@ -266,8 +252,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of one micro-batch in a single pass, and record TRL's metrics."""
-        # 1. Check again whether a single pass is possible. If not, let TRL compute the micro-batch.
-        self._check_again()
+        # 1. Let TRL compute the loss if a single pass is not possible.
+        self._check_model()
         if self._offloads:  # TRL enables checkpointing again after each generation
             offload_checkpoints(self.accelerator.unwrap_model(self.model))
         if not (self._in_one_pass and torch.is_grad_enabled() and self.model.training):
@@ -292,8 +278,8 @@ class FastGRPOTrainer(OwnRollouts, GRPOTrainer):
         if job.advantages.dim() == 2 and pack.target_ids.shape[0] == pack.shape[0]:
             self.fast_path["loss"] = f"TRL's on our logps: {AMBIGUOUS}"
             return super()._compute_loss(model, inputs)
-        # 3. Compute loss and gradient in a single pass. Then pass its logps and entropies to TRL,
-        # which computes its metrics from them.
+        # 3. Compute loss and gradient in a single pass. Then let TRL compute its metrics from the
+        # logps and entropies of this pass.
         self.fast_path |= {"forward": "packed", "loss": "single pass"}
         known = self._replayed(pack, input_ids, attention_mask)
         result = self._run(model, PackedCall(pack, self._head, True, job, known and known.support))

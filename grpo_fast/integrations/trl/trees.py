@@ -1,7 +1,6 @@
-"""Pack samples from TRL's asynchronous GRPO into one row.
+"""Packed rows of samples from TRL's asynchronous GRPO (`trl.experimental.async_grpo`, TRL 1.16).
 
-The samples come from `trl.experimental.async_grpo` of TRL 1.16. A prefix that several samples share
-is computed once.
+A prefix that several samples share is computed once.
 
     from grpo_fast.attention import head_of, register
 
@@ -28,7 +27,7 @@ from grpo_fast.errors import require
 
 
 class TreeBatch(NamedTuple):
-    """A packed row of B samples with R trained tokens."""
+    """One packed row of B samples. The loss trains R tokens of the row."""
 
     pack: PackedTree
     advantages: Tensor  # (B,) fp32
@@ -47,10 +46,10 @@ class TreeBatch(NamedTuple):
 def pack_samples(
     samples: Sequence[Mapping[str, Any]], *, device: torch.device | str = "cpu"
 ) -> TreeBatch:
-    """Pack samples for `linear_grpo_loss`.
+    """Pack samples into one row for `linear_grpo_loss`.
 
-    A trained token that several samples share is computed once, but the loss counts it once for
-    each of these samples.
+    A trained token that several samples share is computed once. The loss counts it once for each of
+    these samples.
 
     Args:
         samples: Mappings with `input_ids`, `completion_mask` and `old_log_probs`, each of shape

@@ -1,7 +1,7 @@
-"""verl integration.
+"""Integration of our losses and our LM head into verl.
 
-`register` adds the losses to verl's registry, and `head.use_fast_head` replaces the LM head of a
-model. verl's workers import `plugin`, which does both when they start.
+`register` adds our losses to verl's registry, and `head.use_fast_head` replaces the LM head of a
+model. verl's workers do both by importing `plugin`.
 """
 
 from grpo_fast.integrations.verl.losses import policy_loss, register

@@ -1,13 +1,13 @@
-"""Our kernels for the LM head of verl models with `use_fused_kernels`.
+"""Our LM head for models that verl prepares with `use_fused_kernels=True`.
 
-The module supports verl >= 0.9 with `impl_backend` torch or liger.
+It supports verl >= 0.9 with `impl_backend` torch or liger.
 
     handle = use_fast_head(model)  # after verl has patched the model's forward
     handle.undo()
 
-verl's fused forwards look up the class `FusedLinearForPPO` in a module at each call.
-`use_fast_head` replaces the class while the forward of one model runs, and
-`use_fast_head_everywhere` replaces it for the whole process.
+In each forward pass, verl looks up its class `FusedLinearForPPO` in a module. `use_fast_head`
+replaces this class only while the forward of one model runs. `use_fast_head_everywhere` replaces it
+for all models of the process.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 NAME = "FusedLinearForPPO"
 BACKENDS = "torch", "liger"
-# Config fields of logit transforms that verl's fused forwards ignore, with the value that turns the
-# transform off. A model with any other value raises an error, because verl would compute wrong
-# logits.
+# Fields of a model's config that change the logits, each with the value that has no effect. verl's
+# fused forward ignores these fields. A model with a different value is refused, because verl would
+# compute wrong logits.
 LEFT_OUT = {"final_logit_softcapping": None} | dict.fromkeys(
     ("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0
 )
@@ -42,8 +42,8 @@ class FastLinearForPPO(nn.Module):
     """Replacement for verl's `FusedLinearForPPO` with the same constructor and call.
 
     Args:
-        chunk_size: Ignored; our kernels choose their chunks.
-        impl_backend: "torch" or "liger". Both values use our kernels.
+        chunk_size: Has no effect, because our kernels choose the size of their chunks.
+        impl_backend: "torch" or "liger". Our kernels are used in both cases.
 
     Raises:
         ValueError: `impl_backend` is neither "torch" nor "liger".
@@ -68,7 +68,7 @@ class FastLinearForPPO(nn.Module):
             hidden_states: Hidden states, shape (B, L, H) or (T, H).
             vocab_weights: Weight of the LM head, shape (V, H).
             input_ids: The token that each row predicts, shape (B, L) or (T,).
-            temperature: Divides the logits.
+            temperature: Number by which the logits are divided.
 
         Returns:
             Log-probabilities and entropies in fp32, each with the shape of `input_ids`.
@@ -78,8 +78,8 @@ class FastLinearForPPO(nn.Module):
         dtype = compute_dtype(hidden_states)
         hidden = hidden_states.to(dtype)
         weight = vocab_weights.to(dtype)
-        # Disable autocast, which would cast fp32 operands to 16 bits. The operands already have the
-        # dtype in which the head is computed.
+        # Disable autocast. `hidden` and `weight` already have the dtype of the computation, and
+        # autocast would cast fp32 tensors inside `linear_logps` to 16 bits.
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_logps(
                 hidden, weight, input_ids.long(), temperature=temperature, return_entropy=True
@@ -103,7 +103,7 @@ def _swapped() -> Iterator[None]:
 
 
 def use_fast_head(model: nn.Module) -> FastHead:
-    """Compute the LM head of one model with our kernels.
+    """Replace verl's LM head of one model with our kernels.
 
     Args:
         model: A model whose forward verl's `use_fused_kernels` has patched.
@@ -134,9 +134,9 @@ def use_fast_head(model: nn.Module) -> FastHead:
 
 
 def use_fast_head_everywhere() -> FastHead:
-    """Compute the LM heads with our kernels for all models of this process.
+    """Replace verl's LM head with our kernels in all models of this process.
 
-    Only models that verl prepared with `use_fused_kernels` are affected.
+    Only models that verl prepared with `use_fused_kernels=True` are affected.
 
     Returns:
         A handle whose `undo()` restores verl's head.
@@ -147,7 +147,7 @@ def use_fast_head_everywhere() -> FastHead:
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise an error unless verl's fused forward computes the model's own logits."""
+    """Raise a ValueError if verl's fused forward would compute wrong logits for this model."""
     backend = getattr(model, "_verl_fused_kernels_backend", None)
     expected = "one that verl prepared with use_fused_kernels=True and its impl_backend in "
     require(backend in BACKENDS, "model", f"{expected}{BACKENDS}", f"backend {backend!r}")

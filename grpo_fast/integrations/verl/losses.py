@@ -1,13 +1,14 @@
 """verl's policy losses (verl >= 0.9), computed with our kernels.
 
-Signature, loss, gradient and metrics are the same as verl's.
+The functions have the same arguments and results as the policy losses of verl. Our kernels compute
+the loss and its gradient, and verl's code computes the metrics.
 
     from grpo_fast.integrations.verl import register
     handle = register()  # then actor_rollout_ref.actor.policy_loss.loss_mode=fast_vanilla
     handle.undo()
 
 verl's workers register the losses by importing `plugin`. There are two intended differences from
-verl: NaN at masked tokens does not reach the loss, and the loss of a batch without active tokens is
+verl. A NaN at a masked token does not change the loss. The loss of a batch without active tokens is
 0 instead of NaN.
 """
 
@@ -27,8 +28,8 @@ from grpo_fast.integrations.verl.table import LOSSES, Batch
 if TYPE_CHECKING:
     from verl.workers.config import ActorConfig
 
-# For each loss_agg_mode of verl: our aggregation, and the name of the count in verl's
-# `global_batch_info` by which the loss is divided.
+# Map from each loss_agg_mode of verl to our aggregation, and to the count in verl's
+# `global_batch_info` by which the loss is divided. None: the loss is not divided.
 AGGREGATION_MODES = {
     "token-mean": ("token_mean_global", "batch_num_tokens"),
     "token-sum": ("token_mean_global", None),
@@ -55,8 +56,8 @@ def normaliser(
         The name of our aggregation, and the divisor of the loss as a keyword argument.
 
     Raises:
-        ValueError: `info` has an unknown key. Or there are several ranks, and `info` lacks the
-            count that the mode needs.
+        ValueError: `info` has an unknown key. Or `info` lacks the count that the mode needs, and
+            there are several ranks.
     """
     unknown = sorted(set(info) - set(GLOBAL_BATCH_INFO))
     require(not unknown, "global_batch_info", f"{list(GLOBAL_BATCH_INFO)}", unknown)
@@ -76,7 +77,7 @@ def normaliser(
 
 
 def policy_loss(loss_mode: str) -> PolicyLoss:
-    """Return a function with the name and the results of a verl policy loss, on our kernels.
+    """Return a function that computes a policy loss of verl with our kernels.
 
     Args:
         loss_mode: A name in `LOSSES`. clip_cov and kl_cov are not supported, because they choose
@@ -91,7 +92,10 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         ValueError: `loss_mode` is not in `LOSSES`.
     """
     require(loss_mode in LOSSES, "loss_mode", f"one of {list(LOSSES)}", repr(loss_mode))
+    from verl.trainer.ppo import core_algos
+
     recipe = LOSSES[loss_mode]
+    theirs = getattr(core_algos, f"compute_policy_loss_{loss_mode}")
 
     def loss(
         old_log_prob: Tensor,  # (B, L)
@@ -114,26 +118,26 @@ def policy_loss(loss_mode: str) -> PolicyLoss:
         else:
             mode = recipe.aggregation or loss_agg_mode
             aggregation, total = normaliser(mode, response_mask, info)
+        options = recipe.options(config)
         with torch.no_grad():
             weighted = recipe.advantages(batch, config)
-            metrics = recipe.metrics(batch, config)
+            # Set masked log-probabilities to 0. verl multiplies them by the mask, so a NaN at a
+            # masked token would change the importance ratio of its completion.
+            old, new = (x.masked_fill(~mask, 0.0) for x in (old_log_prob, log_prob))
+            _, metrics = theirs(old, new, advantages, response_mask, loss_agg_mode, config)
         output = grpo_loss(
-            log_prob, weighted,
-            LossConfig(**recipe.options(config), aggregation=aggregation),
+            log_prob, weighted, LossConfig(**options, aggregation=aggregation),
             completion_mask=response_mask, old_logps=old_log_prob if recipe.has_old else None,
             **total,
         )  # fmt: skip
-        # Copy all metrics from the device at once. A separate copy of each metric would wait for
-        # the device.
-        values = torch.stack([*metrics.values()]).tolist() if metrics else []
-        return output.loss, dict(zip(metrics, values, strict=True))
+        return output.loss, metrics
 
     loss.__name__ = f"policy_loss_{loss_mode}"
     return loss
 
 
 class Registered(FastHead):
-    """Handle that `register` returns.
+    """Handle that removes the losses from verl's registry again.
 
     If you call `register` several times, undo the handles in reverse order.
     """
@@ -142,7 +146,7 @@ class Registered(FastHead):
 
 
 def register(prefix: str = "fast_") -> Registered:
-    """Register every loss of `LOSSES` in verl's registry of this process.
+    """Add all our losses to verl's registry in this process.
 
     Args:
         prefix: Text before each name. With "", our losses replace verl's losses until `undo()`.

@@ -1,8 +1,9 @@
 """Plugin that verl's workers import.
 
-Set `VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`. The import registers our losses
-as `fast_<name>` in this process. With `GRPO_FAST_VERL_HEAD=1`, our kernels also compute the LM head
-of models with verl's `use_fused_kernels`.
+To use it, set the environment variable
+`VERL_USE_EXTERNAL_MODULES=grpo_fast.integrations.verl.plugin`. The import adds our losses to verl's
+registry as `fast_<name>`. With `GRPO_FAST_VERL_HEAD=1`, our kernels also compute the LM head of
+models that verl prepares with `use_fused_kernels=True`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.train.config import ModelConfig, OptimConfig
-from grpo_fast.train.planning.memory_model import Shape, predict
+from benchmarks.trainers.step import peak_bytes
+from grpo_fast.train.planning.memory_model import Shape
 from grpo_fast.train.planning.plan import plan
 from tests.command_line import invoke
-from tests.train.test_memory_model import peak_bytes
+from tests.train.test_memory_model import predicted
 
 pytest.importorskip("trl", minversion="1.16")
 cases = importlib.import_module("tests.integrations.trl_cases")
@@ -76,15 +76,15 @@ def measured(folder: Path, **more: Any) -> tuple[int, int, dict[str, torch.Tenso
     trainer.model.train()
     batch = micro_batch()
     _, gradients = steps.gradients(trainer, batch)  # caches tensors that are not part of the peak
-    peak = peak_bytes(lambda: trainer._compute_loss(trainer.model, batch).backward())
+    peak = peak_bytes(lambda: trainer._compute_loss(trainer.model, batch).backward(), "cpu")
     assert trainer.fast_path["forward"] == "packed"
-    shape = Shape.of(trainer.model.config, sum(p.numel() for p in trainer.model.parameters()))
+    shape = Shape.of(trainer.model)
     kept = "offload" if more.get("checkpoint_offload") else True
     tiled = more.get("tiled_mlp")
-    settings = ModelConfig(path="x", dtype="float32", gradient_checkpointing=kept, tiled_mlp=tiled)
-    memory = predict(shape, settings, OptimConfig(), device="cuda", gpu=80 * 10**9)
+    model = {"dtype": "float32", "gradient_checkpointing": kept, "tiled_mlp": tiled}
+    memory = predicted(shape, "cuda", model=model)
     tokens = 4 * (4 + LENGTH - 1)  # the model does not read a completion's last token
-    return peak, memory.peak(tokens, rows=0) - memory.fixed, gradients
+    return peak, memory.working + memory.per_token * tokens, gradients
 
 
 def test_the_documented_plan_counts_the_options():
@@ -121,8 +121,8 @@ def test_the_options_save_what_the_plan_counts(tmp_path, monkeypatch):
     }
     peaks = {name: row[0] for name, row in found.items()}
     print({**peaks, "offload on a CPU": on_a_cpu[0]}, {n: row[1] for n, row in found.items()})
-    for name, (peak, predicted, gradients) in found.items():
-        assert peak == pytest.approx(predicted, rel=0.12), name
+    for name, (peak, expected, gradients) in found.items():
+        assert peak == pytest.approx(expected, rel=0.12), name
         assert gradients.keys() == plain[2].keys()
         for key, gradient in plain[2].items():
             torch.testing.assert_close(gradients[key], gradient, rtol=1e-5, atol=1e-7)

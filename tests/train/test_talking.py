@@ -96,15 +96,10 @@ def test_recipes_are_listed_with_what_they_are_and_need():
     assert said.count("needs no download") == 4
 
 
-def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
+def test_a_plan_assumes_the_dtypes_with_which_recipes_train():
     found = plan("qwen2.5-0.5b", ["gpu=80"])
-    expected = "weights and gradients float32, moments float32, computed in bfloat16"
-    assert found.dtypes == expected and expected in render(found)[0].caption
-    assert (
-        found.memory["as configured"].fixed >= 16 * found.shape.parameters
-    )  # weights, gradients and two moments in fp32
-    small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16", "optim.states=8bit"])
-    assert small.dtypes.startswith("weights and gradients bfloat16, moments 8 bit")
+    fixed = found.memory["as configured"].fixed
+    assert fixed == 18 * found.shape.parameters  # fp32 weights, gradients and moments, bf16 weights
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "sort"])

@@ -38,8 +38,7 @@ class TokenBudget:
         self.device = device
         self.memory = memory
         self.in_step = in_step
-        # Largest numbers of trunk and completion tokens in a micro-batch so far.
-        self.largest = self.most_rows = 0
+        self.largest = 0  # largest number of trunk tokens in a micro-batch so far
         self.tokens = fixed or min(distributed.gather(self._default()))
 
     def _default(self) -> int:
@@ -57,9 +56,7 @@ class TokenBudget:
 
     def note(self, batch: StepBatch) -> None:
         """Record the size of the largest micro-batch of a batch."""
-        rows = [len(micro.rows) for micro in batch.micro_batches]
         self.largest = max(self.largest, batch.largest)
-        self.most_rows = max(self.most_rows, *rows)
 
     def refuse(self, error: Exception) -> str:
         """Return the message of an out-of-memory error, and re-raise every other error.
@@ -107,7 +104,7 @@ class TokenBudget:
     @property
     def predicted_peak(self) -> int | None:
         """Predicted memory of the largest micro-batch so far in bytes, or None if it is unknown."""
-        return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
+        return None if self.memory is None else self.memory.peak(self.largest)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -94,10 +94,10 @@ def survey(data: Any) -> Survey:
     known = {repr(e.prompt) for e in test}
     different = [e for e in train if repr(e.prompt) not in known]
     if train and not different:
-        notes.append("every training prompt is a test prompt: the evaluation is of these")
+        notes.append("every training prompt is also a test prompt, so nothing is held out")
     elif len(different) < len(train):
         skipped = len(train) - len(different)
-        notes.append(f"{skipped} training rows are skipped: their prompts are test prompts")
+        notes.append(f"{skipped} training rows are skipped, because their prompts are test prompts")
     return Survey(different or train, test, notes)
 
 
@@ -118,7 +118,7 @@ def _unusual_answers(rows: list[tuple[Example, str]]) -> list[str]:
         return []
     example, place = unusual[0]
     judged = "they are judged as expressions or texts"
-    count = f"{len(unusual)} of {len(with_answer)} gold answers are no numbers"
+    count = f"{len(unusual)} of {len(with_answer)} gold answers are not numbers"
     return [f"{count}, the first at {place}: {str(example.answer)[:40]!r}; {judged}"]
 
 

@@ -85,7 +85,7 @@ def lines_of(found: Diagnosis) -> Iterator[str]:
     yield f"{found.own:.2e}  the trainer against the model's own forward pass"
     yield f"{found.own_noise:.2e}  the trainer against itself, with one completion in a row"
     for cause in found.tried:
-        yield f"{cause.left:.2e}  left by {cause.name}: {cause.what}"
+        yield f"{cause.left:.2e}  remains with {cause.name}: {cause.what}"
     for cause in found.causes:
         yield f"Cause: {cause.name}. What happens: {cause.advice}"
     if found.mean > found.noise and not found.causes:

@@ -111,7 +111,7 @@ def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     """
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
     assert {e.prompt for e in load(path=str(path))} == {"p"}
-    assert "every training prompt is a test prompt" in caplog.text
+    assert "every training prompt is also a test prompt" in caplog.text
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
     assert len(load(path=str(tmp_path))) == lines
     assert len(load("test", path=str(tmp_path))) == 1

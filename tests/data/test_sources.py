@@ -297,7 +297,7 @@ def test_answers_that_are_no_numbers_are_counted_with_their_line(tmp_path, caplo
     rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(golds)]
     path = write_lines(tmp_path / "d.jsonl", *rows)
     load(path)
-    note = f"2 of 7 gold answers are no numbers, the first at {path}:3: '12 pens'"
+    note = f"2 of 7 gold answers are not numbers, the first at {path}:3: '12 pens'"
     assert caplog.text.count(note) == 1
     for same in (["a", "b"], ["1", "2"], [None, None]):
         rows = [{"question": f"q{i}", "answer": gold} for i, gold in enumerate(same)]
@@ -314,8 +314,8 @@ def test_data_shows_prompts_answers_and_what_is_skipped(tmp_path, tokenizer):
     lines = invoke("data", str(tmp_path), *words).stdout.splitlines()
     assert lines[0] == f"{tmp_path}: 3 training and 1 test examples"
     assert "gold answers: 2 judged as numbers, 1 judged as texts, 1 judged as expressions" in lines
-    assert "1 training rows are skipped: their prompts are test prompts" in lines
-    assert any("2 of 5 gold answers are no numbers, the first at" in line for line in lines)
+    assert "1 training rows are skipped, because their prompts are test prompts" in lines
+    assert any("2 of 5 gold answers are not numbers, the first at" in line for line in lines)
     i = lines.index("prompt 2:")
     assert lines[i + 1 : i + 4] == ["  | [system!] S", "  | [user!] q1", "  | [assistant]"]
     assert lines[i + 4] == "  gold answer: '2 eggs' (judged as texts)"

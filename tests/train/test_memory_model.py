@@ -248,8 +248,8 @@ def test_a_sentence_names_the_first_options_that_fit():
     sentence = "qwen2.5-7b fits with model.gradient_checkpointing=true 'model.lora={r: 16}': "
     assert small.verdict.startswith(sentence) and render(small)[-1] == small.verdict
     assert large.verdict.startswith("qwen2.5-7b fits as configured: ")
-    assert none.verdict.startswith("No set of options holds a prompt of 8,192 tokens with 16 ")
-    assert none.verdict.endswith(" GB are needed, 3.6 GB are planned with.")
+    assert none.verdict.startswith("qwen2.5-7b does not fit: a prompt of 8,192 tokens with 16 ")
+    assert none.verdict.endswith(" GB, and 3.6 GB are usable.")
 
 
 WRONG = [b"\xff", b"{", b"[1]", b'{"model_type": ["x"]}',
@@ -268,4 +268,4 @@ def test_a_plan_without_a_model_is_for_every_known_model():
     done = invoke("plan", "gpu=H100", "group=8")
     lines = done.output.splitlines()
     assert done.exit_code == 0 and len(lines) == len(KNOWN_MODELS)
-    assert all(" fits " in line or "No set of options" in line for line in lines)
+    assert all(" fits " in line or " does not fit: " in line for line in lines)

@@ -12,8 +12,10 @@ from grpo_fast.data import escape_control
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.config.words import validated
+from grpo_fast.train.report import report as module
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
+from grpo_fast.train.report.page import MOST_STEPS
 from grpo_fast.train.runs.folder import check_folder, locked, run_folder
 from tests.train.resuming import opened
 from tests.train.test_completions import row
@@ -58,6 +60,17 @@ def test_folder_of_a_run(tmp_path):
     wanted = {"after": after, "nan": None, "t": 2.0, "folder": str(out)}
     assert summary.items() >= wanted.items()
     assert load_recipe(str(out / "config.yaml"), []) == config(output_dir=str(out))
+
+
+def test_a_resumed_run_reads_only_the_tables_that_its_page_shows(tmp_path, spied):
+    with opened(tmp_path / "a", config(), stream=io.StringIO()) as report:
+        for step in range(1, 41):
+            report.completions(step, [row(tokens=["x", f"step {step}"])])
+    page = (tmp_path / "a" / "completions.html").read_text()
+    tables = spied(module, "read_parquet")
+    opened(tmp_path / "a", config(), step=40, stream=io.StringIO()).close()
+    assert (tmp_path / "a" / "completions.html").read_text() == page
+    assert len(tables) == MOST_STEPS
 
 
 def test_metrics_lines_are_json_and_flushed_at_once(tmp_path):

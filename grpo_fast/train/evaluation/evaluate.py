@@ -61,8 +61,7 @@ def evaluate(
         The metrics eval_n (number of questions), eval_samples (samples per question),
         eval_accuracy_strict, eval_accuracy_lenient, eval_reward, eval_rewards/<function> and
         eval_pass@k. All except the first two metrics have a standard error with the suffix `_se`.
-        The metric pass@k uses strict answers, and exists with the suffix `_lenient` for lenient
-        answers.
+        The metric eval_pass@k uses strict answers, and eval_pass@k_lenient uses lenient answers.
 
     Raises:
         ValueError: there are no examples.
@@ -89,8 +88,8 @@ def evaluate(
         )  # fmt: skip
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
-        # 2. Judge the answers against the gold answers. If the prompt contains the beginning of the
-        # answer, such as an opening tag, judge it together with the completion.
+        # 2. Compare the answers with the gold answers. If a prompt ends with the beginning of the
+        # answer, such as an opening tag, this beginning is part of the answer.
         repeated = [e for e in batch for _ in range(samples)]
         sent = [text for text in rollout.prompt_texts(policy, prompts) for _ in range(samples)]
         prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]

@@ -212,7 +212,7 @@ def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
         shape = Shape.of(lm)
     except ValueError as error:
         is_small = lm.num_parameters() < SMALL
-        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
+        said = "the memory cannot be predicted (%s): micro-batches are split when memory runs out"
         log.log(logging.INFO if is_small else logging.WARNING, said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]

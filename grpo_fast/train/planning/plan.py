@@ -108,15 +108,16 @@ class Plan(NamedTuple):
     def verdict(self) -> str:
         """Return a sentence that names the first options with which a group fits into memory."""
         completions = f"{self.size} completions of {self.completion:,}"
-        what = f"a prompt of {self.prompt:,} tokens with {completions}"
+        group = f"a prompt of {self.prompt:,} tokens with {completions}"
         best = next(filter(self.groups, self.memory), None)
         if best is None:
             gb = min(memory.peak(self.tokens) for memory in self.memory.values()) / 1e9
-            short = f"{gb:.3g} GB are needed, {self.usable / 1e9:.3g} GB are planned with"
-            return f"No set of options holds {what}: {short}."
+            short = f"needs at least {gb:.3g} GB, and {self.usable / 1e9:.3g} GB are usable"
+            return f"{self.name} does not fit: {group} {short}."
         words = " ".join(shlex.quote(word) for word in OPTIONS[best])
         with_them = f"with {words}" if words else "as configured"
-        return f"{self.name} fits {with_them}: {self.groups(best)} times {what}."
+        groups = f"{self.groups(best)} groups in a micro-batch, each of {group}"
+        return f"{self.name} fits {with_them}: {groups}."
 
 
 def plan(model: str, settings: Sequence[str]) -> Plan:
@@ -155,7 +156,7 @@ def render(plan: Plan) -> list[object]:
     count = f"{millions:,.0f}" if millions >= 10 else f"{millions:.2g}"
     table = Table(
         title=f"{plan.name}: {count}M parameters in {plan.gb:.3g} GB"
-        f"{where} ({plan.usable / plan.gb / 1e9:.0%} planned with)",
+        f"{where} ({plan.usable / plan.gb / 1e9:.0%} usable)",
         caption="tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
     )
     table.add_column("options")

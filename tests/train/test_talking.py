@@ -14,6 +14,7 @@ from grpo_fast.train.report.lines import closing_lines, shown_number
 from grpo_fast.train.report.page import step_html
 from tests.command_line import invoke, write_recipe
 from tests.tiny import tiny_folder
+from tests.train.test_completions import row
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +68,13 @@ def test_what_rounding_leaves_of_0_is_shown_as_0(value, form, text):
 
 
 def test_an_answer_of_its_fixed_length_is_not_cut_off():
-    row = {
-        "group": 0, "prompt": "3 2 1 =", "completion": "1 2 3", "answer": "1 2 4",
-        "tokens": ["1", " 2", " 3"], "truncated": True,
-        "extracted": None, "extracted_lenient": None, "correct": False, "reward": -1e-9,
-        "advantage": -1e-8, "logps": [-0.0] * 3, "advantages": [1e-22] * 3,
-    }  # fmt: skip
+    fixed = row(
+        completion="1 2 3", answer="1 2 4", tokens=["1", " 2", " 3"], truncated=True, reward=-1e-9,
+        advantage=-1e-8, logps=[-0.0] * 3, advantages=[1e-22] * 3,
+    )  # fmt: skip
 
     def html_of(**changes):
-        return step_html(1, [{**row, **changes}])
+        return step_html(1, [{**fixed, **changes}])
 
     html = html_of()
     assert "cut off" not in html and "reward 0<" in html and "advantage 0 " in html

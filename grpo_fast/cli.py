@@ -110,7 +110,7 @@ def evaluate(
 ) -> None:
     """Measure the accuracy of a model on held-out questions, or compare two models.
 
-    The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
+    The answers are decoded greedily. With samples=N, answers are also sampled for pass@k.
     Two models get the same questions. Their difference is shown with standard error and p-value.
     """
     from grpo_fast.errors import NonFiniteLogits
@@ -224,13 +224,13 @@ def plan(
     """
     from rich.console import Console
 
+    from grpo_fast.train.planning.plan import KNOWN_MODELS, render
     from grpo_fast.train.planning.plan import plan as predict
-    from grpo_fast.train.planning.plan import render, verdicts
 
     with told(debug):
         if not model or "=" in model:
             words = [word for word in (model, *(settings or [])) if word]
-            typer.echo("\n".join(verdicts(words)))
+            typer.echo("\n".join(predict(name, words).verdict for name in KNOWN_MODELS))
             return
         Console().print(*render(predict(model, settings or [])), sep="", highlight=False)
 

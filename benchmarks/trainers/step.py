@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from benchmarks.trainers.step_providers import (
     prepare,
     step_of,
 )
-from grpo_fast.train.config import LoraConfig, ModelConfig
+from grpo_fast.train.config import DataConfig, LoraConfig, ModelConfig
 from grpo_fast.train.planning.plan import KNOWN_MODELS
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -167,14 +167,14 @@ def encoder(options: argparse.Namespace, vocab: int) -> Callable[[str], list[int
     """Return a function that tokenizes text with the tokenizer of the model, or with a new one."""
     from transformers import AutoTokenizer
 
-    from grpo_fast.data import load_examples
+    from grpo_fast.data.splits import Splits
     from grpo_fast.data.tokenizer import build_bpe_tokenizer
 
     if options.pretrained:
         tokenizer = AutoTokenizer.from_pretrained(options.pretrained)
     else:
-        data = SimpleNamespace(task="gsm8k", path=options.data, prompt_template="plain")
-        plain = load_examples(data, split="train", seed=0)[:1000]
+        data = DataConfig(task="gsm8k", path=options.data, prompt_template="plain")
+        plain = Splits(data, 0).train[:1000]
         tokenizer = build_bpe_tokenizer([f"{e.prompt} {e.solution}" for e in plain], vocab)
     # Cache the token ids, because `k_shot_texts` counts the tokens of a prompt before it is used.
     return functools.cache(lambda text: tokenizer(text)["input_ids"])
@@ -186,14 +186,13 @@ def k_shot_texts(folder: str, tokens: int, count: Callable[[str], int]) -> Itera
     A prompt with fewer than `tokens` tokens is skipped. With 0 tokens, there are no worked
     examples.
     """
-    from grpo_fast.data import load_examples
+    from grpo_fast.data import load_splits
 
-    data = SimpleNamespace(task="gsm8k", path=folder, prompt_template="plain")
-    if tokens:
-        data.shots_tokens = tokens
-    # Yield only prompts with at least `tokens` tokens in total. The worked examples have slightly
-    # fewer tokens, and the question comes after them.
-    texts = (str(e.prompt) for e in load_examples(data, split="train", seed=0, count_tokens=count))
+    shots = tokens or None
+    data = DataConfig(task="gsm8k", path=folder, prompt_template="plain", shots_tokens=shots)
+    # Skip prompts that are too short: yield only those that have at least `tokens` tokens in total.
+    # The worked examples take most of `tokens`, and the question comes after them.
+    texts = (str(e.prompt) for e in load_splits(data, 0, count)[0])
     return (text for text in texts if count(text) >= tokens)
 
 
@@ -256,6 +255,7 @@ def peak_bytes(step: Any, device: str) -> int:
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    gc.collect()  # if `step` freed old garbage, the measured peak would be too low
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -49,9 +49,9 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 def parse_number(text: str) -> Number | None:
-    """Return the number that a text consists of, or None if the text contains anything else.
+    """Convert a text that consists of one number to this number. Return None for any other text.
 
-    Decorations such as currency signs and LaTeX are ignored, as the module's docstring describes.
+    Currency signs, LaTeX and similar decorations of the number are ignored.
     """
     # 1. Remove LaTeX, currency signs, and one wrapper such as \boxed{…}.
     bare = text.replace("\u2212", "-")
@@ -74,7 +74,7 @@ def unwrapped(text: str) -> str:
 
 
 def final_part(text: str) -> str:
-    """Return the part of a text after `</think>`, up to a later `<think>` that is never closed."""
+    """Return the text after the last `</think>`, up to a `<think>` that is never closed."""
     end = text.rfind("</think>")
     if (start := text.rfind("<think>")) > end:
         text = text[:start]
@@ -109,8 +109,8 @@ def extract_strict(text: str, marks: Collection[str] = USUAL_MARKS) -> Number | 
 
     Args:
         text: a completion.
-        marks: the answer marks that the format allows. If empty, the full text outside of <think>
-            must be a number.
+        marks: the answer marks that the format allows. If `marks` is empty, the full text after
+            the thought must be a number.
     """
     final = final_part(text)
     content = marked_content(final, marks) if marks else final

@@ -1,4 +1,4 @@
-"""Escape untrusted text, so that it cannot send control sequences to a terminal."""
+"""Escaping of untrusted text, which could otherwise send control sequences to a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def escape_control(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's message in one line of limited length, without torch's C++ frames.
+    """Return the message of an exception in one line of limited length, without C++ stack frames.
 
-    The message begins with the type's name, unless it is a ValueError or OSError.
+    The name of the exception's class comes first, except for a ValueError or OSError.
     """
     text = " ".join(str(error).partition("Exception raised from")[0].split())
     if not text or not isinstance(error, (ValueError, OSError)):

@@ -1,13 +1,11 @@
-"""The common type of all examples, and the error that all data sources raise."""
+"""The type of all examples, and the base class of sequences that compute their examples."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-from grpo_fast.errors import require
+from typing import Any, NamedTuple, TypeVar
 
 # Type of a prompt: plain text, or a list of chat messages for the tokenizer's chat template.
 Prompt = str | list[dict[str, str]]
@@ -22,9 +20,9 @@ class Example(NamedTuple):
         prompt: text or chat messages for the policy.
         answer: gold answer for the reward functions, or None.
         solution: gold text for supervised training (warm start), or None.
-        fields: all columns of the example's row in the data file, for reward functions.
-        label: the row's answer before it was converted to text, of any type. None means that the
-            row's answer equals `answer`.
+        fields: all columns of the row in the data file, for reward functions.
+        label: the answer in the row, before it was converted to text. It may have any type. None
+            means that the row contains `answer` unchanged.
     """
 
     prompt: Prompt
@@ -42,26 +40,11 @@ def words_of(example: Example) -> set[str]:
     return {word for text in texts if text for word in text.split()}
 
 
-class DatasetError(ValueError):
-    """Error of a data source that is missing or invalid.
-
-    The message names the file and line, or the argument.
-    """
-
-
-def need(fits: object, where: str, expected: str, came: object) -> None:
-    """Raise a DatasetError unless `fits` is true.
-
-    The message names the location `where`, the expected value and the actual value `came`.
-    """
-    require(fits, where, expected, came, DatasetError)
-
-
 Item = TypeVar("Item")
 
 
 class LazySequence(Sequence[Item]):
-    """A sequence of `length` items, each of which is computed only when it is read."""
+    """A sequence of `length` items. An item is computed when it is read."""
 
     length: int
 
@@ -75,10 +58,3 @@ class LazySequence(Sequence[Item]):
     def __getitem__(self, index: Any) -> Any:
         places = range(self.length)[index]
         return [self.make(i) for i in places] if isinstance(index, slice) else self.make(places)
-
-
-class DataSource(Protocol):
-    """Protocol for the argument `data` of `load_examples`, whose docstring lists the attributes."""
-
-    @property
-    def task(self) -> str: ...

@@ -15,7 +15,7 @@ from grpo_fast.errors import require
 
 SECONDS = 3.0  # timeout of the connection to the hub
 LOCAL = "the hub cannot be reached: say data=FILE or a folder, or model.path=FOLDER"
-# Names of the config.json field that contains the number of layers.
+# Names that architectures use in config.json for the number of layers.
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 MOST_LAYERS = 10_000
 
@@ -24,8 +24,8 @@ MOST_LAYERS = 10_000
 def is_offline() -> bool:
     """Return whether the hub is unreachable. If it is, switch its clients to offline mode.
 
-    Without this check, the hub's clients would retry for half a minute. If the environment has a
-    proxy, no connection is tried and the result is False. The result is cached.
+    Without this check, the hub's clients would retry for half a minute. If the environment sets a
+    proxy, the hub counts as reachable and no connection is tried. The result is cached.
     """
     from huggingface_hub import constants
 
@@ -38,12 +38,11 @@ def is_offline() -> bool:
         port = place.port or (80 if place.scheme == "http" else 443)
         socket.create_connection((place.hostname, port), timeout=SECONDS).close()
     except OSError:
-        # Set the environment variable for libraries that are imported later. Libraries that are
-        # already imported have read it before, so also set their constants.
+        # Set the environment variable for libraries that are imported later. A library that is
+        # already imported has read the variable into a constant, so change the constant, too.
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-        # Skip this if `datasets` is not imported yet, because it reads the variable when it is
-        # imported.
+        # If `datasets` is not imported yet, it will read the environment variable.
         if settings := sys.modules.get("datasets.config"):
             vars(settings).update(HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
         return True
@@ -85,7 +84,7 @@ def read_fields(path: str, allow_code: bool = False) -> dict[str, object]:
 
 
 def check_files(path: str) -> None:
-    """Raise a ValueError if a model folder has special files, such as pipes, that block reads."""
+    """Raise a ValueError if a model folder contains a pipe or a device, which could block reads."""
     if not Path(path).exists():
         is_offline()
     for file in Path(path).glob("*"):

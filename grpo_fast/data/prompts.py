@@ -1,13 +1,14 @@
-"""Build prompts from a template, chat settings and worked examples."""
+"""Construction of prompts from a template, chat settings and worked examples."""
 
 from __future__ import annotations
 
 import functools
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from grpo_fast.data.example import DatasetError, Example, LazySequence, Prompt, need
+from grpo_fast.data.example import Example, LazySequence, Prompt
+from grpo_fast.errors import require
 
 PROMPT_TEMPLATES = {
     "plain": "Question: {question}\nAnswer:",
@@ -30,18 +31,13 @@ class Form(NamedTuple):
     chat: bool
 
     @classmethod
-    def of(cls, template: str | None, system: str | None = None, chat: bool = False) -> Form:
-        """Build a form from settings.
-
-        Args:
-            template: a key of PROMPT_TEMPLATES, a text with `{question}`, or None for no template.
-            system: system message, or None.
-            chat: True puts the text into a chat message with the role "user".
-        """
+    def of(cls, data: Any) -> Form:
+        """Build a form from the section `data` of a configuration."""
+        template = data.prompt_template
         text = "{question}" if template is None else PROMPT_TEMPLATES.get(template, template)
         expected = f"{{question}} in the text, or one of {', '.join(PROMPT_TEMPLATES)}"
-        need("{question}" in text, "prompt_template", expected, repr(template))
-        return cls(text, system, chat)
+        require("{question}" in text, "prompt_template", expected, repr(template))
+        return cls(text, data.system_prompt, bool(data.chat))
 
     def fill(self, question: str) -> str:
         """Insert a question into the template. Other braces in the template are left unchanged."""
@@ -50,8 +46,8 @@ class Form(NamedTuple):
     def shot(self, example: Example) -> str:
         """Return a worked example as text: the template with its question, then its solution."""
         worked = example.solution or example.answer
-        question = repr(str(example.prompt)[:60])
-        need(worked is not None, "data.shots_tokens", "answers to all shots", f"none to {question}")
+        came = f"none to {repr(str(example.prompt)[:60])}"
+        require(worked is not None, "data.shots_tokens", "answers to all shots", came)
         return f"{self.fill(str(example.prompt))} {worked}\n\n"
 
     def apply(self, example: Example, prefix: str = "") -> Example:
@@ -64,12 +60,13 @@ class Form(NamedTuple):
             prefix: worked examples to insert before the question.
 
         Raises:
-            DatasetError: the prompt is a list of messages, but there is a template or a prefix.
+            ValueError: the prompt is a list of messages, but there is a template or a prefix.
         """
         if not isinstance(example.prompt, str):
             came = "rows of messages"
-            need(self.template == "{question}", "data.prompt_template", "none for messages", came)
-            need(not prefix, "data.shots_tokens", "none for rows of messages", came)
+            is_plain = self.template == "{question}"
+            require(is_plain, "data.prompt_template", "none for messages", came)
+            require(not prefix, "data.shots_tokens", "none for rows of messages", came)
             if self.system is None or any(m["role"] == "system" for m in example.prompt):
                 return example
             return example._replace(prompt=[self.system_message, *example.prompt])
@@ -94,20 +91,20 @@ def in_chat(example: Example) -> Example:
 class ShotPrompts(LazySequence[Example]):
     """Examples whose prompts begin with worked examples (shots), chosen at random.
 
-    The shots of example i depend only on (seed, i). A prompt contains no question twice. Questions
-    that differ only in case and whitespace count as equal.
+    The shots of example i depend only on the seed and on i. No question occurs twice in a prompt,
+    where questions that differ only in case and whitespace count as equal.
 
     Args:
         examples: the examples to extend.
         pool: the worked examples to choose from, all from the training split.
         form: the template and the chat settings of prompts and shots.
-        budget: maximum total number of tokens of the shots in a prompt. Shots are drawn until one
-            does not fit.
+        budget: maximum number of tokens of all shots in a prompt. Shots are drawn until the next
+            shot does not fit.
         count_tokens: function that returns the number of tokens of a text.
         seed: seed of the random choice of shots.
 
     Raises:
-        DatasetError: the pool is empty, or even its shortest shots do not fit into the budget.
+        ValueError: the pool is empty, or even its shortest shots do not fit into the budget.
     """
 
     def __init__(
@@ -131,14 +128,14 @@ class ShotPrompts(LazySequence[Example]):
         shortest = sorted(range(len(pool)), key=lambda i: len(self.texts[i]))[:8]
         if not any(self._length(i) <= budget for i in shortest):
             none_fits = f"not one of {len(pool)} training examples fits into {budget} tokens"
-            raise DatasetError(f"data.shots_tokens: {none_fits}")
+            raise ValueError(f"data.shots_tokens: {none_fits}")
 
     def make(self, index: int) -> Example:
         prefix = "".join(self.texts[i] for i in self.shots(index))
         return self.form.apply(self.examples[index], prefix)
 
     def shots(self, index: int) -> list[int]:
-        """Return the indices in `pool` of an example's shots, in the order in which they appear."""
+        """Return the indices in `pool` of the shots of an example, in their order in the prompt."""
         chosen: list[int] = []
         seen = {question_key(self.examples[index].prompt)}
         room = self.budget
@@ -155,6 +152,6 @@ class ShotPrompts(LazySequence[Example]):
 
 
 def question_key(prompt: Prompt) -> str:
-    """Return a prompt's text in lower case and without whitespace, to find equal questions."""
+    """Return a prompt's text in lower case and without whitespace, as a key for equal questions."""
     text = prompt if isinstance(prompt, str) else " ".join(part["content"] for part in prompt)
     return "".join(text.split()).casefold()

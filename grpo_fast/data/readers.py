@@ -15,7 +15,6 @@ from typing import Any
 
 from grpo_fast.data import hub
 from grpo_fast.data.escape import reason
-from grpo_fast.data.example import DatasetError
 
 Rows = Iterator[tuple[str, Any]]  # (location such as "file:line", fields)
 Splits = dict[str, Callable[[], Rows]]  # split name -> function that reads its rows
@@ -38,16 +37,16 @@ def is_local(source: str) -> bool:
 def local_splits(path: Path) -> Splits:
     """Return the splits of a file or folder.
 
-    A single file becomes the split "train". If the file's name contains "train", a second file with
-    "test" in its place becomes the split "test", if this file exists.
+    A single file becomes the split "train". If its name contains "train" and the folder has a file
+    with "test" at this place in the name, the second file becomes the split "test".
 
     Raises:
-        DatasetError: the path does not exist, or the folder has no data.
+        ValueError: the path does not exist, or the folder has no data.
     """
     expected = "a .jsonl, .json, .csv, .tsv or .parquet file (or .gz), or a folder with train.jsonl"
     if not os.path.isdir(path):  # without permission, Path.is_dir would raise an error
         if not os.path.isfile(path):
-            raise DatasetError(f"data.path: expected {expected}, found nothing at {path}")
+            raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
         train, test = path, path.with_name(path.name.replace("train", "test", 1))
     else:
         if os.path.isfile(path / "dataset_dict.json") or os.path.isfile(path / "state.json"):
@@ -58,7 +57,7 @@ def local_splits(path: Path) -> Splits:
         if files["train"] is None:
             inside = (*path.glob("*"), *path.glob("*/*"))
             if not any(file.suffix in (*FORMATS, ".gz") for file in inside):
-                raise DatasetError(f"data.path: expected {expected}, found nothing at {path}")
+                raise ValueError(f"data.path: expected {expected}, found nothing at {path}")
             return _datasets(str(path), "load_dataset", str(path))
         train = files["train"]
         test = next((files[n] for n in TEST_SPLITS if files[n]), train)
@@ -83,7 +82,7 @@ def read_file(path: Path) -> Rows:
     """Yield the rows of a file. The file's ending determines the format.
 
     Raises:
-        DatasetError: the file is damaged or empty.
+        ValueError: the file is damaged or empty.
     """
     ending = Path(path.name.removesuffix(".gz")).suffix
     if ending in ARROW:
@@ -98,19 +97,19 @@ def read_file(path: Path) -> Rows:
             yield place, fields
     except (OSError, EOFError, UnicodeError, csv.Error) as error:
         why = reason(error)
-        raise DatasetError(f"data.path: expected a readable file, got {path}: {why}") from None
+        raise ValueError(f"data.path: expected a readable file, got {path}: {why}") from None
     if count == 0:
-        raise DatasetError(f"{path}: expected at least one line, the file is empty")
+        raise ValueError(f"{path}: expected at least one line, the file is empty")
 
 
 def read_jsonl(path: Path) -> Rows:
     """Yield the objects of a file with one JSON object per line. Blank lines are skipped.
 
     Raises:
-        DatasetError: the file does not exist, or a line is not JSON.
+        ValueError: the file does not exist, or a line is not JSON.
     """
     if not os.path.isfile(path):
-        raise DatasetError(f"data.path: expected a .jsonl file, found nothing at {path}")
+        raise ValueError(f"data.path: expected a .jsonl file, found nothing at {path}")
     with _open(path) as file:
         for number, raw in enumerate(file, start=1):
             if number == 1:
@@ -122,13 +121,14 @@ def read_jsonl(path: Path) -> Rows:
 def _read_json(path: Path) -> Rows:
     """Yield the rows of a `.json` file.
 
-    The file contains a list of rows, an object with one list of rows, a single row, or JSON lines.
+    The file may contain a list of rows, an object with one list of rows, a single row, or JSON
+    lines.
     """
     with _open(path) as file:
         raw = file.read().removeprefix(BOM_UTF8)
     try:
         content = _parse_json(str(path), raw)
-    except DatasetError:  # a .json file may hold JSON lines
+    except ValueError:  # a .json file may hold JSON lines
         if b"\n" not in raw.strip():
             raise
         yield from read_jsonl(path)
@@ -162,9 +162,9 @@ def _parse_json(where: str, raw: bytes) -> Any:
         return json.loads(raw.decode(), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError as error:
         at = f"{error.reason} at byte {error.start}"
-        raise DatasetError(f"{where}: not UTF-8 text ({at})") from None
+        raise ValueError(f"{where}: not UTF-8 text ({at})") from None
     except (ValueError, RecursionError) as error:  # bad JSON, deep nesting, 5000-digit numbers
-        raise DatasetError(f"{where}: not a JSON object ({error})") from None
+        raise ValueError(f"{where}: not a JSON object ({error})") from None
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -192,20 +192,19 @@ def _datasets(source: str, function: str, *arguments: object, **options: object)
     except ImportError:
         needs = f"data.path: loading {source!r} needs the package `datasets`"
         other = "(pip install 'grpo_fast[train]'); or name a local jsonl file"
-        raise DatasetError(f"{needs} {other}") from None
+        raise ValueError(f"{needs} {other}") from None
     offline = is_hub and hub.is_offline()
     try:
         loaded = getattr(datasets, function)(*arguments, **options)
     except Exception as error:  # `datasets` raises many types: offline, unknown name, bad file
         place = " from the hub, and no such file or folder exists here" if is_hub else ""
         why = hub.LOCAL if offline else reason(error)
-        raise DatasetError(f"data.path: could not load {source!r}{place}: {why}") from error
+        raise ValueError(f"data.path: could not load {source!r}{place}: {why}") from error
     every = loaded if isinstance(loaded, dict) else {"train": loaded}
 
     def rows(split: str) -> Rows:
         for index, fields in enumerate(every[split], start=1):
-            # Convert dates and bytes to text, because the fields are sent to worker processes as
-            # JSON.
+            # Convert dates and bytes to text, because worker processes receive the fields as JSON.
             yield f"{source}[{split}]:{index}", json.loads(json.dumps(fields, default=str))
 
     return {split: functools.partial(rows, split) for split in every}

@@ -1,4 +1,4 @@
-"""Convert a row of a data set to an example, using common column names."""
+"""Conversion of a row of a data set to an example. Common column names are recognized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_fast.data.answers import (
     marked_content,
     parse_number,
 )
-from grpo_fast.data.example import DatasetError, Example, Prompt, need
+from grpo_fast.data.example import Example, Prompt
 from grpo_fast.errors import require
 
 PROMPTS = ("prompt", "question", "problem", "query", "messages")
@@ -29,14 +29,15 @@ VERLS_ANSWER = "reward_model.ground_truth"
 ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)
 ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-# Matches half of a UTF-16 surrogate pair. JSON can contain one, but tokenizers reject it.
+# Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
+# it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_record(
     where: str, fields: Any, gsm8k: bool, columns: Mapping[str, str] | None = None
 ) -> Example:
-    """Convert a row to an example. The example's `fields` are all columns except `prompt`.
+    """Convert a row to an example. The `fields` of the example are all columns except `prompt`.
 
     Args:
         where: the row's location, for error messages.
@@ -46,30 +47,30 @@ def parse_record(
             inside a column, as in "reward_model.ground_truth".
 
     Raises:
-        DatasetError: the row has no prompt, or a value of the wrong type.
+        ValueError: the row has no prompt, or a value of the wrong type.
     """
     # 1. Find the prompt, the answer and the solution.
-    need(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
+    require(isinstance(fields, dict), where, "a JSON object", type(fields).__name__)
     given = dict(columns or {})
     name = _find(fields, [given["prompt"]] if "prompt" in given else PROMPTS)
     if name is None:
-        raise DatasetError(f"{where}: {_no_prompt(fields, given)}")
+        raise ValueError(f"{where}: {_no_prompt(fields, given)}")
     prompt = _prompt_of(_value(fields, name), f"{where}: field {name!r}")
     names = [given["answer"]] if "answer" in given else [n for n in ANSWERS if n != name]
     answer_name = _find(fields, names)
     if answer_name is None and "answer" in given:
-        raise DatasetError(f"{where}: expected a field {given['answer']!r} ({_listed(fields)})")
+        raise ValueError(f"{where}: expected a field {given['answer']!r} ({_listed(fields)})")
     answer = None if answer_name is None else _value(fields, answer_name)
     solution = _value(fields, given.get("solution", "solution"))
     if answer is None and isinstance(solution, str) and marked_content(solution) is not None:
         answer = solution
-    # 2. If the messages end with a turn of the assistant, as in rows for supervised training, use
-    # this turn as the answer. In a column `prompt`, the turn may instead be the beginning of the
-    # completion, so leave it in the prompt.
+    # 2. Rows for supervised training end with a message of the assistant. Use this message as the
+    # answer. A column `prompt` is an exception, because there the message may be the beginning of
+    # the completion.
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         if name == "messages" or (answer is None and name != "prompt"):
             reply = prompt.pop()["content"]
-            need(prompt, f"{where}: field {name!r}", "a message before the assistant's", "none")
+            require(prompt, f"{where}: field {name!r}", "a message before the assistant's", "none")
             answer = reply if answer is None else answer
             solution = solution or reply
     # 3. Convert the answer to text.
@@ -82,19 +83,19 @@ def parse_record(
         answer = str(answer)
     is_text = isinstance(answer, str) and answer.strip()
     fits = is_text or (answer is None and not gsm8k)
-    need(fits, where, f"a non-empty text in field {answer_name or 'answer'!r}", repr(answer))
+    require(fits, where, f"a non-empty text in field {answer_name or 'answer'!r}", repr(answer))
     fits = solution is None or isinstance(solution, str)
-    need(fits, where, "a text in field 'solution'", type(solution).__name__)
+    require(fits, where, "a text in field 'solution'", type(solution).__name__)
     lone = _SURROGATE.search(json.dumps([prompt, answer, solution], ensure_ascii=False))
-    need(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
-    # 4. Extract the gold answer if the column contains a full solution.
+    require(not lone, where, "Unicode", lone and f"the lone surrogate {lone[0]!r}")
+    # 4. If the answer column contains a full solution, extract the gold answer from it.
     others = {key: value for key, value in fields.items() if key != "prompt"}
     if answer is None:
         return Example(prompt, None, solution, others, label)
     try:
         gold = gold_answer(answer) if gsm8k else read_gold(answer)
     except ValueError as error:
-        raise DatasetError(f"{where}: {error}; data.task=jsonl reads other answers") from None
+        raise ValueError(f"{where}: {error}; data.task=jsonl reads other answers") from None
     worked = strip_calculator(answer) if gold != answer else None
     return Example(prompt, gold, solution or worked, others, label)
 
@@ -157,16 +158,16 @@ def _value(fields: object, name: str) -> Any:
 
 
 def _prompt_of(value: Any, where: str) -> Prompt:
-    """Validate a prompt of text or chat messages and return it.
+    """Check a prompt, which is a text or a list of chat messages, and return it.
 
-    JSON text of chat messages, as tables store it, is parsed. If a message's content is a list of
-    text parts, the parts are joined.
+    Tables store chat messages as JSON text, which is parsed. If the content of a message is a list
+    of text parts, the parts are joined.
     """
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
     fits = value.strip() if isinstance(value, str) else isinstance(value, list) and value
-    need(fits, where, "a non-empty text or a list of chat messages", reprlib.repr(value))
+    require(fits, where, "a non-empty text or a list of chat messages", reprlib.repr(value))
     if isinstance(value, str):
         return value
     messages = []
@@ -177,8 +178,8 @@ def _prompt_of(value: Any, where: str) -> Prompt:
             are_all = all(isinstance(x, str) for x in texts) and len(texts) == len(parts[-1])
             parts[-1] = "".join(texts) if are_all else None
         are_texts = all(isinstance(part, str) for part in parts)
-        need(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
-        # Remove keys with the value None, with which tables fill missing keys such as tool_calls.
+        require(are_texts, where, "messages with the texts 'role' and 'content'", repr(message))
+        # Remove keys with the value None. Tables use None for missing keys such as tool_calls.
         present = {key: item for key, item in message.items() if item is not None}
         messages.append({**present, "content": parts[-1]})
     return messages

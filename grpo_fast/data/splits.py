@@ -1,4 +1,4 @@
-"""Training and test examples of a run, which are loaded only once."""
+"""Training and test examples of a run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data import FILES, TRACES, Example, load_examples, task_symbols
+from grpo_fast.data import FILES, TRACES, Example, load_splits
+from grpo_fast.data.example import words_of
+from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import in_chat
 from grpo_fast.data.tokenizer import has_chat_template, token_counter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GENERATED_SAMPLE = 256  # number of generated examples that a fingerprint includes
+GENERATED_SAMPLE = 256  # number of examples of the sorting task that a fingerprint includes
 
 
 class Splits:
     """The training and test examples of a data set.
 
     Args:
-        data: the section `data` of a configuration. See `load_examples`.
+        data: the section `data` of a configuration. See `load_splits`.
         seed: seed of the training split's order.
-        tokenizer: counts the tokens for `data.shots_tokens`. Without a tokenizer, no worked
-            examples are added.
+        tokenizer: the tokenizer that counts the tokens of worked examples (`data.shots_tokens`).
+            With None, the prompts contain no worked examples.
     """
 
     def __init__(
@@ -36,9 +38,7 @@ class Splits:
         self.seed = seed
         if tokenizer is None:
             data = data.model_copy(update={"shots_tokens": None})
-        count = token_counter(tokenizer)
-        self.train = load_examples(data, split="train", seed=seed, count_tokens=count)
-        self.test = load_examples(data, split="test", seed=seed, count_tokens=count)
+        self.train, self.test = load_splits(data, seed, token_counter(tokenizer))
 
     def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.
@@ -61,7 +61,7 @@ class Splits:
     def listed(self) -> Sequence[Example]:
         """Return the training examples to check before a run.
 
-        These are all examples of a file, or one example of a generated task. The list is empty for
+        These are all examples of a file, or one example of the sorting task. The list is empty for
         recorded rollouts, whose examples contain task names instead of prompts.
         """
         if self.data.task == TRACES:
@@ -69,8 +69,11 @@ class Splits:
         return self.train if isinstance(self.train, list) else self.train[:1]
 
     def symbols(self) -> list[str]:
-        """Return all different words of the examples, for `build_symbol_tokenizer`."""
-        return task_symbols(self.data, itertools.chain(self.train, self.test))
+        """Return all different words of the examples, as input of `build_symbol_tokenizer`."""
+        if isinstance(self.train, SortTask):
+            return list(self.train.vocabulary)
+        examples = itertools.chain(self.train, self.test)
+        return sorted({word for example in examples for word in words_of(example)})
 
     def fingerprints(self) -> dict[str, str]:
         """Return a hash of each split's examples, under the keys `data.train` and `data.test`."""

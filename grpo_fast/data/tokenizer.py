@@ -42,8 +42,8 @@ def build_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedToke
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    # Sort the alphabet, whose order determines the ids. Unsorted, it would differ between
-    # processes.
+    # Sort the alphabet, because its order determines the token ids. The unsorted order would differ
+    # between processes.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD_TOKEN, EOS_TOKEN],

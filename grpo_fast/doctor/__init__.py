@@ -1,4 +1,4 @@
-"""Compare an engine's log-probabilities with the trainer's, and run self-tests of the machine."""
+"""Comparison of the log-probabilities of engine and trainer, and self-tests of the machine."""
 
 from grpo_fast.doctor.causes import Cause
 from grpo_fast.doctor.diagnosis import Diagnosis, diagnose

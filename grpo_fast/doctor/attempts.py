@@ -28,8 +28,8 @@ from grpo_fast.train.models.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Sampling settings in the order in which samplers apply them. The value is the transformers class
-# that applies the setting, and the setting's neutral value.
+# Sampling settings in the order in which samplers apply them. Each is mapped to the class of
+# transformers that applies it and to its neutral value.
 SAMPLERS: dict[str, tuple[Any, float]] = {
     "repetition_penalty": (library.RepetitionPenaltyLogitsProcessor, 1.0),
     "temperature": (library.TemperatureLogitsWarper, 1.0),
@@ -37,16 +37,16 @@ SAMPLERS: dict[str, tuple[Any, float]] = {
     "top_k": (library.TopKLogitsWarper, 0),
     "top_p": (library.TopPLogitsWarper, 1.0),
 }
-# Fields of the model's configuration that an engine may ignore. The value is the cause to report in
-# this case, and the field's value that switches its effect off.
+# Fields of the model's configuration that an engine may ignore. Each is mapped to the cause to
+# report and to the value that switches the field off.
 FIELDS: dict[str, tuple[str, Any]] = {
     "attn_logit_softcapping": (causes.ATTENTION, None),
     "final_logit_softcapping": (causes.SOFTCAP, None),
     "logit_scale": (causes.SOFTCAP, 1.0), "logits_scaling": (causes.SOFTCAP, 1.0),
     "sliding_window": (causes.ROPE, 1 << 30),
 }  # fmt: skip
-# Mistakes that an engine may make with a prompt, keyed by description. Each is a function of
-# (tokenizer, chat messages, correct ids) that returns the wrong ids.
+# Maps the description of a mistake that an engine may make with a prompt to a function that makes
+# the mistake. The function gets the tokenizer, the chat messages and the correct ids.
 PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "adds BOS once more": lambda t, _, ids: [t.bos_token_id, *ids],
     "loses the first token (BOS)": lambda t, _, ids: ids[1:],
@@ -56,13 +56,13 @@ PROMPT_CHANGES: dict[str, Callable[[Any, Any, list[int]], list[int]]] = {
     "uses no chat template": lambda t, c, _: t("\n".join(x["content"] for x in c))["input_ids"],
 }
 
-# (name of the cause, description of the engine's mistake, arguments of `Case.recompute`)
+# The name of a cause, the description of a mistake, and the arguments of `Case.recompute`.
 Attempt = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Samples for which engine and trainer give different log-probabilities, and their settings."""
+    """Samples whose log-probabilities differ between engine and trainer, and their settings."""
 
     policy: Policy
     samples: Samples  # with the tokens that the sampler kept, if the loss uses them

@@ -1,4 +1,4 @@
-"""The ten causes of an engine-trainer difference that the doctor can report, with advice."""
+"""The ten causes of a difference between engine and trainer that the doctor knows, with advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cause:
 
     name: str  # a key of ADVICE
     what: str  # what the engine does differently
-    # Mean difference, in nats per token, that remains if the trainer's log-probabilities are
+    # Mean difference in nats per token that remains after the trainer's log-probabilities were
     # recomputed with this cause. It is NaN if the cause was found by counting completions.
     left: float = float("nan")
 

@@ -83,10 +83,9 @@ def lines_of(found: Diagnosis) -> Iterator[str]:
     which = f"mean of {found.tokens} tokens (largest {found.largest:.2e})"
     yield f"{found.mean:.2e}  {which}: {verdict}, allowed {found.threshold:.1e}"
     yield f"{found.own:.2e}  the trainer against the model's own forward pass"
-    for dtype, mean in found.own_noise.items():
-        yield f"{mean:.2e}  the trainer against itself, {dtype}"
+    yield f"{found.own_noise:.2e}  the trainer against itself, with one completion in a row"
     for cause in found.tried:
-        yield f"{cause.left:.2e}  left by {cause.name}: {cause.what}"
+        yield f"{cause.left:.2e}  remains with {cause.name}: {cause.what}"
     for cause in found.causes:
         yield f"Cause: {cause.name}. What happens: {cause.advice}"
     if found.mean > found.noise and not found.causes:
@@ -116,8 +115,8 @@ def read(words: Sequence[str]) -> tuple[str | None, DoctorSettings, RunConfig | 
         if words:
             raise conflict("model=none", words[0], "it needs a folder, a hub id or recipe=NAME")
         return None, own, None
-    # 2. Read prompts and sampling settings from the recipe if there is one. Otherwise read them
-    # from the run if the model is a run's folder, or else use the defaults.
+    # 2. Read prompts and sampling settings from the recipe. Without a recipe, read them from the
+    # run if the model is the folder of a run. Otherwise use the defaults.
     fields = copy.deepcopy(DEFAULTS) if own.recipe is None else read_recipe(own.recipe)
     if models:
         source = Source.of(models[0])

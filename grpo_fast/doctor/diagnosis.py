@@ -1,4 +1,4 @@
-"""Compare an engine's log-probabilities with the trainer's, and find the cause of a difference."""
+"""Comparison of the log-probabilities of engine and trainer, and the cause of a difference."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from grpo_fast.train.models.policy import Policy
 
 # Mean difference, in nats per token, that two correct forward passes may have in each dtype.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-# Factor for the mean difference between the trainer and the model's own forward pass. A difference
-# between engine and trainer up to this product counts as noise.
+# A difference between engine and trainer counts as noise if it is at most MARGIN times the mean
+# difference between the trainer and the model's own forward pass.
 MARGIN = 1.5
 UNEXPLAINED = 0.1  # fraction of the difference that the right cause may leave unexplained
-# Fraction of tokens that must have a probability above 0 in an attempt. Otherwise the attempt is
-# rejected.
+# An attempt is rejected unless at least this fraction of the tokens has a probability above 0.
 KNOWN = 0.95
-# A dtype is reported as the cause if the difference has a cosine similarity above this limit with
-# the change that this dtype's rounding makes.
+# A dtype is reported as the cause if its rounding changes the log-probabilities in a similar way as
+# the engine does. This is the smallest cosine similarity of the two changes.
 SIMILAR = 0.5
 SCALE = 1.5  # factor for the LM head's weight in the update that tests for stale weights
 
@@ -45,7 +44,7 @@ class Diagnosis:
     threshold: float  # largest mean difference that is allowed
     causes: list[Cause]  # the causes that were found
     tried: list[Cause]  # the best attempt of each cause, sorted by the remaining difference
-    own_noise: dict[str, float]  # dtype -> mean difference between packed and single rows
+    own_noise: float  # mean difference between the trainer's packed and single rows
     ok: bool  # True if the mean is allowed and all weight versions and ends are right
 
 
@@ -108,14 +107,14 @@ def diagnose(
     own = float((plain - trainers).abs().mean())
     gap = (samples.logps - trainers).abs()
     mean = float(gap.mean())
-    # 2. Choose the largest difference that counts as noise. A model with large logits rounds more,
-    # which also shows as a difference between the trainer and the model's own forward pass. So this
-    # difference raises the limit. But it may also come from a wrong trainer, so the limit is at
-    # most doubled.
+    # 2. Choose the largest difference that counts as noise. The rounding errors of a model with
+    # large logits are larger, which also increases the difference between the trainer and the
+    # model's own forward pass. This difference therefore raises the limit. However, a wrong trainer
+    # could also cause the difference, so the limit is at most doubled.
     noise = min(max(noise_of(policy), MARGIN * own), 2 * noise_of(policy))
     threshold = noise if threshold is None else threshold
-    # 3. If the difference exceeds the noise, try each cause alone. In any case, count the
-    # completions with a wrong weight version or a wrong end.
+    # 3. If the difference exceeds the noise, try each cause alone. Always count the completions
+    # with a wrong weight version or a wrong end.
     found: list[Cause] = []
     tried: list[Cause] = []
     if mean > noise:
@@ -190,12 +189,12 @@ def mean_difference(engine_logps: Tensor, logps: Tensor) -> float:
 def wrong_versions_and_ends(
     samples: Samples, policy: Policy, version: int, longest: int
 ) -> list[Cause]:
-    """Count completions from a wrong weight version, and completions with a wrong end.
+    """Count the completions with a wrong weight version, and the completions with a wrong end.
 
     A completion must stop at its first EOS or have `longest` tokens.
 
     Returns:
-        A cause for each of the two counts that is not 0.
+        One cause for each count that is not 0.
     """
     stale = int((samples.weight_version != version).sum())
     wrong = 0

@@ -1,4 +1,4 @@
-"""Compare the trainer with the engine that a run's configuration selects."""
+"""Comparison of the trainer with the engine that the configuration of a run selects."""
 
 from __future__ import annotations
 

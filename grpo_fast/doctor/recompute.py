@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, recomputed as in training, and their rounding noise."""
+"""Log-probabilities of sampled tokens, computed again with the code of the trainer."""
 
 from __future__ import annotations
 
@@ -41,21 +41,17 @@ def trainer_logps(
     return batch.samples.old_logps.float().cpu()
 
 
-def measure_noise(policy: Policy, samples: Samples, temperature: float) -> dict[str, float]:
-    """Measure the rounding noise, which is the difference between packed and single rows.
+def measure_noise(policy: Policy, samples: Samples, temperature: float) -> float:
+    """Measure how much the trainer's log-probabilities depend on how the samples are packed.
 
     Returns:
-        The mean absolute difference in nats per token, for each dtype such as "float32".
+        The mean absolute difference between rows that contain many completions and rows that
+        contain one completion, in nats per token.
     """
     unmasked = dataclasses.replace(samples, support=None)
-    own = policy.autocast or policy.head.weight.dtype
-    noises = {}
-    for dtype in dict.fromkeys((own, torch.float32, torch.bfloat16)):
-        twin = policy if dtype == own else cast(policy, dtype)
-        packed = trainer_logps(twin, unmasked, temperature)
-        alone = trainer_logps(twin, unmasked, temperature, budget=1)
-        noises[str(dtype).removeprefix("torch.")] = float((packed - alone).abs().mean())
-    return noises
+    packed = trainer_logps(policy, unmasked, temperature)
+    alone = trainer_logps(policy, unmasked, temperature, budget=1)
+    return float((packed - alone).abs().mean())
 
 
 def cast(policy: Policy, dtype: torch.dtype) -> Policy:

@@ -156,9 +156,9 @@ def fused_results(inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
 
 
 def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float, float]:
-    """Measure the three errors of a backend whose names are in `ERRORS`.
+    """Measure the three errors of a backend that `ERRORS` names, in the same order.
 
-    NaN results give NaN errors.
+    If a result of the backend is NaN, the error is NaN.
     """
     # 1. Measure the absolute error of loss and logps, and the relative L2 error of the gradients.
     # Use torch's max, because it propagates NaN.
@@ -169,8 +169,8 @@ def kernel_errors(inputs: dict[str, Tensor], backend: str) -> tuple[float, float
     values = torch.stack([(a - b).abs().max() for a, b in pairs[:2]]).max()
     gradients = torch.stack([(a - b).norm() / b.norm() for a, b in pairs[2:]]).max()
     # 2. Count the numbers that change in a second run, and the logps that change if a completion is
-    # computed alone. Both counts must be 0, because results must be deterministic and independent
-    # of the rest of the batch.
+    # computed alone. Results must not depend on the run or on the rest of the batch, so both counts
+    # must be 0.
     again = fused_results(inputs, backend)
     changed = sum(int((a != b).sum()) for a, b in zip(first, again, strict=True))
     start, end = inputs["cu_seqlens"][2:4].tolist()

@@ -81,7 +81,7 @@ def scorer_for(task: str, example: Example) -> Scorer:
         example: the question.
     """
     require(task in TASKS, "task", f"one of {', '.join(TASKS)}", repr(task))
-    if task in ("sort", "arithmetic"):
+    if task == "sort":
         return Scorer(_symbols, _symbols, example.answer and _symbols(example.answer))
     return answer_scorer(example.answer, _marks_shown(task, example))
 

@@ -5,15 +5,17 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from grpo_fast.data import DatasetError, load_examples, task_symbols
-from grpo_fast.data.files import read_examples
-from grpo_fast.data.generated import ArithmeticTask, SortTask
+from grpo_fast.data import load_splits, read_examples
+from grpo_fast.data.generated import SortTask
 from grpo_fast.data.prompts import PROMPT_TEMPLATES
 from grpo_fast.data.records import gold_answer, strip_calculator
+from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import build_bpe_tokenizer, build_symbol_tokenizer
+from grpo_fast.train.config import DataConfig
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k"
 needs_gsm8k = pytest.mark.skipif(
@@ -21,11 +23,14 @@ needs_gsm8k = pytest.mark.skipif(
 )
 
 
-SPLITS = ("train", "test")
+def load(split: str = "train", seed: int = 0, task: str = "jsonl", **fields: Any) -> Any:
+    """Return one split of a data set. Tokens are counted as words."""
+    both = load_splits(DataConfig(task=task, **fields), seed, lambda text: len(text.split()))
+    return both[("train", "test").index(split)]
 
 
-def load(split="train", seed=0, **fields):
-    return load_examples(SimpleNamespace(**fields), split=split, seed=seed)
+def read(path: Path, task: str = "jsonl", **fields: Any) -> Any:
+    return read_examples(DataConfig(task=task, path=str(path), **fields))
 
 
 def write_lines(path: Path, *lines) -> Path:
@@ -55,12 +60,6 @@ def test_gsm8k_counts_of_the_real_files():
         assert not any("<<" in e.solution for e in examples)
 
 
-@needs_gsm8k
-def test_gsm8k_train_file_uses_its_sibling_as_test():
-    by_folder = load("test", task="gsm8k", path=str(GSM8K))
-    assert load("test", task="gsm8k", path=str(GSM8K / "train.jsonl"), seed=9) == by_folder
-
-
 def test_gold_answer(tmp_path):
     assert gold_answer("a\n#### 1,080") == "1080"
     assert gold_answer("#### 1\n#### -7 ") == "-7"
@@ -72,9 +71,9 @@ def test_gold_answer(tmp_path):
         with pytest.raises(ValueError, match="####"):
             gold_answer(bad)
     path = write_lines(tmp_path / "d.jsonl", {"question": "q", "answer": "18"})
-    assert read_examples(path)[0].answer == "18"
-    with pytest.raises(DatasetError, match=r"d\.jsonl:1: answer: expected '#### <number>'"):
-        read_examples(path, data=SimpleNamespace(task="gsm8k"))
+    assert read(path)[0].answer == "18"
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: answer: expected '#### <number>'"):
+        read(path, task="gsm8k")
 
 
 # -------------------------------------------------------------------------------------------- Files
@@ -99,8 +98,8 @@ def test_gold_answer(tmp_path):
 )
 def test_bad_line_is_refused_with_file_and_line(tmp_path, line, reason):
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}, "", line)
-    with pytest.raises(DatasetError) as error:
-        read_examples(path)
+    with pytest.raises(ValueError, match="(?s).*") as error:
+        read(path)
     assert f"{path}:3: " in str(error.value) and reason in str(error.value)
 
 
@@ -111,14 +110,11 @@ def test_a_training_set_that_is_the_test_set(tmp_path, lines, caplog):
     The data set is a single file that repeats one line, or two files with the same prompt.
     """
     path = write_lines(tmp_path / "train.jsonl", *[{"prompt": "p", "answer": "1"}] * lines)
-    one_file = dict(task="jsonl", path=str(path))
-    found = load(**one_file)
-    assert {e.prompt for e in found} == {"p"}
-    assert "every training prompt is a test prompt" in caplog.text
+    assert {e.prompt for e in load(path=str(path))} == {"p"}
+    assert "every training prompt is also a test prompt" in caplog.text
     write_lines(tmp_path / "test.jsonl", {"prompt": "p", "answer": "1"})
-    both = dict(task="jsonl", path=str(tmp_path))
-    assert len(load(**both)) == lines
-    assert len(load("test", **both)) == 1
+    assert len(load(path=str(tmp_path))) == lines
+    assert len(load("test", path=str(tmp_path))) == 1
 
 
 def test_the_symbols_of_a_file_are_its_words(tmp_path):
@@ -128,7 +124,7 @@ def test_the_symbols_of_a_file_are_its_words(tmp_path):
     ]
     write_lines(tmp_path / "train.jsonl", *lines)
     write_lines(tmp_path / "test.jsonl", {"prompt": "only here", "answer": "x"})
-    found = task_symbols(SimpleNamespace(task="jsonl", path=str(tmp_path)))
+    found = Splits(DataConfig(task="jsonl", path=str(tmp_path)), 0).symbols()
     assert found == sorted(["b", "a", "?", "so", "c", "d", "7", "only", "here", "x"])
     tokenizer = build_symbol_tokenizer(found)
     assert tokenizer.decode(tokenizer("a b here")["input_ids"]) == "a b here"
@@ -140,34 +136,33 @@ def test_fields_and_templates(tmp_path):
         {"prompt": "p {x}", "answer": 5, "solution": "s"},
         {"question": "q", "answer": "thus\n#### 7"},
         {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"},
+        {"prompt": [{"role": "system", "content": "own"}], "answer": "a"},
     )
-
-    def read(**fields):
-        return read_examples(path, data=SimpleNamespace(**fields))
-
-    assert read()[2].prompt == [{"role": "user", "content": "hi"}]
-    chat = read(system_prompt="S", chat=True)
-    assert chat[1].prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]
-    assert chat[2].prompt == [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
-    with pytest.raises(DatasetError, match="data.prompt_template: expected none for messages"):
-        read(prompt_template="plain")
+    system = {"role": "system", "content": "S"}
+    assert read(path)[2].prompt == [{"role": "user", "content": "hi"}]
+    chat = read(path, system_prompt="S", chat=True)
+    assert chat[1].prompt == [system, {"role": "user", "content": "q"}]
+    assert chat[2].prompt == [system, {"role": "user", "content": "hi"}]
+    assert chat[3].prompt == [{"role": "system", "content": "own"}]
+    with pytest.raises(ValueError, match="data.prompt_template: expected none for messages"):
+        read(path, prompt_template="plain")
     write_lines(path, *path.read_text().splitlines()[:2])
-    first, second = read(prompt_template="[{question}] {y}")
+    first, second = read(path, prompt_template="[{question}] {y}")
     assert first == ("[p {x}] {y}", "5", "s", {"answer": 5, "solution": "s"}, 5)
     assert second[:3] == ("[q] {y}", "7", "thus\n#### 7")
     assert second.fields == {"question": "q", "answer": "thus\n#### 7"}  # the unchanged row
     plain = PROMPT_TEMPLATES["plain"].replace("{question}", "q")
-    assert read(prompt_template="plain")[1].prompt == plain
-    with pytest.raises(DatasetError, match="prompt_template: expected {question}"):
-        read(prompt_template="no place")
+    assert read(path, prompt_template="plain")[1].prompt == plain
+    with pytest.raises(ValueError, match="prompt_template: expected {question}"):
+        read(path, prompt_template="no place")
     line = '{"prompt": "\\ud83d\\ude42", "answer": "1", "unused": "\\ud83d"}'
-    assert read_examples(write_lines(tmp_path / "d.jsonl", line))[0].prompt == "🙂"
+    assert read(write_lines(tmp_path / "d.jsonl", line))[0].prompt == "🙂"
 
 
 def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     lines = [{"prompt": f"p{i % 40}", "answer": str(i)} for i in range(50)]
     path = write_lines(tmp_path / "d.jsonl", *lines)
-    data = dict(task="jsonl", path=str(path), n_test=12)
+    data = dict(path=str(path), n_test=12)
     test = load("test", seed=1, **data)
     train = {seed: load(seed=seed, **data) for seed in (1, 2)}
     assert test == load("test", seed=2, **data) and len(test) == 12
@@ -176,120 +171,90 @@ def test_one_file_is_split_the_same_for_every_seed(tmp_path):
     assert not {e.prompt for e in test} & {e.prompt for e in train[1]}
     assert train[1] == load(seed=1, **data)
     assert train[1] != train[2] and sorted(train[1]) == sorted(train[2])
-    with pytest.raises(DatasetError, match="data.n_test: expected at most the 50 lines"):
-        load("test", task="jsonl", path=str(path), n_test=51)
     lines = [{"prompt": f"p{i}", "answer": "1"} for i in range(3)]
     path = str(write_lines(tmp_path / "d.jsonl", *lines))
-    train, test = (load(split, task="jsonl", path=path, n_test=3) for split in ("train", "test"))
+    train, test = (load(split, path=path, n_test=3) for split in ("train", "test"))
     assert sorted(e.prompt for e in train) == [e.prompt for e in test] == ["p0", "p1", "p2"]
-    partly = dict(task="jsonl", path=path, n_test=2)
-    assert len(load(**partly)) == 1
-    with pytest.raises(DatasetError, match="n_test: expected at most the 3 lines of .* got 4"):
-        load("test", task="jsonl", path=path, n_test=4)
+    assert len(load(path=path, n_test=2)) == 1
+    with pytest.raises(ValueError, match="data.n_test: expected at most the 3 lines of .* got 4"):
+        load("test", path=path, n_test=4)
 
 
 def test_missing_and_unreadable_sources(tmp_path, monkeypatch):
-    with pytest.raises(DatasetError, match="found nothing at"):
-        load(task="jsonl", path=str(tmp_path / "no.jsonl"))
-    with pytest.raises(DatasetError, match="the file is empty"):
-        load(task="jsonl", path=str(write_lines(tmp_path / "e.jsonl")))
-    with pytest.raises(DatasetError, match="data.path: expected a file, a folder or a hub id"):
-        load(task="gsm8k")
-    known = "sort, arithmetic, open, gsm8k, jsonl, traces"
-    with pytest.raises(DatasetError, match=f"data.task: expected one of {known}, got 'chess'"):
-        load(task="chess")
-    with pytest.raises(DatasetError, match="split: expected 'train' or 'test', got 'dev'"):
-        load("dev", task="sort")
+    with pytest.raises(ValueError, match="the file is empty"):
+        load(path=str(write_lines(tmp_path / "e.jsonl")))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DatasetError, match="needs the package `datasets`"):
+    with pytest.raises(ValueError, match="needs the package `datasets`"):
         load(task="gsm8k", path="openai/gsm8k")
     path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "1"})
     path.chmod(0)
-    with pytest.raises(DatasetError, match="found nothing at .*d.jsonl/x.jsonl"):
-        load(task="jsonl", path=f"{path}/x.jsonl")
-    with pytest.raises(DatasetError, match="found nothing at"):
-        load(task="jsonl", path="x" * 5000)
+    for missing in (f"{path}/x.jsonl", "x" * 5000):
+        with pytest.raises(ValueError, match=f"found nothing at {missing}"):
+            load(path=missing)
     unreadable = str(path) if not os.access(path, os.R_OK) else "/proc/self/mem"
-    with pytest.raises(DatasetError, match="data.path: expected a readable file, got .*Errno"):
-        read_examples(unreadable)
+    with pytest.raises(ValueError, match="data.path: expected a readable file, got .*Errno"):
+        read(unreadable)
 
 
 def test_hub_rows(monkeypatch):
+    rows = {x: [{"question": f"{x} q", "answer": "#### 1"}] for x in ("train", "test")}
     calls = []
 
-    def load_dataset(repository, config):
-        calls.append((repository, config))
-        return {split: [{"question": f"{split} q", "answer": "#### 1"}] for split in SPLITS}
+    def load_dataset(*arguments):
+        calls.append(arguments)
+        return rows
 
-    def without_a_test(*arguments):
-        return {**load_dataset(*arguments), "test": []}
-
-    def installed(patch, load_dataset):
-        patch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-
-    installed(monkeypatch, load_dataset)
-    with monkeypatch.context() as patch:
-        installed(patch, without_a_test)
-        for split in ("train", "test"):
-            with pytest.raises(DatasetError, match="at least one test example in a/b, got none"):
-                load(split, task="gsm8k", path="a/b")
-        installed(patch, lambda *arguments: {**load_dataset(*arguments), "train": []})
-        with pytest.raises(DatasetError, match="a training example .* in a/b, got none"):
-            load(task="gsm8k", path="a/b")
-    calls.clear()
-    train = load(task="gsm8k", path="openai/gsm8k")
-    assert train[0].prompt == "train q" and load("test", task="jsonl", path="a/b:c")[0].prompt[:4]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert load(task="gsm8k", path="openai/gsm8k")[0].prompt == "train q"
+    assert load("test", path="a/b:c")[0].prompt == "test q"
     assert calls == [("openai/gsm8k", "main"), ("a/b", "c")]
-    one = {"only": [{"question": f"q{i}", "answer": "1"} for i in range(20)]}
-    with monkeypatch.context() as patch:
-        installed(patch, lambda *_: one)
-        assert len(load(task="jsonl", path="a/b")) == 18  # two rows are held out for the test split
+    for name, kind in (("train", "training"), ("test", "test")):
+        full = rows[name]
+        rows[name] = []
+        with pytest.raises(ValueError, match=f"at least one {kind} example in a/b, got none"):
+            load(path="a/b")
+        rows[name] = full
+    rows = {"only": [{"question": f"q{i}", "answer": "1"} for i in range(20)]}
+    assert len(load(path="a/b")) == 18  # two rows are held out for the test split
 
 
 # ---------------------------------------------------------------------------------- Generated tasks
-# These tasks have few different prompts, so random training prompts would often equal test prompts
-# if the task did not exclude them.
-@pytest.mark.parametrize(("digits", "symbols"), [(3, 10), (4, 30), (8, 2)])
-def test_sort_answers_and_held_out_prompts(digits, symbols):
-    data = dict(task="sort", n_test=100, n_train=3000, digits=digits, symbols=symbols)
-    test, train = (load(s, seed=3, **data) for s in ("test", "train"))
-    assert len(test) == 100 and len(train) == 3000
-    prompts = [e.prompt for e in test]
-    assert len(set(prompts)) == 100
-    assert not set(prompts) & {e.prompt for e in train}
-    known = set(task_symbols(SimpleNamespace(**data)))
+def test_sort_answers_and_held_out_prompts():
+    """Check the examples of a task with 1000 prompts, of which 100 are test prompts.
+
+    Random training prompts would often equal test prompts if the task did not exclude them.
+    """
+    test, train = (load(x, 3, "sort", n_test=100, digits=3) for x in ("test", "train"))
+    assert len(test) == 100 and len(train) == 1 << 16
+    prompts = {e.prompt for e in test}
+    assert len(prompts) == 100 and not prompts & {e.prompt for e in train[:3000]}
     for prompt, answer, solution, *_ in [*test, *train[:200]]:
         numbers = prompt.removesuffix(" =").split()
-        assert len(numbers) == digits and set(numbers) <= known
+        assert len(numbers) == 3 and {*numbers, "="} <= {*test.vocabulary}
         assert answer == solution == " ".join(sorted(numbers, key=int))
 
 
 def test_generated_examples_depend_on_seed_and_index_alone():
-    one, again, other = (SortTask(split="train", seed=s) for s in (1, 1, 2))
+    one, again, other = (SortTask(5, split="train", seed=s) for s in (1, 1, 2))
     assert one[500] == again[500] and one[-1] == one[len(one) - 1]
     assert one[:50] != other[:50]
-    assert SortTask(split="test", seed=1)[:] == SortTask(split="test", seed=2)[:]
+    assert SortTask(5, split="test", seed=1)[:] == SortTask(5, split="test", seed=2)[:]
     with pytest.raises(IndexError):
         one[len(one)]
-    for prompt, answer, *_ in ArithmeticTask(split="train", seed=0, digits=3)[:300]:
-        left, right = prompt.replace(" ", "").removesuffix("=").split("+")
-        assert int(left) + int(right) == int(answer.replace(" ", ""))
-    assert set(task_symbols(SimpleNamespace(task="arithmetic"))) == {*"0123456789+="}
 
 
 def test_the_default_size_of_the_test_split():
-    assert len(SortTask(split="test", seed=0)) == 256
-    assert len(SortTask(split="test", seed=0, digits=1)) == 5  # half of the ten prompts
+    assert len(SortTask(5, split="test", seed=0)) == 256
+    assert len(SortTask(1, split="test", seed=0)) == 5  # half of the ten prompts
 
     def prompts(split, n_test):
-        task = SortTask(split=split, seed=0, digits=3, symbols=2, n_test=n_test)
-        return {example.prompt for example in task[:200]}
+        return {example.prompt for example in SortTask(1, split=split, seed=0, n_test=n_test)[:200]}
 
-    test, train = prompts("test", 7), prompts("train", 7)
-    assert len(test) == 7 and len(train) == 1 and not test & train
-    assert prompts("test", 8) == prompts("train", 8) and len(prompts("test", 8)) == 8
-    with pytest.raises(DatasetError, match="at most the 8 different prompts .* got 9"):
-        SortTask(split="test", seed=0, digits=3, symbols=2, n_test=9)
+    test, train = prompts("test", 9), prompts("train", 9)
+    assert len(test) == 9 and len(train) == 1 and not test & train
+    assert prompts("test", 10) == prompts("train", 10) and len(prompts("test", 10)) == 10
+    with pytest.raises(ValueError, match="at most the 10 different prompts .* got 11"):
+        SortTask(1, split="test", seed=0, n_test=11)
 
 
 # --------------------------------------------------------------------------------------- Tokenizers
@@ -317,8 +282,7 @@ def test_bpe_round_trip_and_reload(tmp_path):
 def test_symbol_tokenizer(tmp_path):
     from transformers import AutoTokenizer
 
-    data = dict(task="sort", symbols=30)
-    tokenizer = build_symbol_tokenizer(task_symbols(SimpleNamespace(**data)))
+    tokenizer = build_symbol_tokenizer([*map(str, range(30)), "="])
     assert len(tokenizer) == 33
     tokenizer.save_pretrained(tmp_path)
     for loaded in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
@@ -331,5 +295,3 @@ def test_symbol_tokenizer(tmp_path):
     for wrong in ([], ["a", "a"], ["a b"], [""]):
         with pytest.raises(ValueError, match="symbols: expected different"):
             build_symbol_tokenizer(wrong)
-    with pytest.raises(DatasetError, match="data.path: expected a file, a folder or a hub id"):
-        task_symbols(SimpleNamespace(task="gsm8k"))

@@ -50,8 +50,7 @@ class FaultyEngine(Engine):
     model_dtype: torch.dtype | None = None  # computes in this dtype instead of the policy's
     answers: int | None = None  # reports this weight version instead of the current one
     stops: int | None = None  # cuts completions off at this length
-    # This function changes the log-probabilities before the engine reports them.
-    report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    report_as: Callable[[torch.Tensor], torch.Tensor] = torch.clone  # changes reported logps
 
     def update(self, policy: Policy, version: int) -> None:
         self.policy = self.keeps or policy

@@ -28,9 +28,7 @@ def test_a_correct_engine_has_no_cause(policy, sampling):
         found, names = found_by(policy, engine, sampling)
         assert found.ok and names == [] and found.tried == []
         assert 0 <= found.mean <= found.largest < 1e-5 and found.own < 1e-5
-        assert list(found.own_noise) == ["float32", "bfloat16"]
-        full, half = found.own_noise.values()
-        assert full < 1e-5 and half < 0.1
+        assert found.own_noise < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -189,10 +187,9 @@ def test_an_unknown_fault_has_no_name(policy, fault):
 
 
 def test_attempts_without_effect_are_left_out():
-    """Check that the doctor does not try explanations that cannot change the log-probs.
+    """Check that the doctor leaves out explanations that cannot change the log-probs.
 
-    It must not try to ignore a sliding window that is longer than all sequences, or to replace the
-    default RoPE settings with the same settings.
+    Here the sliding window is longer than all sequences, and the RoPE settings are the defaults.
     """
     policy = policy_of("mistral", sliding_window=400)
     found, names = found_by(policy, FaultyEngine(report_as=lambda logps: logps - 0.2))

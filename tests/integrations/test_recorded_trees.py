@@ -168,8 +168,8 @@ MASKS = [
 ]  # fmt: skip
 # Each entry has a path in the second trace, invalid values to set there, and the expected message.
 BAD = [
-    ("nodes.0.parent", [2], ".nodes[0].parent: expected a path to a root, got a"),
-    ("nodes.3.parent", [9, -1, 1.0, True, "0"], ".nodes[3].parent: expected None or one of 8"),
+    ("nodes.3.parent", [9, -1, 3, 1.0, True, "0"],
+     ".nodes[3].parent: expected None or one of the 3 nodes before it"),
     ("nodes.2.token_ids", [[]], ".nodes[2].token_ids: expected the tokens of"),
     ("nodes.2.token_ids", ["x"], ".nodes[2].token_ids: expected integers from"),
     ("nodes.2.token_ids.0", [-1, 3.5, 1 << 31, HUGE, True, "3", None],
@@ -235,18 +235,8 @@ def test_a_long_chain_is_read_in_one_pass():
     # A walk from each node to the root would take minutes.
     assert time.process_time() - start < 20
     assert [len(b.ids) for b in trace.branches] == [32000]
-    backwards = read_traces([chain(3000, [*range(1, 3000), None])])[0].branches
-    assert [len(b.ids) for b in backwards] == [6000]
     (comb,) = read_traces([chain(60, [None, *(i // 2 * 2 for i in range(59))])])
     assert [len(b.ids) for b in comb.branches] == [2 * (2 + i) for i in range(30)]
-
-
-@pytest.mark.parametrize("at", [0, 7, 2998])
-def test_a_cycle_far_from_the_first_node_is_found(at):
-    nodes: list[int | None] = [None, *range(2998)]
-    nodes[at] = 2998
-    with pytest.raises(ValueError, match="parent: expected a path to a root, got a cycle over"):
-        read_traces([chain(2999, nodes)])
 
 
 def test_what_a_trace_says_about_itself(tmp_path):

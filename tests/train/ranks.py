@@ -46,6 +46,7 @@ SMALL = [*TINY, "data.n_test=3", "rollout.prompts_per_step=3", "optim.max_grad_n
          "checkpoint.keep=9"]  # fmt: skip
 PPO = ["advantages=gae", "inner_iterations=2"]
 KL = ["loss.beta=0.1", "reference.kind=frozen"]
+SUMS = f"data={{task: jsonl, n_test: 3, path: {ROOT / 'tests' / 'train' / 'sums.jsonl'}}}"
 AHEAD = ["rollout.ahead=1", "rollout.correct_sampling=true", "rollout.top_p=0.8"]
 CASES: dict[str, list[str]] = {
     "few": ["rollout.prompts_per_step=1", "advantages=opo", "tokens_per_microbatch=60"],
@@ -61,7 +62,7 @@ CASES: dict[str, list[str]] = {
     "ppo-shared": [*PPO, "critic={kind: shared}", *KL, "kl.into=reward"],
     "per-token": [*PPO, "critic={bootstrap: false}", "rewards=[{name: "
                   "'tests.train.ranks:of_each_token', label: own, in_process: true}]"],
-    "warm": ["warm_start={steps: 2, batch_size: 4}", "data.task=arithmetic", "data.digits=1", *KL,
+    "warm": ["warm_start={steps: 2, batch_size: 4}", SUMS, *KL,
              "rewards=[{name: exact_match}]", "rollout.max_new_tokens=4"],
     "exact": [*KL, "loss.kl_estimator=exact", "inner_iterations=2", "minibatches=2",
               "shuffle=completions", "log.grad_variance=true"],

@@ -1,14 +1,13 @@
 """Tests of whether questions use a chat template or plain text, and of the log lines about this."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 from transformers import AutoTokenizer
 
 from grpo_fast import rollout
+from grpo_fast.data import Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.data.tokenizer import has_chat_template
+from grpo_fast.rewards import scorer_for
 from grpo_fast.train.config import DataConfig
 from grpo_fast.train.evaluation.asking import SHOWN_PROMPT, asking_lines
 from grpo_fast.train.evaluation.command import run_eval
@@ -53,14 +52,9 @@ def test_the_template_is_used_where_the_tokenizer_has_one(models, questions, spi
         first = asked[-1].args[1][0]
         assert isinstance(first, list) == is_chat, setting
         assert ("chat template (chat=false" in said[1]) == is_chat
-    assert "as plain text, although the model has a chat template (chat=true" in " ".join(
-        asking_lines(
-            DataConfig(task="jsonl", path=questions, chat=False),
-            AutoTokenizer.from_pretrained(models[1]),
-            "q",
-            "chat",
-        )  # fmt: skip
-    )
+    data = DataConfig(task="jsonl", path=questions, chat=False)
+    line, *_ = asking_lines(data, AutoTokenizer.from_pretrained(models[1]), "q", "chat")
+    assert "as plain text, although the model has a chat template (chat=true" in line
 
 
 def test_an_evaluation_says_how_it_asked_its_speed_and_a_sample(models, questions):
@@ -120,48 +114,9 @@ def test_a_folder_that_does_not_exist_is_named(questions):
     assert refused(invoke("eval", "nowhere"), "data: ", "no folder 'nowhere' exists here")
 
 
-def test_strict_follows_the_format_that_the_data_asks_for(models, tmp_path):
-    """Check that strict scoring accepts a bare number only if the prompt requests no answer format.
-
-    If the prompt or the solution shows a format, such as `#### 4`, the answer must have this
-    format.
-    """
-    from grpo_fast.data import Example
-    from grpo_fast.rewards import scorer_for
-
-    def strict(completion, prompt="2+2?", answer="4", solution=None):
-        scorer = scorer_for("jsonl", Example(prompt, answer, solution))
-        return scorer.is_right(scorer.strict(completion))
-
-    for text in ("4", " 4.0\n", "$4", "**4**", "4."):
-        assert strict(text), text
-    for text in ("it is 4", "#### 4", "5", "", "4 4"):
-        assert not strict(text), text
-    for asks in ("End with #### <number>", "use <answer> tags", [SYSTEM]):
-        assert strict("so #### 4", asks) and strict("<answer>4</answer>", asks)
-        assert not strict("4", asks) and not strict("\\boxed{4}", asks)
-    assert strict("so \\boxed{4}", "put it in \\boxed{}") and not strict("4", "use \\boxed{}")
-    assert strict("#### 4", solution="2 + 2 = 4\n#### 4")
-    gsm8k = scorer_for("gsm8k", Example("2+2?", "4", None))
-    assert gsm8k.strict("4") is None and gsm8k.strict("#### 4") == 4
-
-
-def test_the_file_of_plain_numbers_end_to_end(models, tmp_path, monkeypatch):
-    """Check the accuracies that `grpo-fast eval` writes for data whose answers are plain numbers.
-
-    A completion that is exactly the number is strictly right. A completion that contains the number
-    in a sentence is only leniently right.
-    """
-    lines = [{"question": f"{i}?", "answer": i} for i in range(4)]
-    file = write_lines(tmp_path / "q.jsonl", *lines)
-    monkeypatch.setattr(rollout, "generate", lambda *_, **__: _said("0", "1", "it is 2", "9"))
-    out = tmp_path / "e.json"
-    words = ("eval", models[0], f"data={file}", "task=jsonl", f"out={out}")
-    assert invoke(*words).exit_code == 0
-    metrics = json.loads(out.read_text())["greedy"]
-    assert metrics["eval_accuracy_strict"] == 0.5 and metrics["eval_accuracy_lenient"] == 0.75
-    assert metrics["eval_rewards/exact_match"] == 0.5
-
-
-def _said(*texts):
-    return SimpleNamespace(texts=list(texts), completion_ids=[[1]] * len(texts))
+@pytest.mark.parametrize(
+    ("prompt", "solution"), [([SYSTEM], None), ("2+2?", "2 + 2 = 4\n#### 4")]
+)  # fmt: skip
+def test_a_format_in_messages_or_in_the_solution_is_required(prompt, solution):
+    scorer = scorer_for("jsonl", Example(prompt, "4", solution))
+    assert scorer.is_right(scorer.strict("#### 4")) and not scorer.is_right(scorer.strict("4"))

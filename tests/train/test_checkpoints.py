@@ -47,7 +47,7 @@ KINDS = {
         "rewards=[{name: 'tests.train.ranks:of_each_token', label: own, in_process: true}]",
     ],
     "warm start": [  # the frozen reference is the warm-started policy
-        "warm_start={steps: 3, batch_size: 4}", *KL, "data.task=arithmetic", "data.digits=1",
+        "warm_start={steps: 3, batch_size: 4}", *KL, "data.digits=2",
     ],
     "dynamic sampling and a running baseline": [
         "rollout.dynamic={rounds: 2}", "advantages=baseline", "rollout.group_size=2",

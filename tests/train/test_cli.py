@@ -41,7 +41,7 @@ def test_train_then_eval_then_plot(recipe, tmp_path):
     assert all(said in result.output for said in ("greedy (n=4 questions", "pass@4", "±"))
     metrics = json.loads((tmp_path / "e.json").read_text())
     assert set(metrics) == {"greedy", "sampled"} and metrics["sampled"]["eval_samples"] == 4
-    names = {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_maj@4", "eval_reward_se"}
+    names = {"eval_pass@1", "eval_pass@2", "eval_pass@4", "eval_reward_se"}
     assert names <= metrics["sampled"].keys()
 
     result = invoke("plot", str(run), str(run / "metrics.jsonl"), "-o", str(tmp_path / "both.png"))

@@ -49,7 +49,7 @@ def asked(spied):
 def test_a_plain_model_is_asked_as_the_recipe_says(models, recipe, asked):
     found = run_eval(models[:1], [f"recipe={recipe}"])
     assert set(found) == {"greedy", "sampled"} and found["sampled"]["eval_n"] == 2
-    assert {"eval_pass@1", "eval_pass@4", "eval_maj@4_lenient"} <= found["sampled"].keys()
+    assert {"eval_pass@1", "eval_pass@4", "eval_pass@4_lenient"} <= found["sampled"].keys()
     assert "eval_pass@2" not in found["sampled"]
     named = {"eval_rewards/gsm8k_format", "eval_rewards/gsm8k_correct_lenient"}
     assert named <= found["greedy"].keys()
@@ -173,15 +173,11 @@ def test_two_models_on_the_command_line(models, recipe, tmp_path):
 def test_runs_of_two_tasks_are_not_compared(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    other = (
-        RECIPE_FILE.replace("{task: sort, digits: 3, n_test: 8}", "{task: arithmetic, n_test: 4}")
-        .replace("sort_positions", "exact_match")
-        .replace("max_new_tokens: 4", "max_new_tokens: 4, temperature: 1.0")
+    other = RECIPE_FILE.replace("{task: sort, digits: 3, n_test: 8}", "{task: open}").replace(
+        "sort_positions", "distinct_words"
     )
     first, second = write_recipe(tmp_path / "one"), write_recipe(tmp_path / "two", other)
     for path in (first, second):
         assert invoke("train", path, "steps=0", "log.progress=false").exit_code == 0
     runs = [str(tmp_path / name / "run") for name in ("one", "two")]
-    assert refused(invoke("eval", *runs), "expected two runs of one task", "sort", "arithmetic")
-    result = invoke("eval", runs[0], runs[0])
-    assert result.exit_code == 0 and "+0.0000" in result.output and "p = 1" in result.output
+    assert refused(invoke("eval", *runs), "expected two runs of one task", "sort", "open")

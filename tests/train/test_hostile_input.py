@@ -58,8 +58,9 @@ def test_a_models_chat_template_that_fails(run, tmp_path, template, said):
     assert ESCAPE not in result.stderr
 
 
-def test_a_text_that_the_tokenizer_cannot_take(run):
-    result = invoke("eval", str(run), "task=arithmetic", "n=2")
+def test_a_text_that_the_tokenizer_cannot_take(run, tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1 + 2", "answer": "3"}\n')
+    result = invoke("eval", str(run), f"data={tmp_path / 'd.jsonl'}", "task=jsonl")
     said = "prompts: expected a prompt that the tokenizer", "WordLevel error: Missing [UNK]"
     assert refused(result, *said)
 

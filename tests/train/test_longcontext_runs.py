@@ -2,17 +2,16 @@
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from grpo_fast.data import DatasetError, load_examples
 from grpo_fast.data.prompts import question_key
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models import loading
 from grpo_fast.train.models.policy import Policy
+from tests.data import test_data
 from tests.data.test_data import GSM8K, needs_gsm8k, write_lines
 from tests.tiny import tiny_folder
 from tests.train.tiny_runs import logged, questions, sort
@@ -149,8 +148,7 @@ def words(text):
 
 
 def load(path, split="train", seed=0, **fields):
-    data = SimpleNamespace(task="gsm8k", path=str(path), prompt_template="plain", **fields)
-    return load_examples(data, split=split, seed=seed, count_tokens=words)
+    return test_data.load(split, seed, "gsm8k", path=str(path), prompt_template="plain", **fields)
 
 
 def questions_in(prompt):
@@ -219,11 +217,8 @@ def test_only_what_fits(twins):
     shot = words("Question: One and one?\nAnswer: It is 0\n#### 0")
     counts = [len(questions_in(e.prompt)) for e in load(twins, shots_tokens=2 * shot + 1)]
     assert counts == [3] * len(load(twins))
-    with pytest.raises(DatasetError, match="not one of 4 training examples fits into 3 tokens"):
+    with pytest.raises(ValueError, match="not one of 4 training examples fits into 3 tokens"):
         load(twins, shots_tokens=3)
-    data = SimpleNamespace(task="gsm8k", path=str(twins), shots_tokens=9)
-    with pytest.raises(ValueError, match="count_tokens=None conflicts with data.shots_tokens=9"):
-        load_examples(data, split="train", seed=0)
     prompt = load(twins, shots_tokens=1000, chat=True, system_prompt="Be brief.")[0].prompt
     assert [m["role"] for m in prompt] == ["system", "user"]
     assert len(questions_in(prompt[1]["content"])) >= 3

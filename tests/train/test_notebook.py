@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.attention import pack_groups
-from grpo_fast.data import load_examples
+from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import build_rewards
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
@@ -62,7 +62,7 @@ def test_the_notebooks_rewards_have_room(tmp_path, models):
     A tiny model must increase its mean reward within 24 steps.
     """
     config = load_recipe("notebook")
-    examples = load_examples(config.data, split="train", seed=0)
+    examples = Splits(config.data, 0).train
     assert len(examples) == 8 and all(e.answer is None and e.solution is None for e in examples)
     texts = ["the cat the CAT", "One two three.", "", "  "]
     found = build_rewards(config.rewards)([""] * 4, texts, [None] * 4)

@@ -12,7 +12,7 @@ from grpo_fast.train.config import KLConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
 from grpo_fast.train.models.reference import KLWeight
-from grpo_fast.train.planning.memory_model import Shape, predict_run
+from grpo_fast.train.planning.memory_model import Shape, predict
 from grpo_fast.train.update import budget, trainer
 from grpo_fast.train.update.critic import Critic, load_critic
 from grpo_fast.train.update.optimizer import Optimizer, schedule
@@ -249,10 +249,10 @@ def test_shuffled_minibatches_differ_from_pass_to_pass_and_from_step_to_step(tmp
 
 def test_the_memory_of_a_critic_and_of_a_reference_without_weight():
     """Check that the predicted memory includes a separate critic, and a reference with β = 0."""
-    shape = Shape(2, 32, 64, 32, 16, 100, 10_000, False)
+    shape = Shape(2, 32, 64, 32, 16, 100, 10_000)
 
     def fixed(*overrides):
-        return predict_run(shape, load_recipe("sort", [*overrides]), "cpu").fixed
+        return predict(shape, load_recipe("sort", [*overrides]), "cpu").fixed
 
     assert fixed(*PPO) == fixed() == 10_000 * (4 + 4 + 8)
     assert fixed(*PPO, "critic.kind=model") == 2 * fixed()

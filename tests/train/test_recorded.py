@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from grpo_fast import LossConfig, Support, group_advantages, linear_logps
 from grpo_fast.attention import pack_tree
-from grpo_fast.data import load_examples, load_traces
+from grpo_fast.data import load_traces
+from grpo_fast.data.splits import Splits
 from grpo_fast.train.collect.advantages import Advantages
 from grpo_fast.train.collect.groups import PromptQueue
 from grpo_fast.train.collect.recorded import RecordedCollector
@@ -51,7 +52,7 @@ def collector(policy, path, **options):
     config = RolloutConfig(**{"group_size": 2, "prompts_per_step": 2, **options})
     fields = {"model": {"path": "none"}, "rollout": {"group_size": 2}}
     source = validated(RunConfig, {**fields, "data": {"task": "traces", "path": str(path)}}).data
-    queue = PromptQueue(load_examples(source, split="train", seed=0))
+    queue = PromptQueue(Splits(source, 0).train)
     advantages = Advantages("centered", {}, config.group_size, {})
     return RecordedCollector(
         str(path), config, policy, None, None, queue, advantages, seed=0, steps=1

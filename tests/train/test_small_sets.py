@@ -3,15 +3,13 @@
 import json
 import math
 import os
-from types import SimpleNamespace
 
 import pytest
 
-from grpo_fast.data import DatasetError, read_examples
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from tests.command_line import invoke, refused
-from tests.data.test_data import write_lines
+from tests.data.test_data import read, write_lines
 from tests.train.test_run_refusals import texts_recipe
 from tests.train.tiny_runs import TINY_SORT, logged
 
@@ -86,11 +84,11 @@ def recipe(tmp_path):
 def test_lines_without_an_answer_and_with_other_fields(tmp_path):
     lines = [{"prompt": "p", "level": 3, "solution": "s"}, {"question": "q", "answer": None}]
     path = write_lines(tmp_path / "d.jsonl", *lines)
-    first, second = read_examples(path)
+    first, second = read(path)
     assert first == ("p", None, "s", {"level": 3, "solution": "s"}, None)
     assert second == ("q", None, None, {"question": "q", "answer": None}, None)
-    with pytest.raises(DatasetError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
-        read_examples(path, data=SimpleNamespace(task="gsm8k"))
+    with pytest.raises(ValueError, match=r"d.jsonl:1: expected a .* in field 'answer'"):
+        read(path, task="gsm8k")
 
 
 @pytest.mark.parametrize("here", ["true", "false"])

@@ -14,6 +14,7 @@ from grpo_fast.train.report.lines import closing_lines, shown_number
 from grpo_fast.train.report.page import step_html
 from tests.command_line import invoke, write_recipe
 from tests.tiny import tiny_folder
+from tests.train.test_completions import row
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +68,13 @@ def test_what_rounding_leaves_of_0_is_shown_as_0(value, form, text):
 
 
 def test_an_answer_of_its_fixed_length_is_not_cut_off():
-    row = {
-        "group": 0, "prompt": "3 2 1 =", "completion": "1 2 3", "answer": "1 2 4",
-        "tokens": ["1", " 2", " 3"], "truncated": True,
-        "extracted": None, "extracted_lenient": None, "correct": False, "reward": -1e-9,
-        "advantage": -1e-8, "logps": [-0.0] * 3, "advantages": [1e-22] * 3,
-    }  # fmt: skip
+    fixed = row(
+        completion="1 2 3", answer="1 2 4", tokens=["1", " 2", " 3"], truncated=True, reward=-1e-9,
+        advantage=-1e-8, logps=[-0.0] * 3, advantages=[1e-22] * 3,
+    )  # fmt: skip
 
     def html_of(**changes):
-        return step_html(1, [{**row, **changes}])
+        return step_html(1, [{**fixed, **changes}])
 
     html = html_of()
     assert "cut off" not in html and "reward 0<" in html and "advantage 0 " in html
@@ -96,15 +95,10 @@ def test_recipes_are_listed_with_what_they_are_and_need():
     assert said.count("needs no download") == 4
 
 
-def test_a_plan_says_its_dtypes_and_plans_as_a_recipe_trains():
+def test_a_plan_assumes_the_dtypes_with_which_recipes_train():
     found = plan("qwen2.5-0.5b", ["gpu=80"])
-    expected = "weights and gradients float32, moments float32, computed in bfloat16"
-    assert found.dtypes == expected and expected in render(found)[0].caption
-    assert (
-        found.memory["as configured"].fixed >= 16 * found.shape.parameters
-    )  # weights, gradients and two moments in fp32
-    small = plan("qwen2.5-0.5b", ["gpu=80", "model.dtype=bfloat16"])
-    assert small.dtypes.startswith("weights and gradients bfloat16, moments bfloat16")
+    fixed = found.memory["as configured"].fixed
+    assert fixed == 18 * found.shape.parameters  # fp32 weights, gradients and moments, bf16 weights
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "sort"])

@@ -74,7 +74,6 @@ def test_loss_settings_are_the_arguments_of_the_loss():
         ([], 4),
         (["data.digits=6"], 6),
         (["data.digits=6", "rollout.max_new_tokens=9"], 9),
-        (["data={task: arithmetic, digits: 3}"], 5),  # 999 + 999 has four digits, and EOS follows
         (["model.tokenizer=bpe"], 256),  # a symbol may have several bpe tokens
     ],
 )

@@ -49,7 +49,8 @@ PPO = "advantages=gae critic.bootstrap=false"
         ("train", "loss.loss_type=GRPO", "got 'GRPO'; nearest: grpo"),
         ("train", "loss.aggregation=nul", "got 'nul'; nearest: null"),
         ("train", "log.progress=ture", "expected one of true, false, got 'ture'; nearest: true"),
-        ("eval", "task=jsonlx", "data.task: expected one of sort, arithmetic, open, gsm8k, "),
+        ("train", "rollout.engine=xyz", "transformers, vllm, vllm-server, got 'xyz'"),
+        ("eval", "task=jsonlx", "data.task: expected one of sort, open, gsm8k, "),
         # The argument does not have the form key=value.
         *((reader, "steps", "expected key=value, got 'steps'") for reader in READERS),
         *((reader, "=5", "expected key=value, got '=5'") for reader in READERS),
@@ -206,7 +207,7 @@ def test_every_key_is_listed_with_its_type_its_default_and_a_sentence():
     assert "    Learning rate after the warm-up." in lines
     assert not any(line.startswith("model") for line in lines)
     assert invoke("config", "rollout.group_size").output.splitlines()[0].endswith("integer = 8")
-    assert "data.task: sort | arithmetic" in invoke("config", "data").output
+    assert "data.task: sort | open" in invoke("config", "data").output
     assert refused(invoke("config", "optm"), "config: no key or section 'optm'; nearest: optim")
     assert "grpo-fast config" in invoke("train", "--help").output
 
@@ -276,7 +277,7 @@ def test_data_and_model_in_one_word(tmp_path):
         assert data.path == str(source)
     data = load_recipe("gsm8k-tiny", ["data=openai/gsm8k", "seed=3"]).data
     assert data.path == "openai/gsm8k"
-    assert load_recipe("sort", ["data={task: arithmetic}"]).data.task == "arithmetic"
+    assert load_recipe("sort", ["data={task: open}"]).data.task == "open"
     model = load_recipe("sort", ["model=owner/name"]).model
     assert model.path == "owner/name" and model.config is None and model.tokenizer is None
 

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from grpo_fast import Support
 from grpo_fast.data import TRACES, load_traces
-from grpo_fast.data.example import need
 from grpo_fast.data.traces import Branch, RecordedTrace, check_traces
+from grpo_fast.errors import require
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Samples
 from grpo_fast.rollout.completions import decoded
@@ -51,13 +51,13 @@ class RecordedCollector(Collector):
         size = self.config.group_size
         for task, traces in self.traces.items():
             expected = f"{size} traces of each task (rollout.group_size)"
-            need(len(traces) == size, path, expected, f"{len(traces)} of {task!r}")
+            require(len(traces) == size, path, expected, f"{len(traces)} of {task!r}")
             branches = [branch for trace in traces for branch in trace.branches]
             is_scored = all(branch.advantages is not None for branch in branches)
             fits = is_scored or all(trace.reward is not None for trace in traces)
             expected = "a reward for each trace, or advantages in its nodes"
-            need(fits, path, expected, f"neither in {task!r}")
-            need(branches, path, f"a sampled token in {task!r}", "none")
+            require(fits, path, expected, f"neither in {task!r}")
+            require(branches, path, f"a sampled token in {task!r}", "none")
 
     def next(self, step: int, clock: Clock) -> Collected:
         # 1. Compute the advantages of the next traces.

@@ -23,7 +23,7 @@ CommaList = BeforeValidator(
 
 
 class DataConfig(Section):
-    task: Literal["sort", "arithmetic", "open", "gsm8k", "jsonl", "traces"]
+    task: Literal["sort", "open", "gsm8k", "jsonl", "traces"]
     """Generated prompts, a fixed list (open), GSM8K, questions of a file, or recorded rollouts."""
     path: UserPath | None = None
     """A file, a folder with training and test files, or a hub id such as openai/gsm8k."""
@@ -42,7 +42,7 @@ class DataConfig(Section):
     n_test: Size | None = None
     """Number of test examples; null uses all, or a tenth of a file without a test split."""
     digits: int = Field(5, ge=1, le=4096)
-    """Length of a generated prompt in symbols."""
+    """Number of digits in a prompt of the task sort."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:

@@ -145,13 +145,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        # 1. For a generated task, set rollout.max_new_tokens to the length of the longest answer.
-        by_symbol = self.model.tokenizer == "symbols" and self.data.task in ("sort", "arithmetic")
+        # 1. Set rollout.max_new_tokens to the length of the answers of the sorting task.
+        by_symbol = self.model.tokenizer == "symbols" and self.data.task == "sort"
         if by_symbol and "max_new_tokens" not in self.rollout.model_fields_set:
-            # Add two tokens, because a sum can have one digit more than its terms, and an EOS
-            # follows it.
-            longer = 2 if self.data.task == "arithmetic" else 0
-            self.rollout.max_new_tokens = self.data.digits + longer
+            self.rollout.max_new_tokens = self.data.digits
         # 2. Reject settings that cannot be combined.
         check_conflicts(self)
         check_numbers(self)

@@ -45,7 +45,7 @@ def asking_lines(
 def prompt_lines(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: Mapping[str, object]
 ) -> list[str]:
-    """Format a prompt exactly as the model receives it, with special tokens, as a list of lines."""
+    """Return the lines of a prompt as the model receives it, including special tokens."""
     text = tokenizer.decode(encode_prompts(tokenizer, [prompt], template_kwargs)[0])
     half = SHOWN_PROMPT // 2
     if len(text) > SHOWN_PROMPT:

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.data import Example, load_examples, read_examples
+from grpo_fast.data import Example, read_examples
 from grpo_fast.data.prompts import in_chat
-from grpo_fast.data.splits import asks_in_chat
-from grpo_fast.data.tokenizer import token_counter
+from grpo_fast.data.splits import Splits, asks_in_chat
 from grpo_fast.rewards import build_rewards, check_examples
 from grpo_fast.train.config import ModelConfig, RunConfig, require
 from grpo_fast.train.evaluation.asking import asking_lines
-from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate_policy
+from grpo_fast.train.evaluation.evaluate import EvalResult, evaluate
 from grpo_fast.train.evaluation.settings import SAMPLED_AT, Source, read_settings
 from grpo_fast.train.evaluation.statistics import paired
 from grpo_fast.train.files import plain_json
@@ -24,12 +23,8 @@ from grpo_fast.train.models import loading
 
 Say = Callable[..., object]  # function that receives lines of text
 
-# First bytes of every results file. The command overwrites no file that begins differently.
+# First bytes of every results file. The command does not overwrite a file that begins differently.
 RESULTS_BEGIN = b'{\n  "greedy": {'
-
-
-def say_nothing(*lines: str) -> None:
-    pass
 
 
 def run_eval(
@@ -37,7 +32,7 @@ def run_eval(
     words: Sequence[str] = (),
     *,
     allow_code: bool = False,
-    say: Say = say_nothing,
+    say: Say = lambda *lines: None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate a model on held-out questions, or compare two models on the same questions.
 
@@ -76,20 +71,17 @@ def run_eval(
     passes = _evaluate_all(models, model_configs, config, examples, say)
     if len(models) == 1:
         results: dict[str, dict[str, Any]] = {mode: x[0].metrics for mode, x in passes.items()}
-        plain: dict[str, Any] = results
+        written = results
         say(table(results))
     else:
         results = {
             mode: {x: paired(a.per_question[x], b.per_question[x]) for x in a.per_question}
             for mode, (a, b) in passes.items()
         }
-        plain = {
-            mode: {x: p._asdict() for x, p in pairs.items()} for mode, pairs in results.items()
-        }
-        plain["models"] = dict(zip("ab", models, strict=True))
+        written = {**results, "models": dict(zip("ab", models, strict=True))}
         say(f"A: {models[0]}", f"B: {models[1]}", paired_table(results))
     if own.out is not None:
-        text = json.dumps(plain_json(plain), indent=2) + "\n"
+        text = json.dumps(plain_json(written), indent=2) + "\n"
         Path(own.out).write_text(text, encoding="utf-8")
     return results
 
@@ -106,7 +98,7 @@ def _evaluate_all(
     Returns:
         A dict from the name of a pass ("greedy" or "sampled") to the results of all models.
     """
-    # 1. Build the rewards before loading models, which is slow, so that errors appear early.
+    # 1. Build the rewards before the models are loaded, so that errors appear early.
     data = config.data
     rewards = build_rewards(config.rewards)
     check_examples(rewards, examples, "test")
@@ -128,7 +120,7 @@ def _evaluate_all(
         first = questions[0].prompt
         say(f"{name}:", *asking_lines(asked_as, policy.tokenizer, first, "chat"))
         for mode, options in modes.items():
-            result = evaluate_policy(policy, questions, rewards, data.task, options, config.seed)
+            result = evaluate(policy, questions, rewards, data.task, options, config.seed)
             say(*(f"{mode}: {line}" for line in result.lines))
             passes[mode].append(result)
     return passes
@@ -161,12 +153,12 @@ def paired_table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _plus_minus(error: float) -> str:
-    """Format a standard error. If it is not finite, as for a single question, return ""."""
+    """Format a standard error. Return "" if it is NaN, which is the case for a single question."""
     return f" ± {error:.4f}" if math.isfinite(error) else ""
 
 
 def _check_out(out: str | None) -> None:
-    """Raise a ValueError if `out` cannot be written, or would overwrite a file of another kind."""
+    """Raise a ValueError if `out` cannot be written or is a file without evaluation results."""
     if out is None:
         return
     path = Path(out)
@@ -183,9 +175,8 @@ def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Se
     data = config.data
     is_named = any(word.startswith(("data=", "data.path=", "path=")) for word in words)
     if is_named and data.path and os.path.isfile(data.path):
-        examples: Sequence[Example] = read_examples(data.path, data=data)
+        examples: Sequence[Example] = read_examples(data)
     else:
-        counts = data.shots_tokens is not None
-        count_tokens = token_counter(loading.load_tokenizer(model)) if counts else None
-        examples = load_examples(data, split="test", seed=config.seed, count_tokens=count_tokens)
+        tokenizer = None if data.shots_tokens is None else loading.load_tokenizer(model)
+        examples = Splits(data, config.seed, tokenizer).test
     return examples[: config.eval.n]

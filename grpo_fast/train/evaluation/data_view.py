@@ -44,7 +44,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
     require(data.task in FILES, "task", f"one of {', '.join(FILES)}", data.task)
     found = survey(data)
     every = [*found.train, *found.test]
-    # 2. Count the examples by split and by kind of answer.
+    # 2. Count the examples of each split and of each kind of answer.
     kinds = Counter(map(kind_of, every))
     columns = dict.fromkeys(name for example in every[:100] for name in example.fields)
     lines = [
@@ -59,7 +59,7 @@ def data_lines(source: str, words: Sequence[str]) -> list[str]:
         tokenizer = loading.load_tokenizer(ModelConfig(path=own.model))
         data = data.model_copy(update={"chat": asks_in_chat(data, tokenizer)})
     hint = "" if tokenizer else " (model=MODEL shows its tokens)"
-    form = Form.of(data.prompt_template, data.system_prompt, bool(data.chat))
+    form = Form.of(data)
     for number, example in enumerate(found.train[:SHOWN], 1):
         prompt = form.apply(example).prompt
         lines.append(f"prompt {number}{hint}:")

@@ -5,20 +5,19 @@ Standard errors are computed over questions, because samples of one question are
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_fast import rollout
-from grpo_fast.data import TRACES, Example, Prompt
+from grpo_fast.data import TRACES, Example
 from grpo_fast.data.splits import Splits
 from grpo_fast.rewards import RewardSet, Scorer, check_examples, scorer_for
 from grpo_fast.rewards.columns import prefill_of
 from grpo_fast.rewards.scoring import shown_answer, turns
-from grpo_fast.rollout import Engine, Samples
+from grpo_fast.rollout import Engine
 from grpo_fast.train.config import EvalConfig, require
 from grpo_fast.train.ranks import rollouts
 
@@ -26,44 +25,38 @@ if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
 SHOWN_SAMPLE = 200  # maximum number of characters of a completion in the sample line
-# Function that samples completions: generate(prompts, samples=, temperature=, seed=). The samples
-# of a prompt must be adjacent.
-Generate = Callable[..., Samples]
 
 
 class EvalResult(NamedTuple):
     """Metrics of an evaluation, and the values per question from which they are computed."""
 
     metrics: dict[str, float]  # means as `eval_…`, standard errors as `eval_…_se`
-    per_question: dict[str, list[float]]  # values by metric; NaN is excluded from the mean
+    per_question: dict[str, list[float]]  # values of each metric; means exclude NaN
     lines: list[str]  # output lines: tokens, time and speed; the first sample and its verdict
 
 
 def evaluate(
-    generate: Generate,
+    policy: SampledModel,
     examples: Sequence[Example],
-    rewards: RewardSet | None,
-    scorer: Callable[[Example], Scorer],
+    rewards: RewardSet,
+    task: str,
     asked: EvalConfig,
-    seed: int = 0,
-    *,
-    prompt_texts: Callable[[Sequence[Prompt]], list[str]] | None = None,
+    seed: int,
+    engine: Engine | None = None,
 ) -> EvalResult:
-    """Sample answers to every question, and compare the answers with the gold answers.
+    """Sample answers to every question, and compare them with the gold answers. Collective call.
 
     Args:
-        generate: function that samples completions for prompts.
+        policy: the policy to evaluate.
         examples: the questions with their gold answers.
         rewards: reward functions, whose means are also reported. A mean excludes samples without
-            a reward. None means no rewards.
-        scorer: function that returns the `Scorer` of an example.
+            a reward.
+        task: value of `data.task`, which determines how answers are judged.
         asked: the section `eval`, with the number of samples, the temperature, the batch size and
-            the values of k for pass@k and maj@k.
+            the values of k for pass@k and maj@k. Its `max_new_tokens` must be set.
         seed: seed of the first batch. The seed of a later batch is this seed plus the index of the
             batch's first question.
-        prompt_texts: function that formats prompts as the model receives them. It is needed if a
-            chat template ends with the start of the answer, such as an opening tag. This start is
-            then judged together with the completion. None means that no prompt has such a start.
+        engine: the engine that samples. With None, the policy samples.
 
     Returns:
         The metrics eval_n (number of questions), eval_samples (samples per question),
@@ -73,7 +66,7 @@ def evaluate(
         `_lenient` for lenient answers.
 
     Raises:
-        ValueError: there are no examples, or `generate` returned a wrong number of texts.
+        ValueError: there are no examples.
     """
     require(len(examples), "examples", "at least one", "none")
     per_question: dict[str, list[float]] = {}
@@ -83,32 +76,37 @@ def evaluate(
     first = ""
     samples = asked.samples
     stride = max(1, asked.batch_size // samples)
+    # The loop below forms the batches. Set no batch size here, because the engine would split the
+    # batches again and draw different random numbers.
+    options = asked.model_copy(update={"batch_size": None})
     for start in range(0, len(examples), stride):
         # 1. Sample the completions of a batch of questions.
         batch = [examples[i] for i in range(start, min(start + stride, len(examples)))]
         prompts = [e.prompt for e in batch]
         begun = time.perf_counter()
-        done = generate(prompts, samples=samples, temperature=asked.temperature, seed=seed + start)
+        done = rollouts.generate(
+            policy, prompts, options,
+            group_size=samples, seed=("evaluate", seed + start), engine=engine,
+        )  # fmt: skip
         seconds += time.perf_counter() - begun
         tokens += sum(map(len, done.completion_ids))
-        # 2. Judge the answers against the gold answers.
+        # 2. Compare the answers with the gold answers. If a prompt ends with the beginning of the
+        # answer, such as an opening tag, this beginning is part of the answer.
         repeated = [e for e in batch for _ in range(samples)]
-        texts = [""] * len(batch) if prompt_texts is None else prompt_texts(prompts)
-        sent = [text for text in texts for _ in range(samples)]
+        sent = [text for text in rollout.prompt_texts(policy, prompts) for _ in range(samples)]
         prefills = [prefill_of(e.prompt, text) for e, text in zip(repeated, sent, strict=True)]
         judged = turns(done.texts, prefills)
         for i, example in enumerate(batch):
             said = judged[i * samples : (i + 1) * samples]
-            for name, value in _accuracies(scorer(example), said, asked.k).items():
+            for name, value in _accuracies(scorer_for(task, example), said, asked.k).items():
                 accuracies.setdefault(name, []).append(value)
         # 3. Compute the rewards.
-        if rewards is not None:
-            result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
-            scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
-            for name, score in {"reward": result.total, **scores}.items():
-                means = score.view(-1, samples).nanmean(dim=1).tolist()
-                per_question.setdefault(name, []).extend(means)
-        first = first or _sample_line(scorer(batch[0]), judged[0])
+        result = rollouts.score(rewards, repeated, done.texts, done.completion_ids, sent)
+        scores = {f"rewards/{name}": values for name, values in result.per_fn.items()}
+        for name, score in {"reward": result.total, **scores}.items():
+            means = score.view(-1, samples).nanmean(dim=1).tolist()
+            per_question.setdefault(name, []).extend(means)
+        first = first or _sample_line(scorer_for(task, batch[0]), judged[0])
     # 4. Average over the questions.
     per_question |= accuracies
     metrics = {"eval_n": float(len(examples)), "eval_samples": float(samples)}
@@ -156,13 +154,31 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
         correct: number of correct samples (c).
         k: number of samples of which at least one must be correct.
     """
-    fits = 0 <= correct <= n and 1 <= k <= n
-    came = f"n={n}, correct={correct}, k={k}"
-    require(fits, "pass_at_k", "0 ≤ correct ≤ n and 1 ≤ k ≤ n", came)
     # If fewer than k samples are wrong, every choice of k samples contains a correct one.
     if n - correct < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(n - correct + 1, n + 1))
+
+
+def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
+    """Return the accuracy, pass@k and maj@k of one question, or {} if it has no gold answer.
+
+    For maj@k, the samples are split into blocks of k samples. The value is the share of blocks
+    whose most frequent answer is right.
+    """
+    if scorer.gold is None:
+        return {}
+    values: dict[str, float] = {}
+    n = len(texts)
+    for ending, read in (("", scorer.strict), ("_lenient", scorer.lenient)):
+        answers = [read(text) for text in texts]
+        right = sum(map(scorer.is_right, answers))
+        values[f"accuracy{ending or '_strict'}"] = right / n
+        for size in k:
+            votes = [majority(answers[i : i + size]) for i in range(0, n - size + 1, size)]
+            values[f"pass@{size}{ending}"] = pass_at_k(n, right, size)
+            values[f"maj@{size}{ending}"] = sum(map(scorer.is_right, votes)) / len(votes)
+    return values
 
 
 def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
@@ -175,52 +191,6 @@ def majority(answers: Sequence[Hashable | None]) -> Hashable | None:
     """
     votes = Counter(answer for answer in answers if answer is not None)
     return max(votes, key=votes.__getitem__) if votes else None  # of equals, max returns the first
-
-
-def _accuracies(scorer: Scorer, texts: list[str], k: Sequence[int]) -> dict[str, float]:
-    """Return the accuracy, pass@k and maj@k of one question, or {} if it has no gold answer.
-
-    For maj@k, the samples are split into blocks of k samples. The value is the share of blocks
-    whose most frequent answer is right.
-    """
-    if scorer.gold is None:
-        return {}
-    values: dict[str, float] = {}
-    for ending, read in (("", scorer.strict), ("_lenient", scorer.lenient)):
-        answers = [read(text) for text in texts]
-        count = sum(map(scorer.is_right, answers))
-        values[f"accuracy{ending or '_strict'}"] = count / len(answers)
-        for size in k:
-            blocks = range(0, len(answers) - size + 1, size)
-            votes = [majority(answers[i : i + size]) for i in blocks]
-            right = sum(map(scorer.is_right, votes))
-            values[f"pass@{size}{ending}"] = pass_at_k(len(answers), count, size)
-            values[f"maj@{size}{ending}"] = right / len(votes)
-    return values
-
-
-def evaluate_policy(
-    policy: SampledModel,
-    examples: Sequence[Example],
-    rewards: RewardSet,
-    task: str,
-    asked: EvalConfig,
-    seed: int,
-    engine: Engine | None = None,
-) -> EvalResult:
-    """Evaluate a policy. It samples with `engine`, or by itself if `engine` is None."""
-
-    def generate(prompts: list[Any], *, samples: int, temperature: float, seed: int) -> Samples:
-        # `evaluate` has already formed batches. Set no batch size here, because the engine would
-        # split the batches again and draw different random numbers.
-        options = asked.model_copy(update={"temperature": temperature, "batch_size": None})
-        return rollouts.generate(
-            policy, prompts, options, group_size=samples, seed=("evaluate", seed), engine=engine
-        )
-
-    scorer = functools.partial(scorer_for, task)
-    texts = functools.partial(rollout.prompt_texts, policy)
-    return evaluate(generate, examples, rewards, scorer, asked, seed, prompt_texts=texts)
 
 
 def build_evaluation(
@@ -246,5 +216,5 @@ def build_evaluation(
     rollout.check_prompts(policy, [e.prompt for e in examples], asked.max_new_tokens)
     task = splits.data.task
     return lambda engine: (
-        evaluate_policy(policy, examples, rewards, task, asked, splits.seed, engine).metrics
+        evaluate(policy, examples, rewards, task, asked, splits.seed, engine).metrics
     )

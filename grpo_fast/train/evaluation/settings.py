@@ -38,7 +38,7 @@ class EvalSettings(Section):
 
 
 class Source(NamedTuple):
-    """A model to evaluate. If it was named by a run's folder, `run` is the run's configuration."""
+    """A model to evaluate. `run` is the configuration of its run, or None for a plain model."""
 
     name: str
     path: str
@@ -75,14 +75,14 @@ def read_settings(
     """Return the settings of an evaluation and the configuration that selects its questions.
 
     Args:
-        sources: the models. If no recipe is named, the first run among them provides settings.
+        sources: the models. Without a recipe, the first run among them provides settings.
         words: settings as key=value.
         allow_code: allow reward functions from outside the package.
 
     Raises:
         ValueError: a setting is invalid, or no setting says where the questions come from.
     """
-    # 1. Start with the settings of the recipe, or else of the first run.
+    # 1. Start with the settings of the recipe. Without a recipe, use the settings of the first run.
     own, words = own_words(EvalSettings, words)
     runs = [(f"{source.name}/config.yaml", source.run) for source in sources if source.run]
     if own.recipe is not None:
@@ -95,7 +95,7 @@ def read_settings(
             came = f"{reward.name!r}, which runs code; if you trust the folder, add --allow-code"
             require(fits, "rewards", f"built-in rewards in {where}", came)
     settings["model"] = {"path": sources[0].path}
-    # 2. Apply the words.
+    # 2. Apply the key=value arguments.
     words = [_with_section(word) for word in words]
     keys = [split_word(word)[0] for word in words]
     chosen = [key for key in keys if key in ("model", "model.path", "model.trust_remote_code")]
@@ -125,7 +125,7 @@ def read_settings(
 
 
 def _with_section(word: str) -> str:
-    """Return a `key=value` argument with the section of its key, which may be left out."""
+    """Add the section to the key of a `key=value` argument, unless the user has written it."""
     name = split_word(word)[0].partition(".")[0]
     above = next((x for x, kind in SHORT.items() if name in kind.model_fields), None)
     return word if above is None else f"{above}.{word}"

@@ -1,27 +1,27 @@
 """Comparison of two models on the same questions: paired difference, standard error and p-value.
 
-The p-value comes from Fisher's sign-flip test. If both models are equally good, the difference on a
-question is as likely to be d as -d. The p-value is the probability that differences with random
-signs have a mean at least as far from 0 as the observed mean. The test does not assume that the
-differences follow a particular distribution.
+The p-value comes from Fisher's sign-flip test. If both models are equally good, each difference
+could just as well have the opposite sign. The p-value is the probability that differences with
+random signs have a mean at least as far from 0 as the observed mean. The test does not assume that
+the differences follow a particular distribution.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from grpo_fast.train.config import require
 from grpo_fast.train.evaluation.evaluate import mean_and_error
 
 FLIPS = 100_000  # number of random choices of signs in an estimate
 AT_ONCE = 2_000  # number of these choices that are in memory at the same time
 
 
-class Paired(NamedTuple):
+@dataclass(frozen=True)
+class Paired:
     """Comparison of two models in one metric, over the questions for which both have a value."""
 
     a: float  # mean of the first model
@@ -33,15 +33,13 @@ class Paired(NamedTuple):
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Compare two models in one metric, given each model's value for every question.
+    """Compare two models in one metric. Each model has one value per question.
 
     Args:
         a: values of the first model.
         b: values of the second model, in the same order of questions. A question is excluded if
             one of its values is NaN.
     """
-    came = f"{len(a)} and {len(b)}"
-    require(len(a) == len(b), "paired", "one value of each model per question", came)
     both = [pair for pair in zip(a, b, strict=True) if not any(map(math.isnan, pair))]
     differences = [second - first for first, second in both]
     mean, error = mean_and_error(differences)

@@ -1,4 +1,4 @@
-"""Clock that measures the time and GPU memory of each part of a training step."""
+"""Measurement of the time and the GPU memory of each part of a training step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
         self.last = now
 
     def metrics(self) -> dict[str, float]:
-        """Return the metric `step_time`, and times, token rates and peak memory as `perf/…`."""
+        """Return the time of the step, and times, token rates and peak memory of its parts."""
         peak = {"perf/peak_memory_gib": max(self.peaks.values()) / 2**30} if self.peaks else {}
         rates = {
             f"perf/{name}_tok_s": self.tokens[name] / self.seconds[name]

@@ -1,4 +1,4 @@
-"""Reduction of the loss's metrics over micro-batches, optimizer steps and ranks."""
+"""Reduction of the metrics of the loss over micro-batches, optimizer steps and ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from grpo_fast.train.ranks import distributed
 
 # How each metric is reduced over micro-batches. A metric that is not listed is a mean over tokens.
-# "parts" marks values that are already divided by the normalizer of their optimizer step. They are
-# therefore summed within an optimizer step, and then averaged over optimizer steps.
+# The values of a metric with "parts" are already divided by the normalizer of their optimizer step.
+# They are summed within an optimizer step, and then averaged over optimizer steps.
 REDUCTIONS = {
     **dict.fromkeys(("loss", "policy_loss", "value/loss"), "parts"),
     **dict.fromkeys(("active_tokens", "skipped_rows", "kl_guarded"), "sum"),
@@ -33,8 +33,8 @@ class LossMetrics:
     """Metrics of all micro-batches of a step. `result` reduces them with only one GPU sync."""
 
     parts: list[tuple[dict[str, Tensor], int]] = field(default_factory=list)  # metrics, tokens
-    # Log-probs of the active tokens of each micro-batch: a pair of the trainer's log-probs and the
-    # sampler's log-probs, each of shape (active tokens,).
+    # For each micro-batch, the log-probs of its active tokens from the trainer and from the
+    # sampler. Both tensors have the shape (active tokens,).
     logps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     optimizer_steps: int = 1
 

@@ -30,7 +30,7 @@ def reward_metrics(
     Args:
         rewards: weighted sums of the rewards, shape (N·G,).
         scores: rewards of each function, shape (N·G,).
-        lost: for each reward function, how many samples have no reward, by reason.
+        lost: for each reward function, the number of samples without a reward, by reason.
         group_size: number of samples in a group (G).
     """
     groups = rewards.double().view(-1, group_size)
@@ -87,7 +87,7 @@ def support_metrics(samples: Samples) -> dict[str, float]:
 
 
 def staleness(samples: Samples, step: int, most: int) -> dict[str, float]:
-    """Return the age of the weights that sampled the completions, as `sampling/staleness/…`.
+    """Compute how old the weights were that sampled the completions, as `sampling/staleness/…`.
 
     Args:
         samples: the samples, with the version of the weights that sampled each of them.
@@ -155,10 +155,13 @@ class SamplerWatch:
 
 
 def sampling_metrics(logps: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return differences of log-probs and ratios of trainer to sampler, as `sampling/…`.
+    """Compare the log-probs of trainer and sampler by their differences and their ratios.
 
     Args:
         logps: pairs of the trainer's and the sampler's log-probs, as in `LossMetrics.logps`.
+
+    Returns:
+        The metrics `sampling/…`, or {} if there are no log-probs.
     """
     if not any(own.numel() for own, _ in logps):
         return {}

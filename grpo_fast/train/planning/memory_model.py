@@ -1,4 +1,4 @@
-"""Prediction of a training step's memory from the sizes of the model.
+"""Prediction of the memory of a training step from the sizes of the model.
 
 The memory at the peak of a step is the sum of three parts:
 
@@ -41,16 +41,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_fast.kernels.head.chunks import TARGET_SHARE
 from grpo_fast.kernels.workspace import workspace_bytes
 from grpo_fast.train.config import LoraConfig, ModelConfig, RunConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
-# A model of unknown architecture logs a warning only if it has at least this many parameters.
+# If the memory of a model cannot be predicted, a warning is logged only for models with at least
+# this number of parameters.
 SMALL = 1_000_000
 USABLE_GPU = 0.9  # usable fraction of a GPU; fragmentation, rollouts and CUDA need the rest
 USABLE_CPU = 0.5  # usable fraction of host memory; rollouts and other processes need the rest
@@ -68,19 +68,15 @@ class Shape:
     kv: int  # kv_heads · head_dim
     vocab: int
     parameters: int
-    tied: bool
 
     @classmethod
-    def of(cls, config: PreTrainedConfig, parameters: int) -> Shape:
-        """Read the sizes of a model from its transformers config.
-
-        Args:
-            config: the config of the text model.
-            parameters: number of parameters of the model.
+    def of(cls, lm: PreTrainedModel) -> Shape:
+        """Read the sizes of a transformers model, which may be on the meta device.
 
         Raises:
             ValueError: the config lacks a field, so the architecture is not supported.
         """
+        config = lm.config.get_text_config()
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if not isinstance(getattr(config, name, None), int):
                 raise ValueError(f"{name}: the config of model_type {config.model_type!r} has none")
@@ -88,25 +84,21 @@ class Shape:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        tied = bool(getattr(config, "tie_word_embeddings", False))
         return cls(
             config.num_hidden_layers, config.hidden_size, mlp, heads * head_dim,
-            kv_heads * head_dim, config.vocab_size, parameters, tied,
+            kv_heads * head_dim, config.vocab_size, sum(p.numel() for p in lm.parameters()),
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Predicted memory of a training step in bytes, divided into parts."""
+    """Predicted memory of a training step, as the sizes of its parts in bytes."""
 
     fixed: int  # weights, gradients, optimizer states and a reference copy
-    logits: int  # the LM head's buffer for the logits of one chunk, at its largest size
-    logits_row: int  # the part of this buffer for one completion token
-    head_gradient: int  # the new gradient of the LM head, before it is added to `.grad`
-    head_sum: int  # fp32 sum of the LM head's gradients over several chunks
-    # Maximum number of completion tokens that are computed in one chunk, so that no fp32 sum over
-    # chunks is needed.
-    one_chunk_rows: int
+    # Temporary memory of the LM head: the buffer for the logits of one chunk, and the gradient of
+    # the head's weight before it is added to `.grad`. With 16-bit activations, an fp32 sum of this
+    # gradient over all chunks is added.
+    head: int
     kept_per_token: float  # per trunk token: activations of all layers for the backward pass
     working_per_token: float  # per trunk token: temporary memory of one layer's backward pass
     working: int  # one tile of the MLP, independent of the number of tokens
@@ -116,26 +108,9 @@ class Memory:
         """Return the number of bytes per trunk token at the peak of the backward pass."""
         return self.kept_per_token + self.working_per_token
 
-    @property
-    def head(self) -> int:
-        """Return the maximum temporary memory of the LM head in bytes."""
-        return self.logits + self.head_gradient + self.head_sum
-
-    def peak(self, tokens: int, rows: int | None = None) -> int:
-        """Return the number of bytes at the peak of a micro-batch.
-
-        Args:
-            tokens: number of trunk tokens.
-            rows: number of completion tokens. None assumes that they fill the LM head's buffer for
-                logits.
-        """
-        head = self.head
-        if rows is not None:
-            logits = rows * self.logits_row
-            if rows > self.one_chunk_rows:
-                logits = min(self.logits, logits) + self.head_sum
-            head = logits + self.head_gradient
-        working = max(head, self.working + self.working_per_token * tokens)
+    def peak(self, tokens: int) -> int:
+        """Return the number of bytes at the peak of a micro-batch of `tokens` trunk tokens."""
+        working = max(self.head, self.working + self.working_per_token * tokens)
         return math.ceil(self.fixed + self.kept_per_token * tokens + working)
 
     def tokens(self, limit: float) -> int:
@@ -145,51 +120,35 @@ class Memory:
         return max(0, int(min(with_head, (room - self.working) / self.per_token)))
 
 
-def predict(
-    shape: Shape,
-    model: ModelConfig,
-    *,
-    device: str,
-    reference: bool = False,
-    critic: bool = False,
-    gpu: int | None = None,
-) -> Memory:
+def predict(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
     """Predict the memory of a training step.
 
+    A separate critic is assumed to have the sizes of the policy.
+
     Args:
-        shape: sizes of the model.
-        model: the section `model` of the configuration.
+        shape: sizes of the policy.
+        config: configuration of the run.
         device: "cpu" or "cuda". On the CPU, offloading of layer inputs saves no memory.
-        reference: True if a copy of the weights is stored for the KL term.
-        critic: True if a separate critic of the policy's shape is trained, too.
         gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
     """
-    # 1. Add up the weights, their gradients, Adam's two moments and a reference. Autocast stores a
-    # 16-bit copy of the weights.
+    # 1. Add up the weights, their gradients, Adam's two moments and a reference. With autocast, add
+    # a 16-bit copy of the weights, too.
+    model = config.model
     weight = DTYPE_BYTES[model.dtype]
     activation = DTYPE_BYTES[model.autocast or model.dtype]
     stored = weight + (activation if model.autocast else 0)
     trained = trainable_parameters(shape, model)
     fixed = shape.parameters * stored + 3 * trained * weight
-    if critic:
+    if config.critic is not None and config.critic.kind == "model":
         fixed *= 2
-    if reference and model.lora is None:
+    if config.reference.kind != "none" and model.lora is None:
         fixed += shape.parameters * weight
-    # 2. Compute the memory of the LM head. The bf16 kernels of a GPU store exponentials in 16 bits
-    # instead of logits in fp32. If all rows fit into one chunk, they need no fp32 sum over chunks.
-    head = 0 if model.lora is not None else shape.vocab * shape.hidden
-    head_sum = 4 * head if activation < 4 else 0
-    logits = workspace_bytes(torch.device(device), memory=gpu)
-    row = 4 * shape.vocab
-    one_chunk_rows = 0
-    if device == "cuda" and (model.autocast or model.dtype) == "bfloat16":
-        row = 2 * shape.vocab
-        if head_sum:
-            one_chunk_rows = min((logits + head_sum) // row, int(TARGET_SHARE * shape.vocab))
-    kept, working, tile = _per_token(shape, model, activation, device == "cpu")
-    return Memory(
-        fixed, logits, row, head * activation, head_sum, one_chunk_rows, kept, working, tile
-    )
+    # 2. Compute the memory of the LM head.
+    weights = 0 if model.lora is not None else shape.vocab * shape.hidden
+    head = workspace_bytes(torch.device(device), memory=gpu) + weights * activation
+    if activation < 4:
+        head += 4 * weights
+    return Memory(fixed, head, *_per_token(shape, model, activation, device == "cpu"))
 
 
 def host_memory() -> int:
@@ -225,12 +184,13 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     h, i, layers = shape.hidden, shape.mlp, shape.layers
     norms = 16 * h if e == 2 else 6 * e * h
     attention = e * (2 * shape.query + 2 * shape.kv)
-    # A CPU computes attention in fp32. It stores fp32 copies, and the output also in 16 bits.
+    # On a CPU, attention is computed in fp32. Its inputs and its output are stored in fp32, and the
+    # output is stored again in 16 bits.
     if on_cpu and e == 2:
         attention = 4 * (2 * shape.query + 2 * shape.kv) + e * shape.query
     mlp, backward, tile = 4 * e * i, e * (2 * i + 3 * h), 0
-    # The input tiles are views of the norm's output, so they need no memory. The backward pass
-    # recomputes one tile at a time.
+    # A tiled MLP stores nothing, because its input tiles are views of the output of the norm. The
+    # backward pass recomputes one tile at a time.
     if model.tiled_mlp is not None:
         mlp, backward, tile = 0, 18 * h if e == 2 else 4 * e * h, model.tiled_mlp * 6 * e * i
     layer = norms + attention + mlp
@@ -240,38 +200,23 @@ def _per_token(shape: Shape, model: ModelConfig, e: int, on_cpu: bool) -> tuple[
     return stored, backward + layer, tile
 
 
-def predict_run(shape: Shape, config: RunConfig, device: str, gpu: int | None = None) -> Memory:
-    """Predict the memory of a run. A separate critic is assumed to have the sizes of the policy.
-
-    Args:
-        shape: sizes of the policy.
-        config: configuration of the run.
-        device: "cpu" or "cuda".
-        gpu: memory of the GPU in bytes. None uses the memory of this machine's GPU.
-    """
-    return predict(
-        shape, config.model, device=device, gpu=gpu,
-        reference=config.reference.kind != "none",
-        critic=config.critic is not None and config.critic.kind == "model",
-    )  # fmt: skip
-
-
 def predict_model(lm: PreTrainedModel, config: RunConfig) -> Memory | None:
     """Predict the memory of a run with a loaded transformers model.
 
     Returns:
         The prediction, or None if the architecture is not supported.
     """
-    parameters = sum(p.numel() for p in lm.parameters())
     try:
-        shape = Shape.of(lm.config.get_text_config(), parameters)
+        shape = Shape.of(lm)
     except ValueError as error:
-        said = "no memory model for this architecture (%s): one micro-batch until memory runs out"
-        log.log(logging.INFO if parameters < SMALL else logging.WARNING, said, error)
+        is_small = lm.num_parameters() < SMALL
+        said = "the memory cannot be predicted (%s): micro-batches are split when memory runs out"
+        log.log(logging.INFO if is_small else logging.WARNING, said, error)
         return None
     ranks = [max(m.r.values()) for m in lm.modules() if hasattr(m, "lora_A")]
-    # If `lora` is not set, the adapter comes from the model's path. Predict with its rank.
+    # If `lora` is not set but the model has an adapter, the adapter was loaded from the model's
+    # path. Predict the memory with the rank of this adapter.
     if ranks and config.model.lora is None:
         model = config.model.model_copy(update={"lora": LoraConfig(r=max(ranks))})
         config = config.model_copy(update={"model": model})
-    return predict_run(shape, config, lm.device.type)
+    return predict(shape, config, lm.device.type)

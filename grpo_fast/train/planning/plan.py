@@ -11,8 +11,9 @@ import torch
 import yaml
 from pydantic import BeforeValidator, Field
 
-from grpo_fast.data import reason, task_symbols
+from grpo_fast.data import reason
 from grpo_fast.data.hub import check_fields, check_files, read_fields
+from grpo_fast.data.splits import Splits
 from grpo_fast.train.config import DataConfig, ModelConfig, Positive, RunConfig, Section
 from grpo_fast.train.config.recipes import load_recipe, recipe_names
 from grpo_fast.train.config.words import own_words, read_words
@@ -22,11 +23,11 @@ from grpo_fast.train.planning.memory_model import (
     Memory,
     Shape,
     host_memory,
-    predict_run,
+    predict,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _KNOWN = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 GPUS: dict[str, float] = _KNOWN["gpus"]
@@ -36,7 +37,7 @@ CHECKPOINTING = "model.gradient_checkpointing=true"
 OFFLOAD = "model.gradient_checkpointing=offload"
 TILED = "model.tiled_mlp=2048"
 LORA = "model.lora={r: 16}"
-# Sets of options that the plan compares: from the label of a table row to its settings.
+# Sets of options that the plan compares. Maps the label of a table row to the settings of the row.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "as configured": (),
     "checkpointing": (CHECKPOINTING,),
@@ -81,7 +82,6 @@ class Plan(NamedTuple):
     prompt: int  # length of the prompt in tokens
     completion: int  # length of each completion in tokens
     size: int  # number of completions per prompt
-    dtypes: str
 
     @property
     def tokens(self) -> int:
@@ -93,37 +93,28 @@ class Plan(NamedTuple):
         return self.prompt + self.size * (self.completion - 1)
 
     @property
-    def share(self) -> float:
-        """Return the fraction of the device's memory that the plan may use."""
-        return USABLE_GPU if self.device == "cuda" else USABLE_CPU
-
-    @property
     def usable(self) -> float:
         """Return the number of bytes that the plan may use."""
-        return self.share * self.gb * 1e9
+        return (USABLE_GPU if self.device == "cuda" else USABLE_CPU) * self.gb * 1e9
 
     def groups(self, options: str) -> int:
         """Return the number of groups that fit into one micro-batch with these options."""
         return self.memory[options].tokens(self.usable) // self.tokens
 
     @property
-    def ranked(self) -> list[str]:
-        """Return the labels of the options, first those with which at least one group fits."""
-        return sorted(self.memory, key=lambda options: self.groups(options) == 0)
-
-    @property
     def verdict(self) -> str:
-        """Return a sentence that says how many groups fit into memory, and with which settings."""
-        best = self.ranked[0]
+        """Return a sentence that names the first options with which a group fits into memory."""
         completions = f"{self.size} completions of {self.completion:,}"
-        what = f"a prompt of {self.prompt:,} tokens with {completions}"
-        if not self.groups(best):
+        group = f"a prompt of {self.prompt:,} tokens with {completions}"
+        best = next(filter(self.groups, self.memory), None)
+        if best is None:
             gb = min(memory.peak(self.tokens) for memory in self.memory.values()) / 1e9
-            short = f"{gb:.3g} GB are needed, {self.usable / 1e9:.3g} GB are planned with"
-            return f"No set of options holds {what}: {short}."
+            short = f"needs at least {gb:.3g} GB, and {self.usable / 1e9:.3g} GB are usable"
+            return f"{self.name} does not fit: {group} {short}."
         words = " ".join(shlex.quote(word) for word in OPTIONS[best])
         with_them = f"with {words}" if words else "as configured"
-        return f"{self.name} fits {with_them}: {self.groups(best)} times {what}."
+        groups = f"{self.groups(best)} groups in a micro-batch, each of {group}"
+        return f"{self.name} fits {with_them}: {groups}."
 
 
 def plan(model: str, settings: Sequence[str]) -> Plan:
@@ -139,7 +130,7 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     """
     own, words = own_words(PlanSettings, settings)
     run = _run_config(model, words)
-    shape = Shape.of(*_config_and_parameters(run.model, run.data, model))
+    shape = Shape.of(_empty_model(run.model, run.data, model))
     device = "cuda" if own.gpu or torch.cuda.is_available() else "cpu"
     gb = own.gpu or host_memory() / 1e9
     if not own.gpu and device == "cuda":
@@ -147,23 +138,14 @@ def plan(model: str, settings: Sequence[str]) -> Plan:
     memory = {}
     for label, changes in OPTIONS.items():
         changed = _run_config(model, [*words, *changes])
-        memory[label] = predict_run(shape, changed, device, int(gb * 1e9))
+        memory[label] = predict(shape, changed, device, int(gb * 1e9))
     completion = own.completion or run.rollout.max_new_tokens
     size = own.group or run.rollout.group_size
-    stored = run.model.dtype
-    computed = run.model.autocast or stored
-    dtypes = f"weights and gradients {stored}, moments {stored}, computed in {computed}"
-    return Plan(model, shape, device, gb, memory, own.prompt, completion, size, dtypes)
-
-
-def verdicts(settings: Sequence[str]) -> list[str]:
-    """Return the verdict of every known model. The models that fit come first."""
-    plans = [plan(model, settings) for model in KNOWN_MODELS]
-    return [each.verdict for each in sorted(plans, key=lambda p: p.groups(p.ranked[0]) == 0)]
+    return Plan(model, shape, device, gb, memory, own.prompt, completion, size)
 
 
 def render(plan: Plan) -> list[object]:
-    """Return the output of a plan: a rich table and the sentence `plan.verdict`."""
+    """Return what `rich` prints for a plan: a table and the sentence `plan.verdict`."""
     from rich.table import Table
 
     where = "" if plan.device == "cuda" else " of this machine, which has no GPU,"
@@ -171,9 +153,8 @@ def render(plan: Plan) -> list[object]:
     count = f"{millions:,.0f}" if millions >= 10 else f"{millions:.2g}"
     table = Table(
         title=f"{plan.name}: {count}M parameters in {plan.gb:.3g} GB"
-        f"{where} ({plan.share:.0%} planned with)",
-        caption=f"{plan.dtypes}\n"
-        "tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
+        f"{where} ({plan.usable / plan.gb / 1e9:.0%} usable)",
+        caption="tokens: of one micro-batch, prompt + group · (completion − 1) for each group",
     )
     table.add_column("options")
     # Break the headers into short lines. In a terminal of 80 columns, long headers would leave too
@@ -181,8 +162,7 @@ def render(plan: Plan) -> list[object]:
     largest = f"largest prompt\nC={plan.completion}, G={plan.size}"
     for name in ("fixed GB", "kB per\ntoken", "largest\ntokens", largest, "groups"):
         table.add_column(name, justify="right")
-    for label in plan.ranked:
-        memory = plan.memory[label]
+    for label, memory in plan.memory.items():
         most = memory.tokens(plan.usable)
         prompt = max(0, most - plan.tokens + plan.prompt)
         shown = (f"{number:,}" if number else "—" for number in (most, prompt, plan.groups(label)))
@@ -202,22 +182,25 @@ def _run_config(model: str, words: Sequence[str]) -> RunConfig:
     return read_words(RunConfig, words, settings, PlanSettings.model_fields)
 
 
-def _config_and_parameters(
-    model: ModelConfig, data: DataConfig, name: str
-) -> tuple[PreTrainedConfig, int]:
-    """Return a model's transformers config and number of parameters, without allocating weights."""
+def _empty_model(model: ModelConfig, data: DataConfig, name: str) -> PreTrainedModel:
+    """Build a model on the meta device, so that no weights are allocated.
+
+    Args:
+        model: the section `model` of the configuration.
+        data: the section `data`, whose words determine the vocabulary of a symbol tokenizer.
+        name: the model on the command line, for the error message.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         config = _transformers_config(model, data)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     except Exception as error:  # exception classes differ between architectures
         raise ValueError(
             f"MODEL: expected a recipe, one of {', '.join(KNOWN_MODELS)}, a hub id, a model's "
             f"folder or its config.json, got {name!r} ({reason(error)})"
         ) from error
-    return config.get_text_config(), sum(p.numel() for p in empty.parameters())
 
 
 def _transformers_config(model: ModelConfig, data: DataConfig) -> PreTrainedConfig:
@@ -232,5 +215,5 @@ def _transformers_config(model: ModelConfig, data: DataConfig) -> PreTrainedConf
     check_fields(fields)
     size = model.vocab_size
     if model.tokenizer == "symbols":
-        size = len(task_symbols(data)) + 2  # the tokens PAD and EOS
+        size = len(Splits(data, 0).symbols()) + 2  # the tokens PAD and EOS
     return AutoConfig.for_model(**{"vocab_size": size, **fields})

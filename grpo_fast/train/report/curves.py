@@ -20,8 +20,8 @@ Rows = list[dict[str, float | None]]  # rows of a metrics.jsonl
 Series = list[tuple[float, float]]  # pairs of step and value
 
 
-# From the title of each panel to its metrics and their labels. The first metric of a panel has a
-# solid line, the second metric a dashed line.
+# Maps the title of each panel to its metrics, and each metric to its label. The first metric of a
+# panel is drawn as a solid line, and the second metric as a dashed line.
 PANELS: dict[str, dict[str, str]] = {
     "Reward": {"reward": "train", "eval_reward": "held out"},
     "Accuracy on held-out prompts": {
@@ -41,7 +41,6 @@ STYLE = Path(__file__).with_name("pictures.mplstyle")  # defines the colors C0 t
 INK = "#3b4252"
 GRID = "#e3e6eb"
 COLORS = 8
-SMOOTHED = 2000  # points of a smoothed series; a picture has fewer columns of pixels
 
 
 def read_metrics(run: str | Path) -> Rows:
@@ -57,15 +56,12 @@ def read_metrics(run: str | Path) -> Rows:
     path = path / "metrics.jsonl" if path.is_dir() else path
     expected = "a run's folder or its metrics.jsonl"
     require(path.is_file(), "run", expected, f"{path}, which does not exist")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line, parse_int=float)  # an int may be too large for a float
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             if number == len(lines):
                 break
             row = None
@@ -87,19 +83,16 @@ def series(rows: Rows, metric: str) -> Series:
 
 
 def smooth(points: Series) -> Series:
-    """Smooth a series with a centered moving average. The window is a twentieth of the series.
-
-    A long series is also thinned out to about SMOOTHED points.
-    """
-    values = [value for _, value in points]
+    """Smooth a series with a centered moving average over a twentieth of its points."""
+    sums = [0.0, *itertools.accumulate(value for _, value in points)]
     half = max(1, len(points) // 40)
     smoothed = []
-    for index in range(0, len(points), 1 + len(points) // SMOOTHED):
+    for index, (step, _) in enumerate(points):
         # Near the ends of the series, use a smaller window on both sides. A one-sided window would
         # shift the average of a rising or falling series.
         reach = min(half, index, len(points) - 1 - index)
-        window = values[index - reach : index + reach + 1]
-        smoothed.append((points[index][0], math.fsum(window) / len(window)))
+        total = sums[index + reach + 1] - sums[index - reach]
+        smoothed.append((step, total / (2 * reach + 1)))
     return smoothed
 
 
@@ -145,7 +138,11 @@ def plot_runs(runs: Sequence[str | Path], out: str | Path | None = None) -> Path
 
 
 def is_drawn(title: str, logged: Sequence[Rows]) -> bool:
-    """Return True if a run logged a metric of the panel, and the metric changes or is in ALWAYS."""
+    """Return True if the panel of this title must be drawn.
+
+    A run must have logged one of the panel's metrics. Unless the panel is in ALWAYS, one of the
+    metrics must also change.
+    """
     lines = [series(rows, metric) for rows in logged for metric in PANELS[title]]
     changes = any(len({value for _, value in points}) > 1 for points in lines)
     return any(lines) and (changes or title in ALWAYS)
@@ -158,8 +155,8 @@ def picture_path(out: str | Path) -> Path:
         ValueError: the path is a folder, has no suffix, or has the suffix .pgf.
     """
     path = Path(out)
-    # If the path has no suffix, matplotlib appends one and writes to a different path. Reject .pgf,
-    # because matplotlib needs LaTeX to write it.
+    # Without a suffix, matplotlib would append one and write to a different path. For .pgf,
+    # matplotlib needs LaTeX.
     fits = not path.is_dir() and path.suffix not in ("", ".pgf")
     require(fits, "out", "a file such as curves.png", repr(str(out)))
     return path
@@ -190,7 +187,7 @@ def picture(
 
 
 def _draw(axes: Axes, title: str, logged: Sequence[Rows]) -> None:
-    """Draw one panel. Several runs have different colors; for one run, its metrics have."""
+    """Draw one panel. Each run has a color. If there is only one run, each metric has a color."""
     for index, (metric, label) in enumerate(PANELS[title].items()):
         for run, rows in enumerate(logged):
             points = series(rows, metric)

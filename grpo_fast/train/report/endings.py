@@ -1,4 +1,4 @@
-"""Shared parts of the commands: arguments, and errors printed as one line with an exit status."""
+"""Helpers of all commands. They declare arguments, and print an error as one line."""
 
 from __future__ import annotations
 

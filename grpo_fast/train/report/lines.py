@@ -46,8 +46,8 @@ def opening_lines(
         rollout: the section `rollout` of the configuration.
         kernels: a dict with the keys `backend` and `backend_fallback`. The second value is the
             reason why a slower backend is used, or None.
-        fallback: reason why the engine samples with transformers' slower `generate`, or None if it
-            uses a faster sampler.
+        fallback: reason why the engine samples with the slower `generate` of transformers, or None
+            if it uses a faster sampler.
     """
     why = kernels["backend_fallback"]
     lines = [f"kernels: {kernels['backend']}" + (f" (slower; {why})" if why else "")]
@@ -86,7 +86,7 @@ def shown_number(value: float, form: str = "{:.4g}") -> str:
 
 
 def with_error(metrics: Mapping[str, float], key: str) -> str:
-    """Format a metric, with its standard error if it has one. Accuracies are in per cent."""
+    """Format a metric with its standard error, if it is finite. Accuracies are in percent."""
     scale, form, unit = (100, ".1f", "%") if "accuracy" in key else (1, ".3f", "")
     text = shown_number(scale * metrics[key], f"{{:{form}}}") + unit
     error = metrics.get(key + "_se", math.nan)  # an evaluation of one question has the error NaN

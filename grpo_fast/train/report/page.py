@@ -60,7 +60,7 @@ class CompletionsPage:
 
 
 def step_html(step: int, rows: Sequence[Row]) -> str:
-    """Return the HTML of a step. It shows the first completions, sorted by reward in each group."""
+    """Return the HTML of a step. In each group, the completion with the highest reward is first."""
     rewards = [row["reward"] for row in rows if not math.isnan(row["reward"])]
     mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
     advantages = [abs(a) for row in rows for a in row["advantages"] if math.isfinite(a)]
@@ -78,10 +78,10 @@ def _worth(row: Row) -> float:
 
 
 def has_fixed_length(row: Row) -> bool:
-    """Return True if the completion has one symbol per token and the length of the gold answer.
+    """Return True if each token is a symbol, and there are as many symbols as in the gold answer.
 
-    In generated tasks, such a completion is complete although it has no EOS. The page therefore
-    does not mark it as cut off by the length limit.
+    In generated tasks, such a completion is complete without an EOS. The page therefore does not
+    mark it as cut off by the length limit.
     """
     symbols = len((row["answer"] or "").split())
     return symbols == len(row["completion"].split()) == len(row["tokens"])

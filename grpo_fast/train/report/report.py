@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,9 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.train.config.plain import read_yaml_file
 from grpo_fast.train.config.run import LogConfig
 from grpo_fast.train.files import JsonLines, plain_json, written
-from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.curves import plot_runs
 from grpo_fast.train.report.lines import COMPARED, final_line, shown_number, with_error
-from grpo_fast.train.report.page import CompletionsPage
+from grpo_fast.train.report.page import MOST_STEPS, CompletionsPage
 from grpo_fast.train.report.samples import read_parquet, write_parquet
 from grpo_fast.train.report.trackers import start_trackers
 
@@ -43,18 +41,20 @@ SHOWN = (  # metric, label and format of each value in a progress line
 Method = TypeVar("Method", bound=Callable[..., object])
 
 
-def by_rank_0(method: Method) -> Method:
-    """Decorate a method so that it runs only on rank 0, and returns None on the other ranks."""
+def if_begun(method: Method) -> Method:
+    """Decorate a method of a report so that it does nothing unless the report has begun."""
 
     @functools.wraps(method)
     def guarded(self: RunReport, *arguments: object) -> object:
-        return method(self, *arguments) if self._is_writer else None
+        return method(self, *arguments) if self._has_begun else None
 
     return guarded  # type: ignore[return-value]
 
 
 class RunReport(AbstractContextManager[Any]):
-    """Writer of a run's log files and progress display. Call `begin` before any method that writes.
+    """Writer of a run's log files and progress display.
+
+    Only rank 0 calls `begin`. On the other ranks, all methods that write do nothing.
 
     Args:
         folder: folder of the run.
@@ -82,10 +82,8 @@ class RunReport(AbstractContextManager[Any]):
         self._step = step
         self._stream = stream or sys.stdout
         self._has_begun = False
-        self._is_writer = distributed.is_main()
         self._started = self._shown = time.monotonic()
 
-    @by_rank_0
     def begin(self) -> None:
         """Open the files, remove logs of steps after the checkpoint, and start timing the run.
 
@@ -103,19 +101,22 @@ class RunReport(AbstractContextManager[Any]):
         self._trackers = start_trackers(config.trackers, folder, settings)
         # 2. Add the completions of finished steps to the page. Delete the tables of later steps,
         # because the run will repeat these steps.
+        finished = []
         for path in sorted((folder / "completions").glob("step_*.parquet")):
-            step = int(re.sub(r"\D", "", path.stem))
+            step = int(path.stem.removeprefix("step_"))
             if step <= self._step:
-                self._page.add(step, read_parquet(path))
+                finished.append((step, path))
             else:
                 path.unlink()
+        for step, path in [*finished[:1], *finished[1:][1 - MOST_STEPS :]]:
+            self._page.add(step, read_parquet(path))
         self._has_begun = True
         self._started = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @by_rank_0
+    @if_begun
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a step's metrics to metrics.jsonl, send them to trackers, and print progress."""
         values = {name: float(value) for name, value in metrics.items()}
@@ -129,12 +130,12 @@ class RunReport(AbstractContextManager[Any]):
         """Return the current length of metrics.jsonl in bytes."""
         return self._metrics.length if self._has_begun else self._length
 
-    @by_rank_0
+    @if_begun
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk."""
         self._metrics.sync()
 
-    @by_rank_0
+    @if_begun
     def note(self, *lines: str) -> None:
         """Print lines to the output stream, with control characters escaped.
 
@@ -152,7 +153,7 @@ class RunReport(AbstractContextManager[Any]):
             with suppress(OSError, ValueError, AttributeError):
                 os.dup2(self._stream.fileno(), lost.fileno())
 
-    @by_rank_0
+    @if_begun
     def completions(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Write the completions of a step to a parquet table, and add them to completions.html."""
         path = self.folder / "completions" / f"step_{int(step):06d}.parquet"
@@ -161,12 +162,11 @@ class RunReport(AbstractContextManager[Any]):
             write_parquet(rows, int(step), path)
             self._page.add(int(step), rows)
 
-    @by_rank_0
-    def finish(self, summary: Mapping[str, Any]) -> str:
+    @if_begun
+    def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and curves.png. Print how the evaluation metrics changed in the run.
 
-        Returns:
-            The printed line, or "" if the run had no evaluations.
+        Nothing is printed if the run had no evaluations.
         """
         self.close()
         part = self.folder / "summary.json.tmp"
@@ -180,19 +180,18 @@ class RunReport(AbstractContextManager[Any]):
         line = final_line(summary.get("before") or {}, summary.get("after") or {})
         if line:
             self.note(line)
-        return line
 
+    @if_begun
     def close(self) -> None:
         """Close the log file and the trackers. A second call has no effect."""
-        if self._has_begun:
-            self._metrics.close()
-            # Call `finish` of each tracker. Do not use accelerate's `end_training`, which would
-            # also destroy the process group of the ranks.
-            while self._trackers:
-                self._trackers.pop().finish()
+        self._metrics.close()
+        # Call `finish` of each tracker. Do not use accelerate's `end_training`, which would also
+        # destroy the process group of the ranks.
+        while self._trackers:
+            self._trackers.pop().finish()
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
-        """Print progress: evaluation metrics always, and training metrics at most every SECONDS."""
+        """Print the evaluation metrics of a step. Print training metrics at most every SECONDS."""
         if not self.config.progress:
             return
         place = f"step {step}/{self.total_steps}"

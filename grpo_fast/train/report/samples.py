@@ -1,4 +1,4 @@
-"""Conversion of a step's completions to dicts, and parquet tables of these dicts."""
+"""Conversion of the completions of a step to dicts, and parquet tables that store the dicts."""
 
 from __future__ import annotations
 

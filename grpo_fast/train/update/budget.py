@@ -41,8 +41,7 @@ class TokenBudget:
         self.device = device
         self.memory = memory
         self.in_step = in_step
-        # Largest numbers of trunk and completion tokens in a micro-batch so far.
-        self.largest = self.most_rows = 0
+        self.largest = 0  # largest number of trunk tokens in a micro-batch so far
         self.tokens = fixed or min(distributed.gather(self._default()))
 
     def _default(self) -> int:
@@ -59,10 +58,8 @@ class TokenBudget:
         return max(tokens, 1)
 
     def note(self, batch: StepBatch) -> None:
-        """Record the largest micro-batch sizes so far, for the prediction of the peak memory."""
-        rows = [len(micro.rows) for micro in batch.micro_batches]
+        """Record the size of the largest micro-batch so far, which predicts the peak memory."""
         self.largest = max(self.largest, batch.largest)
-        self.most_rows = max(self.most_rows, *rows)
 
     def refuse(self, error: Exception) -> str:
         """Return the message of an out-of-memory error, and re-raise every other error.
@@ -110,7 +107,7 @@ class TokenBudget:
     @property
     def predicted_peak(self) -> int | None:
         """Predicted peak memory in bytes for the largest micro-batch so far, or None if unknown."""
-        return None if self.memory is None else self.memory.peak(self.largest, self.most_rows)
+        return None if self.memory is None else self.memory.peak(self.largest)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -43,7 +43,7 @@ class Sampling(BaseModel):
 
     @property
     def needs_support(self) -> bool:
-        """True if engines must report the support of each token."""
+        """True if engines must report the ids that truncation kept for each token."""
         return self.truncates
 
     @field_validator("temperature")
@@ -139,7 +139,7 @@ def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
         values = values.masked_fill(dropped, float("-inf"))
     if options.min_p > 0:  # column 0 holds the likeliest token
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
-    # `pick` expects vocabulary order: undo the order by likelihood.
+    # Restore the vocabulary order, which `pick` expects. `topk` has sorted the ids by likelihood.
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 

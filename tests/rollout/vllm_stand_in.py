@@ -147,7 +147,6 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    # --------------------------------------------------------- Responses to the calls of the engine
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         name = path.strip("/").split("?")[0].replace("/", "_")
         rows, width = self.policy.lm.get_input_embeddings().weight.shape
@@ -268,7 +267,6 @@ class StandIn:
             "logprobs": {"content": [{"token_id": t, "logprob": x, "rank": 1} for t, x in pairs]},
         }  # fmt: skip
 
-    # ----------------------------------------------------------------------------------------- HTTP
     def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         ended = stand_in.ended  # keep this event, because a restart creates a new one
 
@@ -329,6 +327,6 @@ class StandIn:
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
-                """Disable logging."""
+                """Write no log line for a request."""
 
         return Handler

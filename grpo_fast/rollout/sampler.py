@@ -24,17 +24,17 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_new_tokens: int = Field(256, ge=1, le=1 << 20)
-    """Most tokens of a completion."""
+    """Largest number of tokens of a completion."""
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 always selects the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that hold this probability; 1 keeps all."""
+    """Keep the likeliest tokens whose probabilities sum to this; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many likeliest tokens; 0 keeps all."""
+    """Keep this many of the likeliest tokens; 0 keeps all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Drop tokens less likely than this times the likeliest token; 0 keeps all."""
+    """Drop tokens below this fraction of the largest probability; 0 keeps all tokens."""
     batch_size: int | None = Field(None, ge=1)
-    """Completions at a time; null samples all at once."""
+    """Number of completions that are sampled at a time; null samples all at once."""
 
     @property
     def truncates(self) -> bool:

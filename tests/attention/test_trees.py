@@ -89,7 +89,7 @@ def test_random_trees_equal_one_sample_at_a_time(everything_in_fp64, family):
     for number, cost in enumerate((0.0, 0.0, 0.3, 1 / 128)):
         samples = random_samples(rng)
         pack = pack_tree(samples, merge_cost=cost)
-        weights = torch.randn(len(pack.target_ids))
+        weights = torch.randn(len(pack.target_ids), dtype=torch.float64)
         expected = by_sample(model, samples)
         assert expected.dtype == torch.float64
         wanted = gradients(model, weights @ expected.sin())

@@ -233,7 +233,7 @@ class TreeLayout:
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return the cached result of `build`. It is built once for a key, for all layers."""
+        """Return the result of `build`, which is called once for each key. All layers share it."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

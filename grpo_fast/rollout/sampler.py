@@ -167,7 +167,7 @@ def pick(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """A logits processor for transformers' `generate` that makes `sample` choose the token.
+    """Logits processor with which transformers' `generate` selects the token that `sample` draws.
 
     It must be the last processor, and `generate` must run with `do_sample=False`.
 

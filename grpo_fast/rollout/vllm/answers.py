@@ -1,4 +1,4 @@
-"""Models of vLLM's responses, and the checks that both vLLM engines apply to completions."""
+"""Pydantic models of vLLM's responses, and checks of the completions for both vLLM engines."""
 
 from __future__ import annotations
 

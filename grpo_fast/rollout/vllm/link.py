@@ -58,7 +58,7 @@ class Link:
         self.adapter: str | None = None  # name of the adapter that the server has loaded
 
     def check(self, policy: SampledModel) -> None:
-        """Check that the server's options and model fit the policy. Changes nothing on the server.
+        """Check that the server's options and model fit the policy. The server is not changed.
 
         Raises:
             ValueError: the server reports raw log-probabilities, has a different model, or was

@@ -38,7 +38,7 @@ SELF_TEST_TOLERANCE = {
 
 
 class Kind(NamedTuple):
-    """Properties of an input that determine which kernel is used."""
+    """Properties of the attention inputs that determine which kernel is used."""
 
     device: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Kind(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """A kernel, and a function that says which inputs it supports."""
+    """An attention kernel, with a function that says which inputs the kernel supports."""
 
     name: str  # for the log
     takes: Callable[[Kind], bool]  # returns whether the kernel supports a kind of input
@@ -145,7 +145,7 @@ def self_test(attention: Attention, kind: Kind) -> float:
     a tree. One segment has a single token. Each of the two key heads serves two query heads. The
     result is NaN if any error is NaN.
     """
-    # 1. Draw inputs for a small tree.
+    # 1. Draw random inputs for a small tree.
     lengths = (9, 4, 5, 1, 3, 2, 7, 2, 10)
     parents = (-1, -1, 0, 0, 1, 2, 2, 4, -1)
     window = 4 if kind.has_window else None
@@ -242,6 +242,6 @@ PROVIDERS = (
              and not loader.unavailable("attention"), _csrc),
     _partial(lambda kind: _is_plain(kind, torch.float32, torch.float64, torch.bfloat16),
              "flash_cpu", torch_cpu.forward, torch_cpu.backward),
-    # Every other input uses explicit scores, computed in chunks of queries.
+    # All other inputs use the kernel that stores the scores of one chunk of queries at a time.
     _partial(lambda kind: True, "explicit", explicit.forward, explicit.backward),
 )  # fmt: skip

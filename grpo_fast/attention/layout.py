@@ -4,7 +4,7 @@ It is computed once per micro-batch on the host, and used by every layer.
 
 A row of T tokens consists of S segments. Each segment attends causally to itself and to all its
 ancestors, and its positions continue after the positions of its parent. Segments are in level
-order, so that the parents ascend. Roots without children (plain segments) are last:
+order: first the roots, then their children, and so on. Roots without children are last. Example:
 
     rows:     [P1][P2]  [a1][a2][b1]  [a11][a12][b11]  [s1][s2]
     parents:   −1  −1     0   0   1     2    2    4      −1  −1
@@ -33,9 +33,9 @@ Built = TypeVar("Built")
 
 
 class Copies(NamedTuple):
-    """Keys of an attention call in which a row of the keys may occur several times.
+    """Rows of the keys of an attention call, if the call uses some rows several times.
 
-    Each occurrence is called a copy of the row.
+    Each use of a row is called a copy of the row.
     """
 
     rows: Tensor  # (Tk,) int64: the row that each copy comes from
@@ -59,14 +59,14 @@ class Copies(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One varlen attention call, which uses only some tokens of a packed row."""
+    """One varlen attention call, which uses some of the queries and keys of a packed row."""
 
     spans: Spans
     queries: slice  # rows of the queries
     keys: slice | Copies  # rows of the keys
 
     def take(self, x: Tensor) -> Tensor:
-        """Select the rows of x, which are keys or values, that the call uses, (Tk, …).
+        """Return the rows of x, the keys or the values, that the call uses, (Tk, …).
 
         The result is a view of x, unless the call uses a row several times.
         """
@@ -129,7 +129,7 @@ class TreeLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Return the first row of each segment, followed by T."""
+        """Return the index of the first row of each segment, followed by the number of rows."""
         return (0, *accumulate(self.lengths))
 
     @property
@@ -196,8 +196,8 @@ class TreeLayout:
         calls = [
             Call(Spans.of(self.lengths, self.lengths, device, causal=True), all_rows, all_rows)
         ]
-        # Pair each segment with its ancestor at distance 1, the parent. Each iteration of the loop
-        # replaces the ancestors with their parents, which are one step further away.
+        # Pair each segment with its parent, the ancestor at distance 1. Each iteration of the loop
+        # replaces every ancestor with its parent, so that the distance grows by 1.
         run = [(s, parent) for s, parent in enumerate(self.parents) if parent >= 0]
         while run:
             first, end = run[0][1], run[-1][1] + 1
@@ -233,7 +233,7 @@ class TreeLayout:
         return (Call(spans, slice(0, self.total), copies),)
 
     def cached(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return the result of `build`, which is called only once and shared by all layers."""
+        """Return the result of `build`, which is called once for each key. All layers share it."""
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]

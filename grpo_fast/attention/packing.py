@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.attention.layout import Copies, TreeLayout
+from grpo_fast.attention.layout import TreeLayout
 from grpo_fast.attention.trie import MERGE_COST, Segments, Trie
 from grpo_fast.errors import names_nearest, require
-from grpo_fast.kernels.types import Context
 
 # Token ids, as a list of ints or a 1-D tensor of integers.
 Ids = Sequence[int] | Tensor
-# Type of a prompt with its completions.
+# The token ids of a prompt, and those of each of its completions.
 Group = tuple[Ids, Sequence[Ids]]
 # The ids of a sample, and a flag for each id that says whether the token is trained.
 Sample = tuple[Ids, Sequence[bool] | Sequence[int] | Tensor]
@@ -79,49 +77,6 @@ class PackedTree:
         shape = tuple(values.shape)
         require(shape[0] == total, "values", f"one row for each of {total} tokens", shape)
         return values.split(self.lengths)
-
-    @cached_property
-    def distinct(self) -> Distinct:
-        """Return the distinct predictions.
-
-        Samples that train the same token after the same stored prefix share one prediction.
-        """
-        pairs = torch.stack([self.predicting, self.target_ids])
-        unique, terms = pairs.unique(dim=1, return_inverse=True)
-        return Distinct(unique[0], unique[1], terms)
-
-
-class Distinct(NamedTuple):
-    """The U distinct predictions of R trained tokens, several of which may share a prediction.
-
-    `spread(linear_logps(...))` computes each distinct prediction only once.
-
-    Attributes:
-        predicting: (U,), int64. For each prediction, the index of the hidden state that makes it.
-        target_ids: (U,), int64. Ids of the predicted tokens.
-        terms: (R,), int64. For each trained token, the index of its prediction.
-    """
-
-    predicting: Tensor  # (U,) int64
-    target_ids: Tensor  # (U,) int64
-    terms: Tensor  # (R,) int64
-
-    def spread(self, logps: Tensor) -> Tensor:
-        """Expand the logps of the predictions (U,) to the trained tokens (R,). Differentiable."""
-        return _Spread.apply(logps, self.terms)
-
-
-class _Spread(torch.autograd.Function):
-    """Compute logps[terms]. The backward pass adds gradients in a fixed, reproducible order."""
-
-    @staticmethod
-    def forward(ctx: Context, logps: Tensor, terms: Tensor) -> Tensor:
-        ctx.copies = terms, len(logps)
-        return logps[terms]
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
-        return Copies.of(*ctx.copies).sum_copies(grad), None
 
 
 @dataclass(frozen=True)
@@ -312,8 +267,7 @@ def trie_of(
     takes no ids from a sample without trained tokens.
 
     Returns:
-        The pairs (ids, positions of the trained tokens) of all samples, and the trie. The ids in
-        the pairs are complete.
+        A pair (all ids, positions of the trained tokens) for each sample, and the trie.
     """
     checked = [check_sample(f"samples[{n}]", *sample) for n, sample in enumerate(samples)]
     # Omit the last trained token and the tokens after it, because they predict no trained token.

@@ -117,9 +117,9 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
     Args:
         policy: an object with `lm`, `positions` and `autocast`.
-        gap: the trial. Its argument is the list of first positions of sequences. An empty list
-            means short sequences from position 0. It returns the largest difference in nats, or NaN
-            if the model's own logps are NaN.
+        gap: the trial. Its argument lists the first position of each sequence. If the list is
+            empty, the sequences are short and begin at position 0. The trial returns the largest
+            difference in nats, or NaN if the model's own logps are NaN.
 
     Returns:
         The difference with the model's weights at position 0, and the largest of all differences.
@@ -141,7 +141,7 @@ def worst_gap(policy: Any, gap: Callable[[Sequence[int]], float]) -> tuple[float
 
 @contextmanager
 def in_fp32(policy: Any) -> Iterator[None]:
-    """Return a context without autocast, so that a trial can use the small tolerance of fp32.
+    """Disable autocast inside the context, so that a trial can use the small tolerance of fp32.
 
     With autocast, the model's own logits are rounded to bf16. This rounding changes a
     log-probability by up to 0.1 nats, which would hide a wrong formula. On a GPU the context has no
@@ -164,7 +164,7 @@ def in_fp32(policy: Any) -> Iterator[None]:
 
 @contextmanager
 def random_weights(model: nn.Module) -> Iterator[bool]:
-    """Return a context in which a model has random weights.
+    """Give a model random weights inside the context.
 
     Layers with equal shapes share weights. The context yields False and changes nothing unless all
     weights are plain fp32 or fp64 tensors. In 16 bits, the rounding errors with random weights
@@ -202,8 +202,8 @@ def _random_weight(name: str, like: Tensor, seed: int) -> Tensor:
     if like.dim() < 2:
         values = 0.25 * values + (not name.endswith("bias"))  # norm weights near 1, biases near 0
     else:
-        # Scale by the geometric mean of both sizes, because some classes store weights as (in, out)
-        # and others as (out, in).
+        # Use the geometric mean of the number of inputs and outputs, because some classes store
+        # weights as (in, out) and others as (out, in).
         width = min(like.shape[-1], (like.shape[-1] * like.shape[-2]) ** 0.5)
         values = values * (1.5 * width**-0.5)
     return values.to(like.device)

@@ -19,7 +19,10 @@ MERGE_COST = 1 / 128
 
 
 class Segments(NamedTuple):
-    """Nodes that become segments of a row, in level order. Roots without children are last.
+    """Nodes of a prefix tree that become the segments of a packed row.
+
+    The segments are in level order: first the roots with children, then the nodes below them, level
+    by level. Roots without children are last.
 
     Attributes:
         parents: index of the parent of each segment; −1 for a root.
@@ -105,7 +108,7 @@ class Trie:
     def of_groups(cls, lengths: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Trie:
         """Build the trie of prompts with their completions.
 
-        The last token of each completion is left out.
+        The trie lacks the last token of each completion, because it predicts no other token.
 
         Args:
             lengths: (prompt tokens, [tokens of each completion, …]) of each group.
@@ -120,7 +123,7 @@ class Trie:
         return cls(trunks, order, common)
 
     def segments(self, merge_cost: float) -> Segments:
-        """Return the segments of a row.
+        """Return the segments of a packed row with all sequences.
 
         A node with a single child is joined with this child. If storing the tokens of a node once
         saves less than the fraction `merge_cost` of the tokens below the node, its tokens are

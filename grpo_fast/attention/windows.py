@@ -1,4 +1,4 @@
-"""Functions that find the sliding window of a layer, and a context that shrinks windows for trials.
+"""Find the sliding window of an attention layer, and shrink windows for short test inputs.
 
 The window of a layer is read from the mask that the model requests.
 """
@@ -21,9 +21,9 @@ NAMES = re.compile("window|chunk|floor|original_max")  # attributes that may cop
 def window_as_mask(
     *_: object, config: object, mask_function: Callable, **request: Any
 ) -> int | Callable | None:
-    """Return a description of the mask that a model requests.
+    """Return the size of the sliding window that a model requests, instead of a mask tensor.
 
-    transformers calls this function instead of building a mask tensor.
+    transformers calls this function when a model requests an attention mask.
 
     Args:
         config: the model's configuration.
@@ -31,8 +31,8 @@ def window_as_mask(
         request: other keyword arguments of transformers.
 
     Returns:
-        None for a causal mask, an int for a sliding window, or `mask_function` for any other mask
-        (chunks, a custom rule), which the layer then rejects.
+        None for a causal mask without a window, and an int for a sliding window. For all other
+        masks, such as chunks, `mask_function` is returned, which the layer then rejects.
 
     Raises:
         ValueError: the caller passed a padding mask.
@@ -47,15 +47,15 @@ def window_as_mask(
 
 
 def window_of(attention_mask: object, sliding_window: int | None) -> int | None:
-    """Return the sliding window of a layer, from its mask or otherwise from its keyword argument.
+    """Return the number of tokens in the sliding window of a layer, or None without a window.
 
     Args:
         attention_mask: the result of `window_as_mask`.
-        sliding_window: the keyword argument that the layer passes.
+        sliding_window: the keyword argument of the layer. It is used if the mask has no window.
 
     Raises:
-        ValueError: mask and keyword argument have different windows, or the mask is neither causal
-            nor a window.
+        ValueError: the mask and the keyword argument have different windows, or the mask is neither
+            causal nor a window.
     """
     if attention_mask is None:
         return sliding_window
@@ -72,15 +72,16 @@ def window_of(attention_mask: object, sliding_window: int | None) -> int | None:
 
 @contextmanager
 def small_windows(model: nn.Module, *, positions: bool = True) -> Iterator[None]:
-    """Return a context in which windows and chunks are so small that a short trial exceeds them.
+    """Make the windows of a model so small that the short sequences of a trial exceed them.
 
-    The smallest size becomes SMALLEST tokens, the second smallest SMALLEST + 1, and so on, so that
-    different sizes remain different. The change affects sizes that a forward pass reads from the
-    configuration or from a module.
+    Inside the context, the smallest window or chunk has SMALLEST tokens, the second smallest
+    SMALLEST + 1, and so on, so that different sizes remain different. The context changes the sizes
+    that a forward pass reads from the configuration or from a module.
 
     Args:
         model: the model.
-        positions: also shrink limits of positions, for a trial that begins at position 0.
+        positions: also shrink the positions at which the model changes its computation, for a
+            trial that begins at position 0.
     """
     # 1. Collect the configurations of all modules, and the dictionaries that they contain.
     modules = list(model.modules())

@@ -126,7 +126,7 @@ def table_of(
             pieces += [prompt_ids, torch.tensor(one.ids, dtype=torch.int64)]
     lengths = torch.tensor([len(piece) for piece in pieces[1:]], dtype=torch.int64)
     segment = torch.tensor([PROMPT, COMPLETION], dtype=torch.uint8).repeat(len(completions))
-    # 2. Join the supports and their probability masses. Unreported masses are NaN.
+    # 2. Join the supports, and their probability masses. A mass that is not reported is NaN.
     counts = [len(one.ids) for one in completions]
     supports = [one.support for one in completions]
     support, mass = join_supports(supports, [one.mass for one in completions], counts)
@@ -148,15 +148,12 @@ def table_of(
     )
 
 
-# ---- prompts
-
-
 def check_prompts(policy: SampledModel, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Raise a ValueError, before a run starts, if `generate` would refuse one of these prompts.
 
-    To save time, encode only prompts whose text has more than half as many bytes as there is room
-    for tokens. A shorter prompt fits, because a token has at least one byte, and the chat template
-    is assumed to fill at most the other half.
+    To save time, only long prompts are encoded. A prompt is long if its text has more bytes than
+    half of the tokens for which the model has room. A shorter prompt fits, because a token has at
+    least one byte, and the chat template is assumed to fill at most the other half.
     """
     room = policy.positions - max_new_tokens
     long = [p for p in prompts if 2 * len(str(p).encode()) > room]

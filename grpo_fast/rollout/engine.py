@@ -178,10 +178,17 @@ def seed_for(purpose: str, seed: Seed, *more: int) -> int:
 def uniforms(
     seed: Seed, count: int, length: int, *, group_size: int, places: Sequence[int] | None
 ) -> Tensor:
-    """Return the random numbers of the completions of `count` prompts, in the order of `places`.
+    """Return a uniform random number in [0, 1) for each token of the completions of some prompts.
+
+    Args:
+        seed: see `Request`.
+        count: number of prompts.
+        length: number of tokens of a completion.
+        group_size: number of completions of each prompt.
+        places: index of each prompt in the batch of all ranks. None if there are no other prompts.
 
     Returns:
-        Uniform numbers in [0, 1), (count·group_size, length) fp32.
+        The numbers, (count·group_size, length) fp32.
     """
     generator = torch.Generator().manual_seed(seed_for("rollout", seed))
     wanted = set(range(count) if places is None else places)

@@ -24,17 +24,17 @@ class Sampling(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_new_tokens: int = Field(256, ge=1, le=1 << 20)
-    """Most tokens of a completion."""
+    """Largest number of tokens of a completion."""
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 always selects the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that hold this probability; 1 keeps all."""
+    """Keep the likeliest tokens whose probabilities sum to this; 1 keeps all tokens."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many likeliest tokens; 0 keeps all."""
+    """Keep this many of the likeliest tokens; 0 keeps all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Drop tokens less likely than this times the likeliest token; 0 keeps all."""
+    """Drop tokens below this fraction of the largest probability; 0 keeps all tokens."""
     batch_size: int | None = Field(None, ge=1)
-    """Completions at a time; null samples all at once."""
+    """Number of completions that are sampled at a time; null samples all at once."""
 
     @property
     def truncates(self) -> bool:
@@ -43,7 +43,7 @@ class Sampling(BaseModel):
 
     @property
     def needs_support(self) -> bool:
-        """True if engines must report the support of each token."""
+        """True if engines must report the ids that truncation kept for each token."""
         return self.truncates
 
     @field_validator("temperature")
@@ -139,7 +139,7 @@ def truncate(z: Tensor, top_k: int, options: Sampling) -> tuple[Tensor, Tensor]:
         values = values.masked_fill(dropped, float("-inf"))
     if options.min_p > 0:  # column 0 holds the likeliest token
         values = values.masked_fill(values < values[:, :1] + log(options.min_p), float("-inf"))
-    # `pick` expects vocabulary order: undo the order by likelihood.
+    # Restore the vocabulary order, which `pick` expects. `topk` has sorted the ids by likelihood.
     ids, order = ids.sort(dim=-1)
     return values.gather(-1, order), ids
 
@@ -167,7 +167,7 @@ def pick(p: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Sampler:
-    """A logits processor for transformers' `generate` that makes `sample` choose the token.
+    """Logits processor with which transformers' `generate` selects the token that `sample` draws.
 
     It must be the last processor, and `generate` must run with `do_sample=False`.
 

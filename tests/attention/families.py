@@ -84,7 +84,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-# MODELS is for other tests. It has the models of `tests.tiny`, and families with special
+# Models for tests other than the sweep: the models of `tests.tiny`, and families with special
 # properties.
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(tiny.FAMILIES, {}),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.attention import pack_groups, trial
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
@@ -36,9 +37,9 @@ from tests.attention.families import ROPES, causal_lms, family_model
 
 SAMPLED = 20  # tokens of a sampled completion
 TOLERANCE = 2e-3  # largest difference of logps in nats; a wrong mask causes tenths
-# Each entry has the length of a prompt and of its completions. Most of them exceed the window of
-# 16, and some sequences are longer than the other limits of `families.SIZES`, 24, 64 and 256. A
-# group with one completion shares nothing.
+# Each entry is a group: the length of a prompt, and the lengths of its completions. Most sequences
+# exceed the window of 16 tokens, and some exceed the other limits of `families.SIZES`: 24, 64 and
+# 256. A group with one completion shares nothing.
 LENGTHS = ((20, (7, 1, 19)), (6, (2, 15)), (24, (8,)), (58, (9, 5)), (250, (3, 11)))
 RIGHT, SLOWER, REFUSED, WRONG, NOT_BUILT = "right", "slower", "refused", "WRONG", "not built"
 MEANING = {
@@ -81,11 +82,9 @@ def padded_logps(model: Any, groups: Sequence[Group]) -> Tensor:
     """
     model.set_attn_implementation("eager")
     pairs = [(prompt, c) for prompt, completions in groups for c in completions]
-    longest = max(len(p) + len(c) for p, c in pairs)
-    ids = torch.tensor([[*p, *c] + [0] * (longest - len(p) - len(c)) for p, c in pairs])
-    mask = torch.tensor(
-        [[1] * (len(p) + len(c)) + [0] * (longest - len(p) - len(c)) for p, c in pairs]
-    )
+    rows = [torch.tensor([*p, *c]) for p, c in pairs]
+    ids = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return torch.cat(

@@ -35,14 +35,14 @@ def fresh_choice():
     dispatch.choose.cache_clear()
 
 
-# Selection of a kernel
-EVERY = "flash-attn flash-attn-4 flash_attn_interface"
+EVERY = "flash-attn flash-attn-4 flash_attn_interface compiler"
 
 
 @pytest.mark.parametrize(
     ("capability", "packages", "kind", "expected"),
     [
         (90, EVERY, Kind("cpu", FP32, 64), "csrc flash_cpu explicit"),
+        (90, "", Kind("cpu", FP32, 64), "flash_cpu explicit"),
         (90, EVERY, Kind("cpu", FP32, 64, has_window=True), "explicit"),
         (90, EVERY, Kind("cpu", FP32, 64, has_softcap=True), "explicit"),
         (90, EVERY, Kind("cpu", FP64, 20), "flash_cpu explicit"),
@@ -71,7 +71,7 @@ def test_candidates_by_kind_package_and_gpu(monkeypatch, capability, packages, k
     monkeypatch.setattr(dispatch, "_has_distribution", packages.split().__contains__)
     monkeypatch.setattr(dispatch.util, "find_spec", lambda name: name in packages.split() or None)
     monkeypatch.setattr(dispatch, "_compute_capability", lambda index: capability)
-    monkeypatch.setattr(dispatch.loader, "unavailable", lambda name: None)
+    monkeypatch.setattr(dispatch.loader, "unavailable", lambda name: "compiler" not in packages)
     assert " ".join(provider.name for provider in dispatch.candidates(kind)) == expected
 
 
@@ -141,7 +141,7 @@ def test_the_self_test_runs_on_the_gpu_of_the_tensors(fresh_choice, monkeypatch,
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """Replace the selection of a kernel, and return the list of the kinds of input that it gets."""
+    """Replace `choose`, and return the list of the kinds of input that are passed to it."""
     seen = []
     provider = Provider("spy", lambda kind: True, lambda q, *_: q)
     monkeypatch.setattr(dispatch, "choose", lambda kind: seen.append(kind) or provider)
@@ -174,7 +174,6 @@ def test_a_window_that_no_query_reaches_is_none(kinds):
     assert [kind.has_window for kind in kinds] == [False, False, False, True]
 
 
-# Errors
 def test_refusals():
     model = tiny_model("llama")
     model.set_attn_implementation(register())

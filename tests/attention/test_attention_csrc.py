@@ -9,8 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.attention import TreeLayout, dispatch
-from grpo_fast.attention.dispatch import Kind
+from grpo_fast.attention import TreeLayout
 from grpo_fast.attention.kernels import csrc
 from grpo_fast.attention.spans import AttentionParams, Spans
 from grpo_fast.kernels.cpu import loader
@@ -114,13 +113,3 @@ def test_refusals_name_the_argument(name, change):
     csrc.forward(**given)
     with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
         csrc.forward(**change(given))
-
-
-@pytest.mark.parametrize(("reason", "expected"), [(None, "csrc"), ("no C++ compiler", "flash_cpu")])
-def test_it_is_chosen_where_it_is_built(monkeypatch, reason, expected):
-    dispatch.choose.cache_clear()
-    monkeypatch.setattr(dispatch.loader, "unavailable", lambda name: reason)
-    try:
-        assert dispatch.choose(Kind("cpu", torch.float32, 32)).name == expected
-    finally:
-        dispatch.choose.cache_clear()

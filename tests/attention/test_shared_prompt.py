@@ -16,8 +16,8 @@ from grpo_fast.attention import pack_groups, plan_packs, register
 from tests.attention.families import MODELS, small_model
 from tests.tiny import tiny_model
 
-# Each group has the length of a prompt and of its completions. Lengths start at one token. A group
-# with a single completion shares nothing.
+# Each entry is a group: the length of a prompt, and the lengths of its completions. The shortest
+# length is one token. A group with a single completion shares nothing.
 GROUPS = ((9, (5, 1, 7, 2)), (3, (1, 1)), (12, (4,)), (1, (3, 2)), (20, (6, 6, 14)))
 
 
@@ -58,16 +58,10 @@ def by_sample(model, samples):
     return torch.cat(logps)
 
 
-def by_pack(model, pack, *, distinct=False):
-    """Return the logps (R,) of the trained tokens from one packed row.
-
-    If `distinct`, compute each distinct logp only once, and copy it to the samples that share it.
-    """
+def by_pack(model, pack):
+    """Return the logps (R,) of the trained tokens from one packed row."""
     model.set_attn_implementation(register())
     logits = model(**pack.model_inputs).logits[0].log_softmax(-1)
-    if distinct:
-        rows, ids, _ = pack.distinct
-        return pack.distinct.spread(logits[rows].gather(1, ids[:, None])[:, 0])
     return logits[pack.predicting].gather(1, pack.target_ids[:, None])[:, 0]
 
 
@@ -80,20 +74,19 @@ def gradients(model, loss):
 def assert_close(got, expected, bar=1e-12):
     """Check that differences are small relative to the largest entry of each tensor.
 
-    The tolerance is `bar` times the largest entry, or `bar` if this entry is below 1. It suits
-    logps and gradients.
+    The tolerance is `bar` times the largest entry, or `bar` if this entry is below 1.
     """
     for name, value in expected.items():
         error = float((got[name] - value).detach().abs().max())
         assert error <= bar * max(1.0, float(value.detach().abs().max())), (name, error)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "packed"])
 @pytest.mark.parametrize("family", MODELS)
-def test_equals_one_by_one(everything_in_fp64, family, shared):
+def test_rows_without_sharing_equal_one_by_one(everything_in_fp64, family):
+    """Check packed rows that repeat each prompt. Shared prompts are tested in `test_trees.py`."""
     model, groups = small_model(family).double(), random_groups()
     expected = by_sample(model, samples_of(groups))
-    got = by_pack(model, pack_groups(groups, shared=shared))
+    got = by_pack(model, pack_groups(groups, shared=False))
     assert expected.dtype == got.dtype == torch.float64
     assert_close({"logps": got}, {"logps": expected})
     assert_close(gradients(model, got.sin().sum()), gradients(model, expected.sin().sum()))

@@ -19,7 +19,7 @@ from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.own import engine as hf
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.models.self_check import self_check
-from tests.attention.families import family_model, tiny_config
+from tests.attention.families import family_model
 from tests.tiny import tiny_policy
 
 YARN = {
@@ -67,22 +67,16 @@ def test_every_limit_is_passed_in_a_prompt_and_in_a_completion(family):
         assert max(starts) >= 1 << 17
 
 
-def test_tables_of_positions_are_not_left():
-    for family, room in (("gpt2", 256), ("opt", 256), ("ctrl", 256), ("gpt_neo", 256)):
-        starts = trial.starts_of(family_model(family), room)
-        assert starts and max(starts) + trial.LENGTH <= room, family
-
-
-def test_tables_without_a_bound_in_the_configuration_are_not_left():
-    """Check that a trial stays inside the position table if the config does not state its size.
-
-    In Whisper's decoder and MPT, the field of the size has an unusual name.
-    """
-    for family, most in (("whisper", 448), ("mpt", 256)):
-        starts = trial.starts_of(family_model(family), float("inf"))
-        assert starts and max(starts) + trial.LENGTH <= most, family
-    policy = Policy(family_model("whisper"), build_symbol_tokenizer(["0", "1"]))
-    assert self_check(policy) < 1e-3
+@pytest.mark.parametrize(
+    ("family", "bound", "most"),
+    [("gpt2", 256, 256), ("opt", 256, 256), ("ctrl", 256, 256), ("gpt_neo", 256, 256),
+     # In Whisper's decoder and in MPT, the field of the size has an unusual name.
+     ("whisper", float("inf"), 448), ("mpt", float("inf"), 256)],
+)  # fmt: skip
+def test_tables_of_positions_are_not_left(family, bound, most):
+    """Check that a trial stays inside the position table, even if the config hides its size."""
+    starts = trial.starts_of(family_model(family), bound)
+    assert starts and max(starts) + trial.LENGTH <= most
 
 
 def test_random_weights_are_put_back_after_an_error():
@@ -145,9 +139,6 @@ def test_positions_of_groups_that_begin_elsewhere():
         expected = torch.tensor([100, 0, 7]).view(3, 1, 1) + torch.arange(3, 8)
         assert torch.equal(predicting, expected.expand(3, 2, 5))
         assert torch.equal((places - own).unique(), torch.tensor([0, 7, 100]))
-
-
-# Errors that trials find
 
 
 def changed_attention(monkeypatch: Any, scale: Any) -> None:
@@ -245,15 +236,3 @@ def test_checks_put_modes_weights_and_attention_back():
         assert all(module.training == training for module in policy.lm.modules())
     assert str(vars(policy.lm.config)) == config
     assert all(torch.equal(p, before[name]) for name, p in policy.lm.named_parameters())
-
-
-def test_limits_of_the_sweep_are_small():
-    """Check that the position limits of the tiny models are at most 256.
-
-    The sequences of the sweep then exceed them.
-    """
-    for family in ("ministral3", "llama", "phi3", "gemma3_text", "llama4_text"):
-        limits = trial.limits_of(tiny_config(family).get_text_config())
-        # Ignore 262144. It is the maximum length in the RoPE parameters of ministral3, but no code
-        # uses it.
-        assert limits and max({*limits} - {262144}) <= 256, (family, limits)

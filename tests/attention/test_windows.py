@@ -72,11 +72,6 @@ def test_the_kernels_in_torch_and_the_gathered_prompts_of_a_plain_mask(monkeypat
     assert sweep.judge("qwen2_moe").kind == sweep.RIGHT
 
 
-def test_a_window_that_is_in_the_mask_of_all_layers_alone(monkeypatch):
-    monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
-    assert sweep.judge("phimoe").kind == sweep.RIGHT
-
-
 @pytest.mark.parametrize("window", [WINDOW, 4096])  # 4096 is longer than any sequence
 def test_a_lost_window_is_found_by_the_self_checks(monkeypatch, window):
     policy = Policy(
@@ -98,8 +93,6 @@ def test_a_loop_that_fails_says_so_of_the_model(monkeypatch):
         assert hf.why_unsuited(policy).startswith("our loop fails on it: ")
 
 
-# ------------------------------------------------------------------------------------------------
-# one layer
 @pytest.mark.parametrize(
     ("mask", "keyword", "expected"),
     [(None, None, None), (None, 7, 7), (7, None, 7), (7, 7, 7), (1, None, 1)],
@@ -138,49 +131,35 @@ def test_what_transformers_asks_for(build, more, expected):
     assert callable(mask) if isinstance(expected, str) else mask == expected
 
 
-# ------------------------------------------------------------------------------------------------
-# small windows
-def windowed(*windows):
-    """Return a model with one layer per window. Each layer has a separate configuration."""
+def test_windows_shrink_in_order_and_come_back_after_an_error():
+    windows = (4096, None, 64, 2, 0, 4096)
     model = nn.ModuleList(nn.Identity() for _ in windows)
     for layer, window in zip(model, windows, strict=True):
         layer.config = SimpleNamespace(sliding_window=window, max_window_layers=2, hidden_size=64)
         layer.own_window, layer.width = window, window
-    return model
-
-
-def windows_of(model):
-    return [(layer.config.sliding_window, layer.own_window) for layer in model]
-
-
-def test_windows_shrink_in_order_and_come_back_after_an_error():
-    model = windowed(4096, None, 64, 2, 0, 4096)
-    before = windows_of(model)
-    with pytest.raises(KeyError), small_windows(model):
-        assert windows_of(model) == [(6, 6), (None, None), (5, 5), (2, 2), (0, 0), (6, 6)]
-        assert model[0].width == 4096 and model[2].config.hidden_size == 64
-        raise KeyError
-    assert windows_of(model) == before
-
-
-def test_sizes_that_are_no_window_stay():
-    model = windowed(2)
     model[0].config.attention_chunk_size = 8192
     model[0].config.chunk_size_feed_forward = 0
-    with small_windows(model):
+
+    def windows_of():
+        return [(layer.config.sliding_window, layer.own_window) for layer in model]
+
+    before = windows_of()
+    with pytest.raises(KeyError), small_windows(model):
+        assert windows_of() == [(6, 6), (None, None), (5, 5), (2, 2), (0, 0), (6, 6)]
+        assert model[0].config.attention_chunk_size == 7
+        assert model[0].width == 4096 and model[2].config.hidden_size == 64
         assert model[0].config.max_window_layers == 2
-        assert model[0].config.attention_chunk_size == 4
-    assert model[0].config.attention_chunk_size == 8192
+        raise KeyError
+    assert windows_of() == before and model[0].config.attention_chunk_size == 8192
 
 
-# ------------------------------------------------------------------------------------------------
-# the sweep itself
 def test_the_sweep_sees_a_wrong_window(monkeypatch):
-    """Check that the sweep judges a model as wrong if its window in the mask is ignored.
+    """Check that the sweep judges a model as wrong if the window in its mask is ignored.
 
-    The sequences of the sweep exceed the window, so a wrong mask changes the logps.
+    The sequences of the sweep exceed the window, so a lost window changes the logps.
     """
     monkeypatch.setattr(sweep, "self_check", lambda policy: 0.0)
+    assert sweep.judge("phimoe").kind == sweep.RIGHT
     monkeypatch.setattr("grpo_fast.attention.model.window_of", lambda mask, keyword: keyword)
     assert sweep.judge("phimoe").kind == sweep.WRONG
 

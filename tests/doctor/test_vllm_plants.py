@@ -48,7 +48,7 @@ def smaller(seed: int = 0) -> Policy:
 @contextmanager
 def serving(folder: Path, policy: Policy, dtype: str) -> Iterator[Engine]:
     policy.save(folder / "model")
-    process = Process(folder / "model", dtype=dtype)
+    process = Process(folder / "model", "--dtype", dtype)
     try:
         options = load_recipe("sort", [
             "rollout.engine=vllm-server", f"rollout.vllm.urls=[{process.url}]",

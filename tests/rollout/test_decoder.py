@@ -51,7 +51,7 @@ def sampled(policy: Policy, group_size: int = 4, length: int = 12) -> Any:
 
 @pytest.fixture
 def steps(spied: Any) -> Callable[[], list[Any]]:
-    """Return a function that lists the C++ decoder of each rollout, or None if it used none."""
+    """Return a function that lists the decoder of each rollout. None stands for the modules."""
     calls = spied(decode, "decoder_of")
     return lambda: [call.result for call in calls]
 
@@ -122,126 +122,80 @@ def test_bf16_rounds_where_training_rounds(family, steps):
     assert (ours - trained).abs().mean() < 0.2 * noise
 
 
-@NEEDS_BF16
-def test_bf16_rollouts_agree_with_transformers_in_bf16(steps):
-    policy = bf16_policy()
-    found = sampled(policy, 2, 20)
-    assert isinstance(steps()[-1], decoder.Decoder)
-    plain = type(policy.lm)(policy.lm.config)
-    plain.load_state_dict(policy.lm.state_dict())
-    plain.set_attn_implementation("eager")
-
-    def logps(ids: list[int], prompt: list[int], autocast: bool) -> torch.Tensor:
-        row = torch.tensor([[*prompt, *ids]])
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = plain(row, use_cache=False).logits[0, -1 - len(ids) : -1].float()
-        return logits.log_softmax(-1).gather(1, row[0, -len(ids) :, None])[:, 0]
-
-    rows = [(ids, PROMPTS[n // 2]) for n, ids in enumerate(found.completion_ids)]
-    theirs, exact = (torch.cat([logps(*row, on) for row in rows]) for on in (True, False))
-    ours = torch.cat([torch.as_tensor(x) for x in found.sampling_logps])
-    # Both log-probs have rounding errors of bf16. Ours have smaller errors, because our LM head
-    # does not round the logits.
-    assert (ours - exact).abs().mean() < (theirs - exact).abs().mean() < 0.1
-    assert (ours - theirs).abs().max() < 0.25
-
-
-@NEEDS_BF16
-def test_a_bf16_rollout_packs_the_weights_of_this_moment(steps):
-    policy = bf16_policy()
+@pytest.mark.parametrize("make", [policy_of, pytest.param(bf16_policy, marks=NEEDS_BF16)])
+def test_the_decoder_calls_observers_and_packs_the_weights_of_this_moment(steps, make):
+    """Check that the decoder calls an observer for each token, and sees changes of the weights."""
+    calls: list[int] = []
+    policy = make()
+    policy.eos_ids = frozenset()
+    policy.lm.model.register_forward_pre_hook(Observer(lambda *_: calls.append(1)))
     first = sampled(policy)
+    calls.clear()  # the comparison before the first use calls the observer, too
     with torch.no_grad():
         policy.lm.model.layers[0].mlp.down_proj.weight.neg_()
-    assert sampled(policy).completion_ids != first.completion_ids and all(steps())
+    assert sampled(policy).completion_ids != first.completion_ids
+    assert len(calls) == 12  # one call for the prompts, and one for each token except the last
+    before, after = steps()
+    assert before and after and after is not before  # each rollout packs the weights
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=NEEDS_BF16)])
-def test_the_decoder_calls_observers_of_the_model(steps, dtype):
-    """Check that the decoder calls an observer for each token, and refuses every other hook."""
-    calls: list[int] = []
-    make = bf16_policy if dtype == "bf16" else policy_of
-    policy = make()
-    policy.lm.model.register_forward_pre_hook(Observer(lambda *_: calls.append(1)))
-    sampled(policy, 1, 12)
-    assert isinstance(steps()[-1], decoder.Decoder) and len(calls) >= 12
-    policy = make()
-    policy.lm.model.register_forward_pre_hook(lambda *_: None)
-    sampled(policy, 1, 12)
-    assert steps()[-1] is None
+def decoded(chosen: slice, count: int | None = None, **changes: Any) -> torch.Tensor:
+    """Decode some of 45 random rows with one random layer, and return the hidden states.
 
-
-def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():
-    rows, threads, tokens = 45, torch.get_num_threads(), torch.Generator().manual_seed(0)
+    Args:
+        chosen: The rows.
+        count: Number of completions that the operator is told. None is the number of rows.
+        changes: Fields of `LayerWeights` that replace the random ones.
+    """
+    hidden, inner, depth = 40, 60, 8
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=tokens)
+        return torch.randn(shape, generator=generator)
 
-    hidden, inner, depth = 40, 60, 8
     layer = cpp.LayerWeights(
         normal(hidden), cpp.pack(normal(4 * depth, hidden)), None, None, None,
         cpp.pack(normal(hidden, 2 * depth)), normal(hidden), cpp.pack(normal(2 * inner, hidden)),
         cpp.pack(normal(hidden, inner)), heads=2, inner=inner, eps=1e-6,
     )  # fmt: skip
-    x, cos, sin = normal(rows, hidden), normal(rows, depth), normal(rows, depth)
+    x, cos, sin = (normal(45, width)[chosen].contiguous() for width in (hidden, depth, depth))
     prompts = cpp.tiles_of(normal(1, 1, 21, depth), normal(1, 1, 21, depth))
+    completions = cpp.grow_tiles((), prompts, len(x), 1)
+    numbers = torch.tensor([21]), torch.tensor([count or len(x)])
+    layer = layer._replace(**changes)
+    cpp.decode_layer_(x, layer, cos, sin, prompts, completions, *numbers, 0, 0.3, None)
+    return x
 
-    def run(chosen: slice) -> torch.Tensor:
-        out, n = x[chosen].clone(), len(x[chosen])
-        completions = cpp.grow_tiles((), prompts, n, 1)
-        numbers = torch.tensor([21]), torch.tensor([n])
-        angles = cos[chosen].contiguous(), sin[chosen].contiguous()
-        cpp.decode_layer_(out, layer, *angles, prompts, completions, *numbers, 0, 0.3, None)
-        return out
 
+def test_the_bits_of_a_row_depend_on_no_other_row_and_no_thread():
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = torch.cat([run(slice(i, i + 1)) for i in range(rows)])
+        alone = torch.cat([decoded(slice(i, i + 1)) for i in range(45)])
         torch.set_num_threads(2)
-        assert torch.equal(run(slice(None)), alone) and not torch.equal(alone, x)
-        assert torch.equal(run(slice(3, 8)), alone[3:8])
+        assert torch.equal(decoded(slice(None)), alone)
+        assert torch.equal(decoded(slice(3, 8)), alone[3:8])
     finally:
         torch.set_num_threads(threads)
 
 
-def test_weights_are_packed_anew_for_every_rollout(steps):
-    policy = policy_of()
-    first = sampled(policy)
-    with torch.no_grad():
-        policy.lm.model.layers[0].mlp.down_proj.weight.neg_()
-    assert sampled(policy).completion_ids != first.completion_ids
-    found = steps()
-    assert all(found) and len(found) == 2 and found[1] is not found[0]
+def test_the_operator_refuses_wrong_shapes():
+    for name, change in (
+        ("down", {"down": cpp.pack(torch.ones(200, 16))}),
+        ("bias", {"bias": torch.ones(5)}),
+        ("norm", {"norm": torch.ones(5)}),
+        ("heads", {"heads": 0}),
+        ("inner", {"inner": 0}),
+        ("counts", {"count": 3}),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=name):
+            decoded(slice(2), **change)
+    with pytest.raises((RuntimeError, ValueError), match="weight"):
+        cpp.pack(torch.ones(2, 2, dtype=torch.float64))
 
 
 def unwanted(*_: Any) -> None:
     pytest.fail("a decoder is packed")
-
-
-def hooked(policy: Policy) -> None:
-    policy.lm.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-
-
-def hooked_before(policy: Policy) -> None:
-    policy.lm.model.layers[0].register_forward_pre_hook(lambda *_: None)
-
-
-def replaced(policy: Policy) -> None:
-    mlp = policy.lm.model.layers[1].mlp
-    mlp.forward = functools.partial(torch.mul, 2.0)
-
-
-def in_float64(policy: Policy) -> None:
-    policy.lm.double()
-
-
-@pytest.mark.parametrize("change", [hooked, hooked_before, replaced, in_float64])
-def test_a_model_that_somebody_changed_computes_by_its_modules(change, steps):
-    policy = policy_of()
-    sampled(policy)
-    change(policy)
-    sampled(policy)
-    first, second = steps()
-    assert isinstance(first, decoder.Decoder) and second is None
 
 
 @pytest.mark.parametrize(
@@ -267,8 +221,6 @@ def test_a_formula_that_is_not_llamas_is_found_once(steps, monkeypatch):
     again = sampled(policy)
     assert steps() == [None, None] and ours.completion_ids == again.completion_ids
 
-
-# --------------------------------------------- The comparison with the modules before the first use
 
 SCALED = {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 
@@ -325,69 +277,57 @@ def test_a_verdict_is_shared_by_models_of_one_configuration(spied, steps):
     assert len(tried) == 2
 
 
-def test_a_trial_leaves_weights_configuration_and_random_numbers_as_they_are(monkeypatch):
-    monkeypatch.setattr(decoder, "_verdicts", {})
-    policy = policy_of("mistral", sliding_window=100)
-    before = {name: p.clone() for name, p in policy.lm.named_parameters()}
-    places = [p.data_ptr() for p in policy.lm.parameters()]
-    config, state = str(vars(policy.lm.config)), torch.get_rng_state()
-    sampled(policy)
-    assert decoder._verdicts and torch.equal(torch.get_rng_state(), state)
-    assert str(vars(policy.lm.config)) == config
-    assert [p.data_ptr() for p in policy.lm.parameters()] == places
-    for name, p in policy.lm.named_parameters():
-        assert torch.equal(p, before[name]), name
+class Double(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
 
 
-def scaled_later(policy: Policy) -> None:
-    policy.lm.config.rope_parameters["llama_4_scaling_beta"] = 0.5
-
-
-def activation_replaced(policy: Policy) -> None:
-    policy.lm.model.layers[0].mlp.act_fn = torch.nn.GELU()
-
-
-def activation_hooked(policy: Policy) -> None:
-    policy.lm.model.layers[1].mlp.act_fn.register_forward_hook(lambda m, a, out: 2 * out)
-
-
-def activation_patched(policy: Policy) -> None:
-    policy.lm.model.layers[1].mlp.act_fn.forward = torch.tanh
-
-
-def parametrized(policy: Policy) -> None:
-    class Double(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-    layer = policy.lm.model.layers[0].self_attn.q_proj
-    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Double())
-
-
-def adapted(policy: Policy) -> None:
+def adapted(lm: Any) -> None:
     import peft
 
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    peft.inject_adapter_in_model(settings, policy.lm)
+    peft.inject_adapter_in_model(settings, lm)
 
 
-def scaled_attention(policy: Policy) -> None:
-    # The key-value cache passes this scale to the C++ decoder.
-    policy.lm.model.layers[0].self_attn.scaling = 0.5
+def parametrized(lm: Any) -> None:
+    layer = lm.model.layers[0].self_attn.q_proj
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Double())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [scaled_later, activation_replaced, activation_hooked, activation_patched, parametrized,
-     adapted, scaled_attention],
-)  # fmt: skip
+# Changes of a model after its first rollout. Only the last one leaves the decoder in use, because
+# the key-value cache passes the scale of the attention to the decoder.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook of the trunk": lambda lm: lm.model.register_forward_pre_hook(lambda *_: None),
+    "a hook before a layer": lambda lm: lm.model.layers[0].register_forward_pre_hook(
+        lambda *_: None
+    ),
+    "a hook of an MLP": lambda lm: lm.model.layers[1].mlp.register_forward_hook(lambda *_: None),
+    "a hook of an activation": lambda lm: lm.model.layers[1].mlp.act_fn.register_forward_hook(
+        lambda m, a, out: 2 * out
+    ),
+    "the forward of an MLP": lambda lm: setattr(
+        lm.model.layers[1].mlp, "forward", functools.partial(torch.mul, 2.0)
+    ),
+    "the forward of an activation": lambda lm: setattr(
+        lm.model.layers[1].mlp.act_fn, "forward", torch.tanh
+    ),
+    "an activation": lambda lm: setattr(lm.model.layers[0].mlp, "act_fn", torch.nn.GELU()),
+    "a setting": lambda lm: lm.config.rope_parameters.update(llama_4_scaling_beta=0.5),
+    "the dtype": lambda lm: lm.double(),
+    "an adapter": adapted,
+    "a parametrization": parametrized,
+    "the scale of the attention": lambda lm: setattr(lm.model.layers[0].self_attn, "scaling", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_the_first_rollout_is_honoured(change, steps):
     policy = policy_of("ministral3", rope_parameters={**SCALED, "llama_4_scaling_beta": 0.0})
     sampled(policy)
-    assert steps()[-1] is not None
-    change(policy)
+    assert isinstance(steps()[-1], decoder.Decoder)
+    CHANGES[change](policy.lm)
     check_logps(policy, list(range(3, 33)))
-    assert (steps()[-1] is None) == (change is not scaled_attention)
+    assert (steps()[-1] is None) == (change != "the scale of the attention")
 
 
 @pytest.mark.parametrize("limit", [30, 1000, 2048, 5000, 100_000])
@@ -404,33 +344,3 @@ def test_a_limit_that_no_configuration_names_is_found(limit, steps, monkeypatch)
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     sampled(policy_of("llama"))
     assert steps() == [None]
-
-
-def test_the_operator_refuses_wrong_shapes():
-    weight, bias = torch.ones(32, 16), torch.ones(5)
-    x, angles, norm = torch.ones(2, 16), torch.ones(2, 8), torch.ones(16)
-    tiles = cpp.tiles_of(*(torch.ones(1, 1, 3, 8) for _ in "kv"))
-    completions = cpp.grow_tiles((), tiles, 2, 4)
-    layer = cpp.LayerWeights(
-        norm, cpp.pack(weight), None, None, None, cpp.pack(torch.ones(16, 16)), norm,
-        cpp.pack(torch.ones(24, 16)), cpp.pack(torch.ones(16, 12)), heads=2, inner=12, eps=1e-6,
-    )  # fmt: skip
-
-    def run(layer: cpp.LayerWeights, count: int = 2) -> None:
-        numbers = torch.tensor([3]), torch.tensor([count])
-        cpp.decode_layer_(x, layer, angles, angles, tiles, completions, *numbers, 0, 1.0, None)
-
-    run(layer)
-    for name, wrong in (
-        ("down", layer._replace(down=cpp.pack(torch.ones(200, 16)))),
-        ("bias", layer._replace(bias=bias)),
-        ("norm", layer._replace(norm=bias)),
-        ("heads", layer._replace(heads=0)),
-        ("inner", layer._replace(inner=0)),
-    ):
-        with pytest.raises((RuntimeError, ValueError), match=name):
-            run(wrong)
-    with pytest.raises((RuntimeError, ValueError), match="counts"):
-        run(layer, count=3)
-    with pytest.raises((RuntimeError, ValueError), match="weight"):
-        cpp.pack(torch.ones(2, 2, dtype=torch.float64))

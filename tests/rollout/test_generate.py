@@ -137,7 +137,6 @@ def test_a_head_with_an_adapter_samples_by_transformers(tokenizer):
         generate(peft.get_peft_model(tiny_model(), prefix), PROMPTS, tokenizer=tokenizer)
 
 
-# --------------------------------------------------------------------- The interface of all engines
 THREE = ["3 1 2 =", "5 =", "0 9 8 7 6 5 4 ="]
 
 

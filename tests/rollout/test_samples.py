@@ -1,7 +1,6 @@
 """Tests of the table of samples: selection, joining, saving, and checks of the columns."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from grpo_fast import Support
 from grpo_fast.rollout import Completion, Samples
 from grpo_fast.rollout.completions import table_of
 from grpo_fast.rollout.engine import EOS, LENGTH
-from grpo_fast.rollout.ranges import ranges
-from grpo_fast.rollout.samples import PER_COMPLETION_TOKEN
 
 PROMPTS = [[3, 4], [5]]
 COMPLETIONS = [[6, 7, 1], [8], [9, 1], [2, 2, 2]]
@@ -172,28 +169,3 @@ def test_writing_creates_a_column():
     assert samples.values.tolist() == [7, 0, 2.5, 0, 1.5, 0, 0, 0, 0]
     samples.write("ref_hidden", torch.tensor([8]), torch.ones(1, 2))
     assert samples.ref_hidden.shape == (9, 2) and samples.ref_hidden.sum() == 2
-
-
-def test_places_of_ranges():
-    offsets = torch.tensor([0, 2, 2, 5])
-    for n in range(4):
-        for chosen in itertools.product(range(3), repeat=n):
-            pieces = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in chosen]
-            expected = torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
-            at = torch.tensor(chosen, dtype=torch.int64)
-            assert ranges(offsets, at).tolist() == expected.tolist()
-
-
-def test_every_column_has_its_kind():
-    """Check that every column of `Samples` is listed in this test or in `PER_COMPLETION_TOKEN`.
-
-    A new column belongs in `PER_COMPLETION_TOKEN` if it has a value for each completion token.
-    Otherwise, add the column to this test.
-    """
-    columns = {each.name for each in dataclasses.fields(Samples)}
-    assert {*PER_COMPLETION_TOKEN} <= columns
-    known = {
-        "ids", "segment", "cu_seqlens", "group", "truncated", "weight_version", "rewards",
-        "advantages", "support", "texts", "scores", "extra", *PER_COMPLETION_TOKEN,
-    }  # fmt: skip
-    assert columns == known

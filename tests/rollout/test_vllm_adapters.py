@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import adapter, transfer
-from grpo_fast.rollout.vllm.adapter import Adapters
+from grpo_fast.rollout.vllm.adapter import AdapterFolder
 from grpo_fast.rollout.vllm.answers import ServerError
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
@@ -70,35 +70,17 @@ def checked(policy: Policy, *servers: StandIn, **options: float) -> VLLMServers:
 
 def test_the_base_weights_are_sent_once(policy, server):
     engine = checked(policy, server)
-    labels = []
     for version in range(3):
         change(policy)
         engine.update(policy, version)
-        labels.append(engine.label)
         rollout = generate(policy, engine)
         assert difference(policy, rollout) < CLOSE
         assert rollout.weight_version.tolist() == [version] * 12
     change(policy)
     assert difference(policy, generate(policy, engine)) > 0.01
     assert server.calls[UPDATE] == server.calls[FINISH] == 1 and server.versions == [engine.base]
-    assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 1
-    # The server still has the newest two versions of the adapter, and their folders exist.
-    assert list(server.adapters) == labels[1:] == list(engine.adapters.folders)
-    assert all(Path(folder).is_dir() for folder in server.adapters.values())
-
-
-def test_an_older_version_still_samples(policy, server):
-    engine = checked(policy, server)
-    engine.update(policy, 0)
-    old = engine.label
-    first = generate(policy, engine)
-    change(policy)
-    engine.update(policy, 1)
-    assert generate(policy, engine).logps.tolist() != first.logps.tolist()
-    engine.version = 0
-    assert engine.label == old
-    assert torch.equal(generate(policy, engine).logps, first.logps)
-    assert server.calls[UPDATE] == 1
+    assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 2
+    assert list(server.adapters) == [engine.label]  # the server has unloaded the older versions
 
 
 def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
@@ -219,16 +201,14 @@ def test_a_refusal_of_the_server_is_quoted(policy, server):
 def test_the_files_of_an_adapter(policy):
     """Check that a folder contains the active adapter in peft's format.
 
-    Only the newest two folders may exist. With `is_writer=False`, the folder must stay empty.
+    With `is_writer=False`, the folder must stay empty.
     """
     policy.model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    adapters = Adapters()
-    for name in ("a", "b", "c"):
-        adapters.write(policy, name)
-    assert list(adapters.folders) == ["b", "c"]
-    given = load_file(Path(adapters.folders["c"].name) / "adapter_model.safetensors")
+    folder = AdapterFolder()
+    folder.write(policy, is_writer=False)
+    assert not any(Path(folder.path).iterdir())
+    folder.write(policy)
+    given = load_file(Path(folder.path) / "adapter_model.safetensors")
     expected = peft.get_peft_model_state_dict(policy.model, adapter_name="default")
     assert given.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in given.items())
-    adapters.write(policy, "d", is_writer=False)
-    assert not any(Path(adapters.folders["d"].name).iterdir())

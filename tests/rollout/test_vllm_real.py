@@ -1,6 +1,5 @@
 """Tests of both vLLM engines with real vLLM on a CPU. Run them with `make test-vllm`."""
 
-import copy
 import os
 import re
 import shlex
@@ -11,13 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import yaml
 
 from grpo_fast import rollout as rollouts
 from grpo_fast.data.splits import Splits
@@ -31,7 +29,6 @@ from grpo_fast.rollout.vllm.transfer import buckets
 from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from grpo_fast.train.models.policy import Policy
 from tests.command_line import invoke
 from tests.rollout.vllm_stand_in import all_logps, difference
 from tests.train.resuming import result
@@ -94,17 +91,16 @@ def lora_words() -> list[str]:
 class Process:
     """Real vLLM server in a subprocess, which is started with the command in the README."""
 
-    def __init__(self, model: Path, dtype: str = "float32", *words: str) -> None:
+    def __init__(self, model: Path, *words: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             self.port = found.getsockname()[1]
-        self.model, self.url, self.dtype = model, f"http://127.0.0.1:{self.port}", dtype
-        self.words = words
+        self.model, self.url, self.words = model, f"http://127.0.0.1:{self.port}", words
         self.start()
 
     def start(self) -> None:
         words = [
             *readme_words(), "--model", str(self.model), "--port", str(self.port),
-            "--dtype", self.dtype, "--enforce-eager", "--max-num-seqs", "32", *self.words,
+            "--enforce-eager", "--max-num-seqs", "32", *self.words,
         ]  # fmt: skip
         with (self.model.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -120,32 +116,32 @@ class Process:
             assert time.monotonic() < deadline and self.process.poll() is None
             time.sleep(1)
 
-    def signal(self, number: int) -> None:
-        os.killpg(self.process.pid, number)
-
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Process]:
-    folder = tmp_path_factory.mktemp("vllm") / "model"
+@contextmanager
+def started(folder: Path, *words: str) -> Iterator[Process]:
+    """Start a server for a new model in `folder`. Kill the server at the end of the context."""
     policy_of().save(folder)
-    process = Process(folder)
+    process = Process(folder, *words)
     process.wait()  # some tests do not wait until the server has started
     yield process
     process.kill()
 
 
 @pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Process]:
+    with started(tmp_path_factory.mktemp("vllm") / "model") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
 def lora_server(tmp_path_factory) -> Iterator[Process]:
-    """Start a server with the same model that can load LoRA adapters, and yield it."""
-    folder = tmp_path_factory.mktemp("lora") / "model"
-    policy_of().save(folder)
-    process = Process(folder, "float32", *lora_words())
-    yield process
-    process.kill()
+    """Start a server that can load LoRA adapters, and yield it."""
+    with started(tmp_path_factory.mktemp("lora") / "model", *lora_words()) as process:
+        yield process
 
 
 @pytest.fixture
@@ -278,23 +274,20 @@ def test_a_server_that_is_killed_while_it_samples_and_restarted(server, options)
         assert difference(policy, rollout) < EXACT
 
 
-def test_the_readmes_command_serves_the_trainers_dtype(server, options, caplog):
-    build_engine(policy_of(), options)
-    assert "samples in" not in caplog.text
-    half = policy_of()
-    half.lm.bfloat16()
-    build_engine(half, options)
-    assert "samples in float32, the trainer computes in bfloat16" in caplog.text
-
-
-def test_a_server_of_another_model_is_not_changed(server, options, tmp_path):
+def test_a_server_of_another_model_is_not_changed(server, options, tmp_path, caplog):
     """Check that a server with a different model than the policy is refused.
 
-    Neither an engine nor `grpo-fast doctor` may change the weights of this server.
+    Neither an engine nor `grpo-fast doctor` may change the weights of this server. A different
+    dtype is only logged. The README's command starts the server with the trainer's dtype.
     """
     policy = policy_of()
     with build_engine(policy, options) as engine:
         engine.update(policy, 5)
+        assert "samples in" not in caplog.text
+        half = policy_of()
+        half.lm.bfloat16()
+        build_engine(half, options)
+        assert "samples in float32, the trainer computes in bfloat16" in caplog.text
         for size in ("num_hidden_layers=1", "hidden_size=32"):
             config = load_recipe("sort", [*SORT, f"model.config.{size}"])
             other = load_policy(config.model, policy.tokenizer)
@@ -367,7 +360,6 @@ def test_a_run_through_a_server_learns(server, tmp_path):
     assert len(values) == 20 and sum(values[-5:]) > sum(values[:5]) + 2.5
 
 
-# ------------------------------------------------------------------------------------ adapters
 LORA = "model.lora={r: 12}"
 
 
@@ -390,26 +382,22 @@ def sent_bytes(monkeypatch: Any) -> list[int]:
 def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
     """Check that a server receives the base weights once, and then only the adapter.
 
-    The server must be able to sample with the newest two versions of the adapter, but not with
-    older ones.
+    The server must not be able to sample with an older version of the adapter.
     """
     policy = policy_of("llama", LORA)
     whole = sum(tensor.nbytes for bucket in buckets(policy) for _, tensor in bucket)
     sizes = sent_bytes(monkeypatch)
     with build_engine(policy, options_of(server)) as engine:
-        merged = {1: 0.0, 2: 0.0}
-        for version in merged:
-            engine.update(policy, version)
-            merged[version] = difference(policy, generate(policy, engine, options_of(server)))
-    assert sum(sizes) == 2 * whole
+        engine.update(policy, 1)
+        assert difference(policy, generate(policy, engine, options_of(server))) < EXACT
+    assert sum(sizes) == whole
     sizes.clear()
     options = options_of(lora_server)
     with build_engine(policy, options) as engine:
         engine.update(policy, 1)
         assert sum(sizes) == whole
-        old = copy.deepcopy(policy)
         rollout = generate(policy, engine, options)
-        assert difference(policy, rollout) < EXACT and max(merged.values()) < EXACT
+        assert difference(policy, rollout) < EXACT
         assert generate(policy, engine, options).completion_ids == rollout.completion_ids
         spoil(policy)
         assert difference(policy, generate(policy, engine, options)) > 0.1
@@ -417,29 +405,13 @@ def test_a_server_receives_the_adapter_alone(server, lora_server, monkeypatch):
         assert difference(policy, generate(policy, engine, options)) < EXACT
         assert difference(policy, generate(policy, engine, options, temperature=0.7), 0.7) < EXACT
         assert sum(sizes) == whole  # unchanged: no base weights were sent again
-        file = Path(engine.adapters.folders[engine.label].name) / "adapter_model.safetensors"
+        file = Path(engine.folder.path) / "adapter_model.safetensors"
         print(f"an update sends {file.stat().st_size} bytes in place of {whole}")
         assert file.stat().st_size < whole / 2
-        # The server keeps the two newest versions, so it can still sample with version 1.
-        samples = sampled_by(old, engine, f"{engine.label[:-1]}1")
-        logps = [all_logps(old, [*PROMPT, *one.ids])[len(PROMPT) - 1 :] for one in samples]
-        for one, rows in zip(samples, logps, strict=True):
-            ours = rows.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
-            assert (ours - one.logps).abs().max() < EXACT
-        engine.update(policy, 3)
+        request = Request([[3, 5, 4]], Sampling(max_new_tokens=6), 3, 0)
+        wanted = VLLMRequest(policy, request, 1, engine.base, f"{engine.label[:-1]}1")
         with pytest.raises(StaleWeights, match="the adapter is sent again"):
-            sampled_by(old, engine, f"{engine.label[:-1]}1")  # the server has deleted version 1
-
-
-PROMPT = [3, 5, 4]
-
-
-def sampled_by(policy: Any, engine: Any, adapter: str) -> Any:
-    """Sample completions of `PROMPT` with the named adapter, which may be an older version."""
-    request = Request([PROMPT], Sampling(max_new_tokens=6), 3, 0)
-    wanted = VLLMRequest(policy, request, 1, engine.base, adapter)
-    (parameters,) = wanted.parameters()
-    return engine.links[0].generate(PROMPT, parameters, wanted, time.monotonic() + 60)
+            engine.links[0].generate([3, 5, 4], *wanted.parameters(), wanted, time.monotonic() + 60)
 
 
 def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
@@ -452,30 +424,6 @@ def test_a_server_that_loses_the_adapter_receives_it_again(lora_server):
         link.server.fetch("POST", "/v1/unload_lora_adapter", 10, name)
         rollout = generate(policy, engine, options)
         assert difference(policy, rollout) < EXACT
-        spoil(policy)
-        engine.update(policy, 2)
-        lora_server.kill()
-        lora_server.start()
-        rollout = generate(policy, engine, options)
-        assert difference(policy, rollout) < EXACT and rollout.weight_version.tolist() == [2] * 12
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"r": 32}, "max_lora_rank of at least 32, the rank of the adapter, got 16"),
-        ({"use_dora": True}, "one adapter of low-rank matrices .*, got use_dora"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "the target module model.embed_tokens"),
-        ({"modules_to_save": ["norm"]}, "got modules_to_save"),
-    ],
-)
-def test_an_adapter_that_vllm_cannot_load_is_refused(lora_server, settings, message):
-    policy = policy_of()
-    model = peft.get_peft_model(
-        policy.lm, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings})
-    )
-    with pytest.raises(ValueError, match=f"rollout.vllm.urls: {lora_server.url}: .*{message}"):
-        build_engine(Policy(model, policy.tokenizer), options_of(lora_server))
 
 
 # The tests of the engine `vllm` must be the last tests of this file, because vLLM permanently
@@ -510,13 +458,6 @@ def test_in_process_it_loads_the_adapter_alone():
             assert difference(other, generate(other, engine, options)) < EXACT
         with awake(engine, policy, 3):
             assert difference(policy, generate(policy, engine, options)) < EXACT
-    for given, message in [
-        ("max_lora_rank: 8", "enable_lora: .* max_lora_rank of at least 12.* got 8"),
-        ("lora_target_modules: [q_proj]", r"lora_target_modules that include down.*\['q_proj'\]"),
-    ]:
-        options.vllm.options = {"enable_lora": True, **yaml.safe_load(f"{{{given}}}")}
-        with pytest.raises(ValueError, match=message):
-            build_engine(policy, options)
 
 
 def test_a_run_in_process_learns(tmp_path):

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_fast.rollout.vllm import http
-from grpo_fast.rollout.vllm.answers import ServerError, WeightInfo
+from grpo_fast.rollout.vllm.answers import ServerError
 from grpo_fast.rollout.vllm.http import Server
 from grpo_fast.rollout.vllm.link import check_model
 from grpo_fast.rollout.vllm.options import VLLMOptions
 from grpo_fast.rollout.vllm.servers import VLLMServers, build
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.policy import Policy
-from tests.rollout.vllm_stand_in import JOIN, START, UPDATE, Raw, engine_of
+from tests.rollout.vllm_stand_in import JOIN, START, UPDATE, engine_of
 from tests.tiny import tiny_model
 
 
@@ -23,7 +22,6 @@ def build_with(policy, *urls, **options):
     return build(policy, SimpleNamespace(ahead=0, vllm=VLLMOptions(urls=urls, **options)))
 
 
-# ------------------------------------------------------------- Servers and options that are refused
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_missing_path_is_explained(policy, server, status):
     server.faults["/server_info"] = [status]
@@ -114,17 +112,6 @@ def test_servers_are_different_and_can_reach_the_trainer(policy, server):
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ValueError, match=f"rollout.vllm.address: .*, got {address}"):
             engine_of(policy, server, version=0, address=address)
-
-
-# -------------------------------------------------------------------------------------- HTTP client
-def test_a_busy_server_decides_how_long_to_wait(server, monkeypatch):
-    waits = []
-    monkeypatch.setattr(http.time, "sleep", waits.append)
-    for after in (b"7", b"99999999999", b"0", b"-1", b"Sun, 22 Nov 2026 10:00:00 GMT"):
-        text = b"HTTP/1.1 429 No\r\nRetry-After: " + after + b"\r\n\r\n"
-        server.faults["/weight_info"] = [Raw(lambda put, text=text: put(text))]
-        Server(server.url).call("GET", "/weight_info", 60.0, WeightInfo)
-    assert waits == [7.0, http.LONGEST_WAIT_S, 0.1, http.WAIT_S, http.WAIT_S]
 
 
 @pytest.mark.parametrize("key", ["SECRET\nX: y", "SECRET€"])

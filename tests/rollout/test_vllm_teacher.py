@@ -61,7 +61,7 @@ def test_a_clamped_log_probability_means_minus_infinity(policy, server):
 
 def test_a_server_that_returns_is_called_again(policy, server):
     made = teacher_of(policy, server, 2, patience=20.0)
-    server.faults[GENERATE] = [503, 500, Raw(lambda write: write(b"HTTP/1.1 200 OK\r\n\r\n")), 429]
+    server.faults[GENERATE] = [503, 500, Raw(lambda write: write(b"HTTP/1.1 200 OK\r\n\r\n"))]
     assert len(made.scores(SAMPLES)) == 3 and not server.faults[GENERATE]
     with pytest.raises(EngineError, match="127.0.0.1:9"):
         TeacherServer("http://127.0.0.1:9", 3, 20, VLLMOptions(patience=0.1, timeout=5.0))
@@ -107,13 +107,11 @@ def each(logp: float, topk: Any = None) -> Any:
 IMPLAUSIBLE = {
     (topk, logp): message
     for topk, logps, message in (
-        (0, (-9999.0, -1000.0, -1e300, -math.inf), "above -1000 of a completion's token"),
-        (1, (-9999.0, -math.inf, -3.6, -50.0), "above -3.565 of the likeliest of 13 ids"),
-        (3, (-9999.0, -math.inf, -4.0, -999.0), "above -3.565 of the likeliest of 13 ids"),
-        (11, (-9999.0, -math.inf, -5.0), "above -3.565 of the likeliest of 13 ids"),
+        (0, (-9999.0, -1000.0, -math.inf), "above -1000 of a completion's token"),
+        (1, (-9999.0, -3.6), "above -3.565 of the likeliest of 13 ids"),
         (12, (-9999.0, -math.inf, -5.0), "of"),
-        (13, (-9999.0, -math.inf, -3.1, -2.57), "probabilities of all 13 ids, which sum to 1, got"),
-        (99, (-9999.0, -math.inf, -3.1), "probabilities of all 13 ids, which sum to 1, got a sum"),
+        (13, (-9999.0, -math.inf, -2.57), "probabilities of all 13 ids, which sum to 1, got a sum"),
+        (99, (-9999.0,), "probabilities of all 13 ids, which sum to 1, got a sum"),
     )
     for logp in logps
 }
@@ -153,13 +151,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "another token": (rows_of(lambda row: {i + 11: x for i, x in row.items()}), IDS),
     "another vocabulary": (rows_of(lambda row: cut(row, 3) | {1 << 30: LOW}), "the student's"),
     "an id without bound": (rows_of(lambda row: row | {1 << 40: LOW}), "should be less than"),
-    "an id below 0": (rows_of(lambda row: row | {-1: LOW}), "greater than or equal"),
     "an id that is none": (rows_of(lambda row: row | {"\x1b[2J" * 99: LOW}), "integer"),
     "NaN": (rows_of(lambda row: first(row, float("nan"))), f"{SUM}, got larger ones, or NaN"),
     "a logit": (rows_of(lambda row: first(row, 2.5)), SUM),
     "a sum above 1": (rows_of(lambda row: dict.fromkeys(row, {"logprob": -0.2})), SUM),
-    "a word": (rows_of(lambda row: first(row, "-1.0")), "valid number"),
-    "400": (400, "told to say 400"),
     "404": (404, "--enable-scale-out"),
     "500": (500, "told to say 500"),
 }

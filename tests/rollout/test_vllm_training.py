@@ -9,7 +9,6 @@ from grpo_fast.data.splits import Splits
 from grpo_fast.rollout import EngineError
 from grpo_fast.train import loop
 from grpo_fast.train.models.loading import build_tokenizer, load_policy
-from tests.command_line import invoke, refused, write_recipe
 from tests.rollout.vllm_stand_in import GENERATE, UPDATE, StandIn
 from tests.train.resuming import config_of, run
 
@@ -32,7 +31,7 @@ def policy(tmp_path: Path):
 
 
 def test_a_run_whose_servers_fail_is_the_run_of_servers_that_do_not(servers, tmp_path):
-    """Check that a run whose servers fail and restart has the same results as without failures."""
+    """Check that failures and restarts of the servers do not change the results of a run."""
     one, two = servers
     calm = run(tmp_path / "calm", *settings_for(one, two))
     for row in (row for row in calm["metrics"] if row["step"] and "loss" in row):
@@ -75,14 +74,6 @@ def test_servers_sample_ahead_and_are_sent_no_weights_meanwhile(servers, tmp_pat
     rough = run(tmp_path / "rough", *settings_for(*servers), *ahead)
     assert calm.pop("page") and rough.pop("page")
     assert calm == rough
-
-
-def test_a_run_whose_servers_stay_away_ends_with_a_message(servers, tmp_path):
-    recipe = write_recipe(tmp_path)
-    servers[0].faults = {GENERATE: ["die"] * 9}
-    one_left = settings_for(servers[0], patience=0.1)
-    result = invoke("train", recipe, *one_left, "log.progress=false")
-    assert refused(result, "no vLLM server has the weights", servers[0].url, code=1)
 
 
 def test_a_run_that_its_servers_left_goes_on_with_others(servers, tmp_path):

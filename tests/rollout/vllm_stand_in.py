@@ -88,10 +88,6 @@ def with_adapter(policy: Any, folder: str) -> Any:
     return twin
 
 
-class NotFound(Exception):
-    """Error for a request that names an adapter or a model that the server does not have."""
-
-
 class Raw:
     """Fault that sends raw bytes instead of a response.
 
@@ -147,7 +143,6 @@ class StandIn:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    # --------------------------------------------------------- Responses to the calls of the engine
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         name = path.strip("/").split("?")[0].replace("/", "_")
         rows, width = self.policy.lm.get_input_embeddings().weight.shape
@@ -168,30 +163,26 @@ class StandIn:
             # The engine uses `collective_rpc` only to request the printed modules of the model.
             "collective_rpc": {"results": [f"Model()(\n  (embed_tokens): {embedding}\n)"]},
         }
-        return facts[name] if name in facts else getattr(self, f"on_{name}")(**body)
+        return facts[name] if name in facts else getattr(self, f"on_{name}")(**body) or {}
 
-    def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> dict[str, Any]:
+    def on_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.group = GlooGroup(
             init_info["master_address"], init_info["master_port"], init_info["rank_offset"],
             init_info["world_size"], init_info["seconds"],
         )  # fmt: skip
-        return {}
 
-    def on_pause(self) -> dict[str, Any]:
+    def on_pause(self) -> None:
         self.is_paused = True
-        return {}
 
-    def on_resume(self) -> dict[str, Any]:
+    def on_resume(self) -> None:
         self.is_paused = False
-        return {}
 
-    def on_start_weight_update(self) -> dict[str, Any]:
+    def on_start_weight_update(self) -> None:
         if self.is_updating:
             raise RuntimeError("a weight update is already active")
         self.is_updating = True
-        return {}
 
-    def on_update_weights(self, update_info: dict[str, Any]) -> dict[str, Any]:
+    def on_update_weights(self, update_info: dict[str, Any]) -> None:
         assert self.is_updating
         if self.group is None:
             raise RuntimeError("not initialized")
@@ -200,24 +191,22 @@ class StandIn:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             self.group.broadcast(tensor)
             state[name].copy_(tensor)
-        return {}
 
-    def on_finish_weight_update(self, weight_version: str) -> dict[str, Any]:
+    def on_finish_weight_update(self, weight_version: str) -> None:
         if not self.is_updating:
             raise RuntimeError("finish_weight_update called without start_weight_update")
         self.version, self.is_updating = weight_version, False
         self.versions.append(weight_version)
-        return {}
 
     def on_v1_load_lora_adapter(self, lora_name: str, lora_path: str, load_inplace: bool) -> bytes:
         if not (Path(lora_path) / "adapter_model.safetensors").is_file():
-            raise NotFound(f"No adapter found for {lora_path}")
+            raise FileNotFoundError(f"No adapter found for {lora_path}")
         self.adapters[lora_name] = lora_path
         return b"Success: LoRA adapter added"
 
     def on_v1_unload_lora_adapter(self, lora_name: str) -> bytes:
         if self.adapters.pop(lora_name, None) is None:
-            raise NotFound(f"The lora adapter {lora_name} cannot be found")
+            raise FileNotFoundError(f"The lora adapter {lora_name} cannot be found")
         return b"Success: LoRA adapter removed"
 
     def on_inference_v1_generate(
@@ -227,7 +216,7 @@ class StandIn:
         policy = self.policy
         if model is not None:
             if model not in self.adapters:
-                raise NotFound(f"The model {model} does not exist")
+                raise FileNotFoundError(f"The model {model} does not exist")
             policy = with_adapter(policy, self.adapters[model])
         if "prompt_logprobs" in given:
             return self.scored(token_ids, given)
@@ -268,7 +257,6 @@ class StandIn:
             "logprobs": {"content": [{"token_id": t, "logprob": x, "rank": 1} for t, x in pairs]},
         }  # fmt: skip
 
-    # ----------------------------------------------------------------------------------------- HTTP
     def _handler(stand_in) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         ended = stand_in.ended  # keep this event, because a restart creates a new one
 
@@ -305,11 +293,9 @@ class StandIn:
                     return
                 try:
                     answer = stand_in.answer(self.path, body)
-                except NotFound as error:
-                    self.say(404, {"error": {"message": str(error)}})
-                    return
                 except Exception as error:
-                    self.say(500, {"error": {"message": repr(error)}})
+                    status = 404 if isinstance(error, FileNotFoundError) else 500
+                    self.say(status, {"error": {"message": repr(error)}})
                     return
                 changed = fault(answer) if callable(fault) else None
                 self.say(200, answer if changed is None else changed)
@@ -329,6 +315,6 @@ class StandIn:
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
-                """Disable logging."""
+                """Write no log line for a request."""
 
         return Handler

@@ -1,4 +1,4 @@
-"""FlashAttention over spans on CUDA, from torch or from a package for version 2, 3 or 4.
+"""FlashAttention on CUDA: version 2 in torch, and the packages of the versions 2, 3 and 4.
 
 Inputs are q (Tq, H, D), k and v (Tk, H_kv, D) in 16 bits, with D a multiple of 8 up to 256, and
 int32 offsets of the spans. Outputs are the attention output and lse (H, Tq) in fp32. Each function
@@ -21,7 +21,7 @@ from grpo_fast.attention.spans import AttentionParams, Spans
 
 
 def longest(spans: Spans) -> tuple[int, int]:
-    """Return the length of the longest query span, at least 2, and that of the longest key span.
+    """Return the length of the longest query span and the length of the longest key span.
 
     The first length is at least 2, because FA2 would use its decoding path for a single query.
     """
@@ -29,7 +29,7 @@ def longest(spans: Spans) -> tuple[int, int]:
 
 
 def window_of(spans: Spans, params: AttentionParams) -> tuple[int, int]:
-    """Return how many keys left and right of its position a query sees; −1 means all."""
+    """Return how many keys before and after its own position a query sees. −1 means all keys."""
     if not spans.causal:
         return -1, -1
     return (-1 if params.window is None else params.window - 1), 0
@@ -88,8 +88,8 @@ def fa3_backward(grad: Tensor, saved: Saved, spans: Spans, params: AttentionPara
     return dq, dk, dv
 
 
-# The next two functions use flash_attn.cute (FA4). It expects None for "all keys", and sets the
-# right side of a causal window itself.
+# The next two functions use flash_attn.cute (FA4). Its window size for "all keys" is None. It sets
+# the right side of a causal window itself.
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor, spans: Spans, params: AttentionParams) -> Result:
     return import_module("flash_attn.cute.interface")._flash_attn_fwd(
         q, k, v, causal=spans.causal, return_lse=True, **_options(spans, params, none=True)

@@ -91,7 +91,7 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_map(layout: TreeLayout, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return which blocks are partly visible, and which are fully visible, two (Q, K) bool tensors.
+    """Return two bool tensors (Q, K): the partly visible blocks, and the fully visible blocks.
 
     A block is partly visible if at least one of its queries attends to one of its keys. It is fully
     visible if all its queries attend to all its keys.

@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
 def over_spans(
     forward: Callable[..., Result], backward: Callable[..., Gradients]
 ) -> tuple[Callable[..., Result], Callable[..., Gradients]]:
-    """Build the functions of a `Kernel` from functions of one span, which are called for each span.
+    """Build the functions of a `Kernel` from two functions that compute a single span.
 
     Autocast is disabled, because it would compute fp32 products in 16 bits.
 

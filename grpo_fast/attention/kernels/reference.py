@@ -13,7 +13,7 @@ from grpo_fast.attention.spans import AttentionParams
 
 
 def visible(layout: TreeLayout, window: int | None = None, rows: slice = slice(None)) -> Tensor:
-    """Return which keys each query attends to, a bool tensor (rows, T) with one row per query."""
+    """Return a bool tensor (rows, T) that says which keys each query in `rows` attends to."""
     segment = layout.segments
     position = layout.position_ids[0]
     related = layout.related[segment[rows, None], segment[None]]

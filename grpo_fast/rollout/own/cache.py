@@ -188,7 +188,7 @@ class RolloutCache:
         chosen = [torch.tensor(x, device=self.device) for x in (prompts, stay)]
         for layer in self.layers.values():
             if len(prompts) < len(self.counts):
-                # In the C++ kernel's layout this axis counts tiles of several tokens, so the
+                # In the layout of the C++ kernel, axis 2 counts tiles of several tokens, so the
                 # slice may retain more tokens than needed.
                 k, v = (x.index_select(0, chosen[0])[:, :, :longest] for x in layer.prompts)
                 layer.prompts = k.contiguous(), v.contiguous()
@@ -240,7 +240,7 @@ class RolloutCache:
         return out.flatten(1, 2)
 
     def in_tiles(self, layer: Layer) -> tuple[Any, ...]:
-        """Make room for one more token and return the layer's arguments for the C++ kernels."""
+        """Return the arguments of the C++ kernels for a layer, with room for one more token."""
         if not layer.completions:
             layer.prompts = cpp.tiles_of(*(x.float() for x in layer.prompts))
         if not layer.completions or layer.completions[0].shape[2] * cpp.TILE == self.time:

@@ -31,7 +31,7 @@ PREFILL_TOKENS = 1 << 14  # most prompt tokens in one forward pass, unless one p
 # Number of tokens between two checks for ended completions. On a GPU a check costs a sync.
 CHECK_EVERY = {"cpu": 1}
 CHECK_EVERY_ON_GPU = 16
-# Remove ended completions from the batch if at most this fraction is still sampling. Removing them
+# Remove ended completions if at most this fraction of the batch is still sampling. Removing them
 # copies the cache, which costs more than it saves if few completions have ended.
 FULL = 0.8
 
@@ -46,7 +46,10 @@ class SupportRecorder:
         self.rows: list[Tensor] = []  # the completion of each entry of `ids`
 
     def add(self, rows: Tensor, t: int, draw: Draw) -> None:
-        """Record the support of token t of the given completions, if any. Costs a GPU sync."""
+        """Record the support of token t of the given completions. Costs a GPU sync.
+
+        If the sampler did not truncate, nothing is recorded.
+        """
         if draw.candidates is None or draw.in_support is None or draw.mass is None:
             return
         in_support = draw.in_support.cpu()

@@ -105,7 +105,7 @@ class Decoder:
 def decoder_of(
     trunk: PreTrainedModel, head: Head, cache: RolloutCache, forward: Step
 ) -> Decoder | None:
-    """Return a decoder for the model, or None if the decoder does not support it.
+    """Return a decoder for the model, or None if the decoder cannot compute it.
 
     Args:
         trunk: the model without its LM head.
@@ -127,7 +127,7 @@ def decoder_of(
 
 
 def is_supported(trunk: PreTrainedModel, head: Head, cache: RolloutCache) -> bool:
-    """Return whether the decoder supports this model, and its kernels are available."""
+    """Return whether the decoder supports this model and its C++ kernels are available."""
     dtype = head.weight.dtype
     if route.gemm_choice() == "vendor" or torch.is_autocast_enabled("cpu") != autocast.in_bf16():
         return False

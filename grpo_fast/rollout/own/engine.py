@@ -36,7 +36,7 @@ class TransformersEngine(Engine):
 
     Args:
         policy: a `Policy` or `SampledModel`.
-        options: ignored; all engines have this parameter.
+        options: not used. The builders of all engines have this parameter.
     """
 
     def __init__(self, policy: SampledModel, options: object = None) -> None:
@@ -57,7 +57,7 @@ class TransformersEngine(Engine):
         size = sampling.batch_size or max(len(rows), 1)
         completions: list[Completion] = []
         with self.policy.generation():
-            # Check again, because `update` may have replaced the model.
+            # Check the model again, because `update` may have replaced it.
             by_loop = not rows or (self.fallback or why_unsuited(self.policy)) is None
             run = decode if by_loop else by_transformers
             for start in range(0, len(rows), size):
@@ -94,9 +94,9 @@ def by_transformers(
     options: Sampling,
     numbers: Tensor,
 ) -> Decoded:
-    """Sample with transformers' `generate`. Has the same arguments and result as `decode`.
+    """Sample with transformers' `generate`. The arguments and the result are those of `decode`.
 
-    Every completion has its own copy of the prompt, padded on the left.
+    Every completion has a separate copy of the prompt, padded on the left.
     """
     device = policy.device
     pad = policy.pad_id

@@ -87,7 +87,9 @@ class SampledModel:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Switch to evaluation mode and to the attention for sampling. Restore both at the end.
+        """Switch the model to evaluation mode and to the attention for sampling.
+
+        Mode, attention and generation config are restored at the end.
 
         Do not call this between a forward pass and its backward. Gradient checkpointing would
         recompute with a different attention implementation.
@@ -96,8 +98,8 @@ class SampledModel:
         attention = lm.config._attn_implementation
         modes = [(m, m.training) for m in lm.modules()]
         saved = lm.generation_config
-        # Use a default generation config. The model's config may contain penalties and warpers,
-        # which would change the distribution.
+        # Use a default generation config. The model's config may contain penalties or other logits
+        # processors, which would change the distribution.
         lm.generation_config = type(saved)()
         lm.set_attn_implementation(self.generation_attn)
         lm.eval()
@@ -161,8 +163,8 @@ def positions(config: PreTrainedConfig) -> float:
     bound = getattr(config, "max_position_embeddings", None)
     if not isinstance(bound, int):
         return math.inf
-    # YaRN configurations such as Qwen2.5's extend the positions by `rope_parameters` and leave
-    # max_position_embeddings unchanged.
+    # Configurations with YaRN, such as those of Qwen2.5, extend the positions by `rope_parameters`
+    # and leave max_position_embeddings unchanged.
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if not isinstance(factor, (int, float)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,8 @@ from torch import Tensor
 from grpo_fast.errors import require
 from grpo_fast.rollout.vllm.transfer import adapted_modules, checkpoint_tensors
 
-# Number of adapter versions whose folders are kept. Running requests may use the previous version.
-KEPT = 2
-# Fields of peft's LoraConfig that do more than add a low-rank product to the weight of a module.
+# Fields of peft's LoraConfig that vLLM does not support. If one is set, an adapter is more than two
+# low-rank matrices for each module.
 UNSUPPORTED = (
     "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices",
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config",
@@ -57,7 +57,7 @@ def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: s
     extras += [f"the adapters {', '.join(sorted(active))}"] * (len(active) > 1)
     trained = [n for n, p in policy.lm.named_parameters() if p.requires_grad and ".lora_" not in n]
     extras += [f"the trained weight {name}" for name in trained[:1]]
-    # vLLM ignores the matrices of a module that its model does not have under the same name.
+    # vLLM ignores the matrices of a module if its own model has no module of this name.
     names = checkpoint_tensors(policy.lm, merged=False).keys()
     unknown = [n for n, m in modules.items() if not m.lora_A or f"{n}.weight" not in names]
     extras += [f"the target module {name}" for name in unknown[:1]]
@@ -65,43 +65,34 @@ def check(policy: Any, max_rank: int, targets: Sequence[str] | None, argument: s
     require(not extras, argument, expected, ", ".join(extras))
 
 
-class Adapters:
-    """Folders that contain the newest versions of the policy's adapter.
+class AdapterFolder:
+    """Temporary folder from which vLLM loads the newest version of the policy's adapter."""
 
-    Attributes:
-        folders: the folder of each version, keyed by the name of the version.
-    """
+    @functools.cached_property
+    def path(self) -> str:
+        self._folder = TemporaryDirectory(prefix="grpo_fast-lora-")
+        return self._folder.name
 
-    def __init__(self) -> None:
-        self.folders: dict[str, TemporaryDirectory[str]] = {}
+    def write(self, policy: Any, *, is_writer: bool = True) -> None:
+        """Replace the files in the folder by the policy's adapter, in peft's format.
 
-    def write(self, policy: Any, name: str, *, is_writer: bool = True) -> None:
-        """Write the policy's adapter into a new folder, and delete the oldest folder.
-
-        If the version already has a folder, nothing is written. If the weights are sharded, this is
-        a collective call.
+        If the weights are sharded, this is a collective call.
 
         Args:
             policy: the policy.
-            name: name of this version of the adapter.
-            is_writer: False gathers sharded weights, but leaves the folder empty.
+            is_writer: False gathers sharded weights, but writes no files.
         """
         from safetensors.torch import save_file
 
-        if name in self.folders:
-            return
         active, config = _active_config(policy)
         tensors = _tensors(policy.lm, active)
-        self.folders[name] = TemporaryDirectory(prefix="grpo_fast-lora-")
-        while len(self.folders) > KEPT:
-            self.folders.pop(next(iter(self.folders))).cleanup()
         if not is_writer:
             return
         fields = {field: getattr(config, field) for field in FIELDS}
-        folder = Path(self.folders[name].name)
-        save_file(tensors, folder / "adapter_model.safetensors")
         fields["target_modules"] = sorted({key.split(".")[-3] for key in tensors})
-        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **fields}))
+        save_file(tensors, Path(self.path) / "adapter_model.safetensors")
+        settings = json.dumps({"peft_type": "LORA", **fields})
+        (Path(self.path) / "adapter_config.json").write_text(settings)
 
 
 def _tensors(lm: Any, adapter: str) -> dict[str, Tensor]:

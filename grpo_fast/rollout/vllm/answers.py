@@ -1,4 +1,4 @@
-"""Models of vLLM's responses, and the checks that both vLLM engines apply to completions."""
+"""Pydantic models of vLLM's responses, and checks of the completions for both vLLM engines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from grpo_fast.rollout.own.model import SampledModel
 
 CLAMPED = -9999.0  # servers report this value for a log-probability that is NaN or -inf
-BODY = 1 << 23  # most bytes of a response without completions
-TOKEN = 1 << 10  # additional bytes that a response may use for each token
-SUPPORT_ID = 12  # additional bytes for each id of a token's support
 ROUNDING = 1e-3  # largest accepted log-probability in nats; rounding can make it positive
 
 
@@ -165,13 +162,6 @@ class VLLMRequest(NamedTuple):
     def vocab_size(self) -> int:
         return self.policy.lm.get_input_embeddings().weight.shape[0]
 
-    @property
-    def max_bytes(self) -> int:
-        """Largest accepted size, in bytes, of a response with the completions of one prompt."""
-        sampling = self.request.sampling
-        support = sampling.top_k or self.vocab_size if sampling.truncates else 0
-        return BODY + self.per_prompt * sampling.max_new_tokens * (TOKEN + SUPPORT_ID * support)
-
     def parameters(self) -> list[dict[str, Any]]:
         """Return the fields of vLLM's SamplingParams for each prompt."""
         sampling = self.request.sampling
@@ -211,7 +201,8 @@ class VLLMRequest(NamedTuple):
         return [self._completion(choice, where) for choice in choices]
 
     def _completion(self, choice: Choice, where: str) -> Completion:
-        # 1. Check the ids: not too many, none after the first EOS, all in the vocabulary.
+        # 1. Check that there are not too many ids, that none follows the first EOS, and that all
+        #    are in the vocabulary.
         ids = choice.token_ids
         limit = self.request.sampling.max_new_tokens
         ends = [t for t, token in enumerate(ids) if token in self.policy.eos_ids]
@@ -220,8 +211,8 @@ class VLLMRequest(NamedTuple):
         require(fits, where, expected, f"{len(ids)}, EOS at {ends}", BadAnswer)
         expected = f"token ids below the embedding's {self.vocab_size} rows"
         require(max(ids) < self.vocab_size, where, expected, max(ids), BadAnswer)
-        # 2. Check the weights. This comes before the check of the end, because a request with stale
-        #    weights can be repeated, while a wrong end stops the run.
+        # 2. Check the weights before the end of the completion. Stale weights only cause another
+        #    request, while a wrong end stops the run.
         self._check_weights(choice, where)
         # 3. Check that the completion ends with an EOS or at the requested length.
         reason = "stop" if ends else "length"
@@ -264,7 +255,7 @@ class VLLMRequest(NamedTuple):
         return logps
 
     def _support(self, choice: Choice, where: str) -> Support | None:
-        """Check the tokens' support and return it, or None if it is missing or not needed."""
+        """Check the support of the tokens and return it, or None if it is missing or not needed."""
         rows = choice.sampling_mask
         if rows is None or not self.request.sampling.needs_support:
             return None
@@ -278,9 +269,9 @@ class VLLMRequest(NamedTuple):
         return Support(ids, torch.tensor([0, *map(len, rows)]).cumsum(0))
 
     def in_groups(self, by_prompt: Sequence[list[Completion]]) -> list[Completion]:
-        """Return `group_size` completions for each prompt, in one list.
+        """Join the completions of all prompts into one list, `group_size` for each prompt.
 
-        vLLM samples a greedy completion only once per prompt, so this method repeats it.
+        vLLM samples only one greedy completion of a prompt, which this method repeats.
         """
         copies = self.request.group_size // self.per_prompt
         completions = [one for group in by_prompt for one in group * copies]

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -14,11 +13,10 @@ from typing import Any, TypeVar
 import httpx2
 
 from grpo_fast.data import escape_control, reason
-from grpo_fast.rollout.vllm.answers import BODY, R, ServerError, WeightInfo, parsed
+from grpo_fast.rollout.vllm.answers import R, ServerError, WeightInfo, parsed
 
 CHECK_S = 10.0  # timeout in seconds of a call that a healthy server answers at once
-WAIT_S = 1.0  # seconds before a busy server is called again, if it does not say when
-LONGEST_WAIT_S = 30.0
+MAX_BYTES = 1 << 31  # a longer response is refused, because it would fill the trainer's memory
 GENERATE = "/inference/v1/generate"
 LOGPROBS = "processed_logprobs"
 START = (
@@ -31,7 +29,9 @@ Missing = tuple[type[Exception], str]
 
 
 class Server:
-    """Client for one vLLM server. Every call opens a new connection. Redirects are not followed.
+    """Client for one vLLM server.
+
+    Every call opens a new connection. Redirects are not followed.
 
     Args:
         url: the server, as `http://host:port`.
@@ -53,7 +53,7 @@ class Server:
 
     def call(
         self, method: str, path: str, seconds: float, kind: type[R], body: Any = None,
-        max_bytes: int = BODY, missing: Missing = (ValueError, START),
+        missing: Missing = (ValueError, START),
     ) -> R:  # fmt: skip
         """Send a request and return the parsed response. `fetch` documents the other arguments.
 
@@ -63,32 +63,27 @@ class Server:
         Raises:
             BadAnswer: the response does not fit `kind`.
         """
-        answer = self.fetch(method, path, seconds, body, max_bytes, missing)
+        answer = self.fetch(method, path, seconds, body, missing)
         return parsed(kind, answer, f"{self.url}{path}")
 
     def fetch(
-        self, method: str, path: str, seconds: float, body: Any = None, max_bytes: int = BODY,
+        self, method: str, path: str, seconds: float, body: Any = None,
         missing: Missing = (ValueError, START),
     ) -> bytes:  # fmt: skip
-        """Send a request and return the response's body. Retry while the server is busy (429).
+        """Send a request and return the body of the response.
 
         Args:
             method: "GET" or "POST".
             path: path and query, such as "/health".
             seconds: timeout of the whole call, from the connection to the last byte.
             body: value that is sent as JSON, or None.
-            max_bytes: most bytes of the response's body.
             missing: error class and advice for the statuses 403 and 404.
 
         Raises:
-            ServerError: no complete response within `seconds` and `max_bytes`, or a server error.
+            ServerError: no complete response within `seconds` and MAX_BYTES, or a server error.
             ValueError: the server refuses the request.
         """
-        deadline = time.monotonic() + seconds
-        status, wait, answer = self._send(method, path, deadline, body, max_bytes)
-        while status == 429 and time.monotonic() + wait < deadline:
-            time.sleep(wait)
-            status, wait, answer = self._send(method, path, deadline, body, max_bytes)
+        status, answer = self._send(method, path, seconds, body)
         where = f"{self.url}{path}"
         if status == 200:
             return answer
@@ -101,25 +96,18 @@ class Server:
         raise ServerError(message)
 
     def is_up(self) -> bool:
-        """Return whether the server answers /health, even if it is busy."""
+        """Return whether the server answers /health without an error."""
         try:
-            return self._send("GET", "/health", time.monotonic() + CHECK_S)[0] in (200, 429)
+            return self._send("GET", "/health", CHECK_S)[0] == 200
         except ServerError:
             return False
 
     def weight_version(self) -> str:
         return self.call("GET", "/weight_info", CHECK_S, WeightInfo).weight_version
 
-    def _send(
-        self, method: str, path: str, deadline: float, body: Any = None, max_bytes: int = BODY
-    ) -> tuple[int, float, bytes]:
-        """Send one request, and return the response.
-
-        Returns:
-            The HTTP status, the seconds to wait before a retry, and the body.
-        """
-        seconds = deadline - time.monotonic()
-        exchange = self._exchange(method, path, seconds, body, max_bytes)
+    def _send(self, method: str, path: str, seconds: float, body: Any = None) -> tuple[int, bytes]:
+        """Send a request. Return the HTTP status and the body of the response."""
+        exchange = self._exchange(method, path, seconds, body)
         try:
             return asyncio.run_coroutine_threadsafe(exchange, _event_loop()).result()
         except TimeoutError as error:
@@ -129,8 +117,8 @@ class Server:
             raise ServerError(f"{self.url}{path}: {escape_control(reason(error))}") from error
 
     async def _exchange(
-        self, method: str, path: str, seconds: float, body: Any, max_bytes: int
-    ) -> tuple[int, float, bytes]:
+        self, method: str, path: str, seconds: float, body: Any
+    ) -> tuple[int, bytes]:
         pieces = bytearray()
         # The timeout of httpx applies to each read, so a server that sends one byte now and then
         # would never time out. asyncio.timeout limits the whole exchange.
@@ -143,11 +131,9 @@ class Server:
         ):
             async for piece in response.aiter_raw():
                 pieces += piece
-                if len(pieces) > max_bytes:
-                    raise OSError(f"expected an answer of at most {max_bytes} bytes, got more")
-        after = response.headers.get("Retry-After", "")
-        wait = float(after) if after.isdecimal() else WAIT_S
-        return response.status_code, min(max(wait, 0.1), LONGEST_WAIT_S), bytes(pieces)
+                if len(pieces) > MAX_BYTES:
+                    raise OSError(f"expected an answer of at most {MAX_BYTES} bytes, got more")
+        return response.status_code, bytes(pieces)
 
 
 @functools.cache

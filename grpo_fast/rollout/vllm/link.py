@@ -6,7 +6,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,7 +18,6 @@ from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import EngineError, require
 from grpo_fast.rollout.engine import Completion
 from grpo_fast.rollout.vllm import adapter, answers, transfer
-from grpo_fast.rollout.vllm.adapter import Adapters
 from grpo_fast.rollout.vllm.answers import ServerError, StaleWeights, VLLMRequest
 from grpo_fast.rollout.vllm.http import CHECK_S, GENERATE, LOGPROBS, START, Missing, Server, at_once
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -56,10 +55,10 @@ class Link:
         self.error: Exception | None = None
         self.deadline = 0.0
         self.loads_adapters = False
-        self.adapters: set[str] = set()  # names of the adapters that the server has loaded
+        self.adapter: str | None = None  # name of the adapter that the server has loaded
 
     def check(self, policy: SampledModel) -> None:
-        """Check that the server's options and model fit the policy. Changes nothing on the server.
+        """Check that the server's options and model fit the policy. The server is not changed.
 
         Raises:
             ValueError: the server reports raw log-probabilities, has a different model, or was
@@ -92,35 +91,40 @@ class Link:
         self, prompt: Sequence[int], parameters: dict[str, Any], request: VLLMRequest,
         deadline: float,
     ) -> list[Completion]:  # fmt: skip
-        """Request the completions of one prompt and return them after checks."""
+        """Request the completions of one prompt, check them, and return them."""
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         missing: Missing = (ValueError, START)
         if request.adapter is not None:  # a restarted server lacks the adapter
             body["model"] = request.adapter
             missing = (StaleWeights, "the adapter is sent again")
         seconds = deadline - time.monotonic()
-        kind = answers.Choices
-        limit = request.max_bytes
-        answer = self.server.call("POST", GENERATE, seconds, kind, body, limit, missing)
+        answer = self.server.call("POST", GENERATE, seconds, answers.Choices, body, missing)
         return request.completions(answer, f"{self.server.url}{GENERATE}")
 
-    def begin(self) -> None:
-        """Prepare the server for new weights. It does not sample until `finish`."""
+    def receive(self, weights: Iterable[Named], label: str) -> None:
+        """Send the server weights named `label`. It does not sample until it has all of them."""
+        # 1. Join a process group with the server's workers, and stop sampling.
         self.deadline = time.monotonic() + self.options.timeout
         if self.group is None or self.server.weight_version() != self.label:
             self.group = self._join_group()
         seconds = remaining(self.deadline)
         is_open = self.server.call("GET", "/is_paused", seconds, answers.Paused).is_paused
         self._post("/pause?mode=keep")
-        # If the server is already paused, a trainer may have been killed during an update. vLLM
-        # then refuses a second update, or adds it to half-loaded layers. Only
-        # /finish_weight_update resets these layers. That call fails if no update is open, so
-        # start an update first. If one is open already, the start fails, which is harmless.
+        # 2. If the server was already paused, a trainer may have been killed during an update. vLLM
+        #    then refuses a second update, or adds it to half-loaded layers. Only
+        #    /finish_weight_update resets these layers. That call fails if no update is open, so
+        #    start an update first. The start fails if an update is open already; this is harmless.
         if is_open:
             with suppress(ServerError):
                 self._post("/start_weight_update")
             self._post("/finish_weight_update", {"weight_version": "left-in-the-middle"})
+        # 3. Send the weights, and continue sampling.
         self._post("/start_weight_update")
+        for tensors in weights:
+            self.send(tensors)
+        self._post("/finish_weight_update", {"weight_version": label})
+        self._post("/resume")
+        self._include(label)
 
     def send(self, tensors: Named) -> None:
         """Send a bucket of named weights to the server."""
@@ -135,32 +139,21 @@ class Link:
         self._post("/update_weights", {"update_info": info})
         sent.result(remaining(self.deadline))
 
-    def finish(self, label: str) -> None:
-        """Finish the transfer, so that the server samples with the new weights named `label`."""
-        self._post("/finish_weight_update", {"weight_version": label})
-        self._post("/resume")
-        self._include(label)
+    def load_adapter(self, label: str, folder: str) -> None:
+        """Make the server load the adapter in `folder` under the name `label`.
 
-    def has_weights(self, label: str) -> bool:
-        """Return whether the server has the weights named `label`. False if it does not answer."""
-        with suppress(EngineError):
-            return self.server.weight_version() == label
-        return False
-
-    def load_adapter(self, label: str, adapters: Adapters) -> None:
-        """Make the server load the adapter named `label`, and unload those without a folder."""
-        folder = adapters.folders[label].name
+        Afterwards, the server unloads the previous version of the adapter.
+        """
         advice = f"the server must be able to read the trainer's folder {folder} (see TMPDIR)"
         # If the server was excluded after it had loaded this adapter, it still has the adapter.
         # vLLM would then refuse a request without load_inplace.
         body = {"lora_name": label, "lora_path": folder, "load_inplace": True}
         seconds = self.options.timeout
         self.server.fetch("POST", LOAD, seconds, body, missing=(ValueError, advice))
-        self.adapters.add(label)
-        for name in self.adapters - adapters.folders.keys():
+        if self.adapter not in (None, label):
             with suppress(EngineError, ValueError):  # a restarted server lacks the adapter
-                self.server.fetch("POST", UNLOAD, CHECK_S, {"lora_name": name})
-        self.adapters &= adapters.folders.keys()
+                self.server.fetch("POST", UNLOAD, CHECK_S, {"lora_name": self.adapter})
+        self.adapter = label
         self._include(label)
 
     def look(self, label: str, base: str | None) -> None:
@@ -176,7 +169,7 @@ class Link:
             self._include(label)
 
     def leave_out(self, error: Exception) -> None:
-        """Exclude the server until it has received the weights through a new group."""
+        """Exclude the server until it has received the weights through a new process group."""
         if not isinstance(error, EngineError):
             error = ServerError(f"{self.server.url}: sending weights: {reason(error)}")
         if self.error is None:
@@ -196,7 +189,7 @@ class Link:
 
     def _join_group(self) -> GlooGroup | NCCLGroup:
         """Form a process group with the workers of the server."""
-        # 1. Open a port for the workers.
+        # 1. Open a port to which the server's workers connect.
         address = self.options.address
         workers = self.server.call("GET", "/get_world_size", CHECK_S, answers.WorldSize)
         try:
@@ -247,19 +240,16 @@ def check_model(lm: PreTrainedModel, served: str, url: str) -> None:
         require(theirs == ours, "rollout.vllm.urls", "this run's model", other)
 
 
-def each(links: list[Link], action: Callable[[Link], None]) -> list[Link]:
-    """Run an action on all links in parallel, and return the links on which it succeeded."""
+def each(links: list[Link], action: Callable[[Link], None]) -> None:
+    """Run an action on all links in parallel. Exclude the servers for which it fails."""
 
-    def succeeds(link: Link) -> bool:
+    def run(link: Link) -> None:
         try:
             action(link)
         except (RuntimeError, OSError) as error:  # raised by the server, the group or a timeout
             link.leave_out(error)
-            return False
-        return True
 
-    results = at_once(len(links), succeeds, links)
-    return [link for link, success in zip(links, results, strict=True) if success]
+    at_once(len(links), run, links)
 
 
 def remaining(deadline: float) -> float:

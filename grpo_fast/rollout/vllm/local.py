@@ -19,7 +19,7 @@ from grpo_fast.data import reason
 from grpo_fast.errors import EngineError
 from grpo_fast.rollout.engine import Completion, Engine, Request
 from grpo_fast.rollout.vllm import adapter
-from grpo_fast.rollout.vllm.adapter import Adapters
+from grpo_fast.rollout.vllm.adapter import AdapterFolder
 from grpo_fast.rollout.vllm.answers import Choices, VLLMRequest, parsed
 from grpo_fast.rollout.vllm.http import LOGPROBS
 from grpo_fast.rollout.vllm.transfer import adapted_modules, buckets, dtype_of, repack_heads
@@ -54,7 +54,7 @@ class VLLMEngine(Engine):
         self.with_lora = with_lora
         self.version: int | None = None  # version of vLLM's weights; None if vLLM has none
         self.base: Any = None  # the model whose base weights vLLM has
-        self.adapters = Adapters()
+        self.folder = AdapterFolder()
         self.numbers = itertools.count(1)  # numbers the adapters that vLLM loads
         self.lora: Any = None  # vLLM's LoRARequest of the current adapter
         self.asleep = False
@@ -75,7 +75,7 @@ class VLLMEngine(Engine):
         if self.without_cache:
             self.llm.wake_up(tags=["kv_cache"])
             self.without_cache = False
-        # Reset the prefix cache, which was computed with the old weights.
+        # Reset the prefix cache, because its keys and values were computed with the old weights.
         self.llm.reset_prefix_cache()
         self.lora = self._load_adapter(policy) if by_adapter else None
         self.llm.update_weight_version(str(version))
@@ -86,8 +86,8 @@ class VLLMEngine(Engine):
         from vllm.lora.request import LoRARequest
 
         number = next(self.numbers)
-        self.adapters.write(policy, str(number))
-        request = LoRARequest(str(number), number, self.adapters.folders[str(number)].name)
+        self.folder.write(policy)
+        request = LoRARequest(str(number), number, self.folder.path)
         try:
             self.llm.llm_engine.add_lora(request)
         except (ValueError, RuntimeError) as error:

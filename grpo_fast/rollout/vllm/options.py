@@ -21,22 +21,22 @@ class VLLMOptions(BaseModel):
     )
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of vLLM's class LLM for engine: vllm, for example {gpu_memory_utilization: 0.4}."""
+    """Arguments of the class vllm.LLM for engine: vllm, such as {gpu_memory_utilization: 0.4}."""
     urls: list[str] = Field(default_factory=list)
-    """Servers of engine: vllm-server, each as http://host:port."""
+    """Servers for engine: vllm-server, each as http://host:port."""
     transfer: Literal["auto", "nccl", "gloo"] = "auto"
-    """How weights reach the servers; auto takes nccl from a GPU, else gloo."""
+    """How servers receive weights. auto is nccl if the policy is on a GPU, otherwise gloo."""
     address: str = Field("127.0.0.1", min_length=1)
-    """Address of this machine at which the servers reach it."""
+    """Address of the trainer's machine at which the servers can reach it."""
     timeout: float = Field(600.0, gt=0, le=1e6)
-    """Seconds that the answers of a batch, or a weight transfer, may take."""
+    """Seconds that the completions of a step, or one transfer of weights, may take."""
     patience: float = Field(300.0, ge=0, le=1e6)
-    """Seconds to wait for a server that does not answer."""
+    """Seconds to wait for a server that does not respond."""
 
     @model_validator(mode="before")
     @classmethod
     def _plain_urls(cls, settings: Any) -> Any:
-        """Check the URLs before pydantic does: its error would quote a URL with a password."""
+        """Check the URLs before pydantic, whose error would quote a URL with a password."""
         if not isinstance(settings, dict) or "urls" not in settings:
             return settings
         urls = settings["urls"]

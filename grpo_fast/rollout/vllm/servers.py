@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_fast.rollout.engine import Completion, Engine, Request
-from grpo_fast.rollout.vllm.adapter import Adapters
+from grpo_fast.rollout.vllm.adapter import AdapterFolder
 from grpo_fast.rollout.vllm.answers import ServerError, VLLMRequest
 from grpo_fast.rollout.vllm.http import at_once
 from grpo_fast.rollout.vllm.link import Link, each
@@ -57,7 +57,7 @@ class VLLMServers(Engine):
         self.rank = 0
         self.run = secrets.token_hex(4)
         self.version = 0
-        self.adapters = Adapters()
+        self.folder = AdapterFolder()
         self.lm: Any = None  # the model whose adapter was sent last
         self.count = 0  # number of models whose adapters were sent
         # The name under which servers report the base weights of the adapter. None if servers
@@ -118,7 +118,7 @@ class VLLMServers(Engine):
             self.count += policy.lm is not self.lm
             self.lm = policy.lm
             self.base = f"{self.run}-base-{self.count}"
-            self.adapters.write(policy, self.label, is_writer=self.rank == 0)
+            self.folder.write(policy, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         if is_sharded:
@@ -155,11 +155,10 @@ class VLLMServers(Engine):
             reached = [link for link in outdated if link.server.is_up()]
             if self.rank:
                 each(reached, partial(Link.look, label=self.label, base=self.base))
-            else:
-                # `buckets` is a generator, so no bucket is computed if no server is ready.
-                whole = buckets(self.policy, merged=self.base is None)
-                self._send(reached, whole if weights is None else weights)
-                failures += bool(reached)
+            elif reached:
+                weights = weights or list(buckets(self.policy, merged=self.base is None))
+                each(reached, partial(self._send, weights=weights))
+                failures += 1
             ready = self._ready()
             if ready:
                 return ready
@@ -171,27 +170,21 @@ class VLLMServers(Engine):
     def _ready(self) -> list[Link]:
         return [link for link in self.links if link.label == self.label]
 
-    def _send(self, links: list[Link], weights: Iterable[Named]) -> None:
-        """Send the policy's weights to servers.
+    def _send(self, link: Link, weights: list[Named]) -> None:
+        """Send the policy to a server: its weights, or its adapter if all servers load adapters.
 
-        If servers load adapters, send only the adapter. Servers without its base weights receive
-        the base weights first.
+        If the server does not have the base weights of the adapter, it receives them first.
+
+        Args:
+            link: the connection to the server.
+            weights: the merged weights, or the base weights of the adapter.
         """
         if self.base is None:
-            self._send_weights(links, weights, self.label)
+            link.receive(weights, self.label)
             return
-        others = [link for link in links if not link.has_weights(self.base)]
-        received = self._send_weights(others, weights, self.base)
-        ready = [link for link in links if link in received or link not in others]
-        each(ready, lambda link: link.load_adapter(self.label, self.adapters))
-
-    def _send_weights(self, links: list[Link], weights: Iterable[Named], label: str) -> list[Link]:
-        """Send weights to servers. Return the servers that have received all of them."""
-        links = each(links, Link.begin)
-        if links:
-            for tensors in weights:
-                links = each(links, partial(Link.send, tensors=tensors))
-        return each(links, lambda link: link.finish(label))
+        if link.server.weight_version() != self.base:
+            link.receive(weights, self.base)
+        link.load_adapter(self.label, self.folder.path)
 
     def _errors(self) -> str:
         errors = [str(link.error) for link in self.links if link.error is not None]

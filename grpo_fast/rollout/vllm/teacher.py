@@ -82,12 +82,11 @@ class TeacherServer:
         """Request the scores of one sample. Retry for up to `patience` seconds."""
         parameters = {"max_tokens": 1, "prompt_logprobs": self.topk, "detokenize": False}
         body = {"token_ids": sample[0], "sampling_params": parameters}
-        max_bytes = answers.BODY + answers.TOKEN * (self.topk + 1) * len(sample[0])
         seconds = self.options.timeout
         until = time.monotonic() + self.options.patience
         while True:
             try:
-                answer = self.server.call("POST", GENERATE, seconds, Scores, body, max_bytes)
+                answer = self.server.call("POST", GENERATE, seconds, Scores, body)
                 return self._rows(answer.prompt_logprobs, *sample)
             except ServerError:
                 if time.monotonic() > until:

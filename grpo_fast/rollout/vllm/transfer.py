@@ -1,4 +1,4 @@
-"""Iteration over a policy's named weights, and process groups that broadcast weights."""
+"""The named weights of a policy, and process groups that broadcast them to vLLM servers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def adapted_modules(lm: PreTrainedModel) -> dict[str, Any]:
 
 @torch.no_grad()
 def checkpoint_tensors(lm: PreTrainedModel, *, merged: bool) -> dict[str, Tensor]:
-    """Return all weights by the names that a checkpoint uses. Tied weights occur once.
+    """Return all weights, keyed by their names in a checkpoint. Tied weights occur once.
 
     Args:
         lm: the model.

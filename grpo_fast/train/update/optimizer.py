@@ -42,6 +42,7 @@ class Optimizer:
         self.steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self.has_moved = False  # True after a step may have changed a weight since the last save
 
     @property
     def learning_rate(self) -> float:
@@ -64,6 +65,7 @@ class Optimizer:
         )
         if math.isfinite(norm):
             self._set_rate(self.learning_rate)
+            self.has_moved = True
             self.adam.step()
             self.skipped_in_a_row = 0
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks,
 
 log = logging.getLogger(__name__)
 
-WATCHED_STEPS = 5  # the warning about equal rewards averages over this many steps
+WATCHED_STEPS = 5  # number of steps in a row after which a warning about equal rewards is logged
 
 Collected = tuple[Samples, dict[str, float]]  # samples of a step, and its metrics
 
@@ -62,8 +62,7 @@ class Collector:
     sampled: Samples | None = None  # unscored samples of the next step
     seconds: float = 0.0  # time in which they were sampled; a checkpoint does not store it
     logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
-    no_spread: deque[float] = field(default_factory=lambda: deque(maxlen=WATCHED_STEPS))
-    has_warned: bool = False
+    steps_without_spread: int = 0  # latest steps in which most groups had equal rewards
     coming: Future[tuple[Samples | None, float]] | None = None  # result of the sampling thread
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
@@ -262,20 +261,18 @@ class Collector:
         return judged.view(-1, self.config.group_size)
 
     def _warn_without_spread(self, fraction: float) -> None:
-        """Log one warning per run if most groups of the latest steps have equal rewards.
+        """Log a warning if most groups of WATCHED_STEPS steps in a row had equal rewards.
 
         Args:
             fraction: fraction of this step's groups in which all rewards are equal.
         """
-        self.no_spread.append(fraction)
-        is_full = len(self.no_spread) == WATCHED_STEPS
-        mean = sum(self.no_spread) / len(self.no_spread)
-        if is_full and mean > 0.5 and not self.has_warned and self.config.group_size > 1:
-            self.has_warned = True
+        is_counted = fraction > 0.5 and self.config.group_size > 1
+        self.steps_without_spread = self.steps_without_spread + 1 if is_counted else 0
+        if self.steps_without_spread == WATCHED_STEPS:
             log.warning(
-                "%.0f%% of the groups in the last %d steps have equal rewards, and nothing is "
-                "learned from them: the prompts may be too easy or too hard "
-                "(rollout.dynamic={} replaces such groups)", 100 * mean, WATCHED_STEPS,
+                "most groups of the last %d steps have equal rewards, and nothing is learned from "
+                "them: the prompts may be too easy or too hard (rollout.dynamic={} replaces such "
+                "groups)", WATCHED_STEPS,
             )  # fmt: skip
 
     def _dynamic_metrics(self, uses: list[Use], rounds: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from grpo_fast.train.ranks import distributed
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Convert errors of files inside this context to a WriteError, which names `path`."""
+    """Convert file errors inside this context to a WriteError, whose message begins with `path`."""
     from safetensors import SafetensorError
 
     try:
@@ -30,7 +30,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 def write_on_main(path: Path, write: Callable[[], object]) -> None:
-    """Call `write` on rank 0. All ranks raise its error. Collective call.
+    """Call `write` on rank 0. If it fails, all ranks raise its error. Collective call.
 
     Args:
         path: the file or folder that a WriteError names.

@@ -78,7 +78,9 @@ def as_rank_error() -> Iterator[None]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Create the process group of the ranks, and destroy it at the end. Reuse an existing group.
+    """Create the process group of the ranks, and destroy it at the end.
+
+    If torch already has a process group, it is used and not destroyed.
 
     Args:
         kind: value of the setting `distributed`.

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import pydantic
 import torch
@@ -35,7 +34,7 @@ MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
-FORMAT: Literal[7] = 7
+FORMAT = 7
 # Approximate size of a tensor file. While a file is written, two copies of it are in memory.
 FILE_BYTES = 1 << 28
 STEP = "step_"  # prefix of the name of a checkpoint's folder
@@ -45,7 +44,7 @@ NAME = re.compile(rf"{STEP}\d{{6,12}}")
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
     """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
 
-    format: Literal[7] = FORMAT
+    format: int = FORMAT
     files: dict[str, str]
 
 

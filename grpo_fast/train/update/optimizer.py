@@ -42,7 +42,7 @@ class Optimizer:
         self.steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.has_moved = False  # True after a step may have changed a weight since the last save
+        self.has_moved = False  # True if weights may have changed since the run was last recorded
 
     @property
     def learning_rate(self) -> float:

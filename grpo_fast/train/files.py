@@ -1,11 +1,11 @@
-"""File helpers of a run: safe reading of files, and JSON-lines logs without incomplete rows."""
+"""Helpers for the files of a run: safe reading, and JSON-lines logs without incomplete rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from pydantic_core import to_jsonable_python
 
 from grpo_fast.data import reason
 from grpo_fast.errors import WriteError, require
+from grpo_fast.train.ranks import distributed
 
 
 @contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Convert file errors inside this context to a WriteError that names `path`."""
+    """Convert file errors inside this context to a WriteError, whose message begins with `path`."""
     from safetensors import SafetensorError
 
     try:
@@ -26,6 +27,21 @@ def written(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         said = f"{path}: expected a disk with room that can be written to"
         raise WriteError(f"{said}, got {reason(error)}") from error
+
+
+def write_on_main(path: Path, write: Callable[[], object]) -> None:
+    """Call `write` on rank 0. If it fails, all ranks raise its error. Collective call.
+
+    Args:
+        path: the file or folder that a WriteError names.
+        write: function that writes files.
+
+    Raises:
+        WriteError: the disk is full or read-only.
+    """
+    with distributed.together(), written(path):
+        if distributed.is_main():
+            write()
 
 
 def read_regular(path: Path) -> bytes:
@@ -61,7 +77,7 @@ def sync(path: Path) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """Convert a value to JSON types. A non-finite number becomes null, a 0-d tensor a number."""
+    """Convert a value to JSON types. Non-finite numbers become null, and 0-d tensors numbers."""
     return to_jsonable_python(value, fallback=float, inf_nan_mode="null")
 
 
@@ -70,15 +86,20 @@ class JsonLines:
 
     Args:
         path: the file, which is created if it does not exist.
-        length: number of bytes to keep of an existing file. The rest is removed.
+        length: number of bytes to keep if the file exists. All later bytes are removed.
+
+    Raises:
+        ValueError: the path is not a regular file, or the file is shorter than `length`.
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         check_regular(path)
+        size = path.stat().st_size if path.exists() else 0
+        require(size >= length, str(path), f"at least {length} bytes", f"{size} bytes")
         self.path = path
         self.length = length
-        # Use append mode, in which each write goes to the end of the file, even after a truncation.
-        # Without a buffer, `append` knows what the file contains after an error.
+        # In append mode, each write goes to the end of the file, even after a truncation. Do not
+        # use a buffer, so that after an error `append` knows which bytes the file contains.
         self._file = path.open("ab", buffering=0)
         self._file.truncate(length)
 

@@ -47,7 +47,6 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def newest(folder: Path) -> Path:
-    """Return the newest checkpoint of `folder`."""
     return checkpoints_in(folder)[0]
 
 
@@ -92,11 +91,10 @@ def write(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 FIELDS = [
-    ("step", 10**9, "state.json: step: expected 2, as its name says"),
     ("step", "2", "state.json: step: Input should be a valid integer"),
     ("consumed", -1, "state.json: consumed: Input should be greater"),
     ("length", DELETE, "state.json: length: Field required"),
-    ("length", 10**9, "at least 1000000000 bytes in .*metrics.jsonl"),
+    ("length", 10**9, "metrics.jsonl: expected at least 1000000000 bytes"),
     ("optimizers", {}, "got another: .*policy"),
     ("optimizers.policy.steps", DELETE, "got another: .*steps"),
     ("settings.seed", 5, "seed: 5 → 0"),
@@ -151,7 +149,6 @@ COLUMNS = {
         lambda t: t.update({"ahead.logps": torch.zeros(1)}), "samples: logps"),
     "samples of other prompts": (lambda t: t["ahead.group"].add_(1), "ahead.group: expected"),
     "a column less": (lambda t: t.pop("ahead.segment"), "the columns"),
-    "no seconds": (lambda t: t.pop("ahead.seconds"), "KeyError 'seconds'"),
 }  # fmt: skip
 
 

@@ -54,7 +54,6 @@ def flip(file: Path) -> None:
 
 
 CHANGES = {
-    "reversed": ("data.train", lines("train", lambda rows: rows[::-1])),
     "cut": ("data.train: '8 examples, .* → '7 examples", lines("train", lambda rows: rows[1:])),
     "other answers": (
         "data.train", lines("train", lambda rows: [row | {"answer": "#### 7"} for row in rows])
@@ -66,9 +65,10 @@ CHANGES = {
 
 
 def test_what_changed_between_an_end_and_a_resume(words, tmp_path):
-    """Check that a resume is refused if a data, reward or model file has changed.
+    """Check that a run is not resumed if a data, reward or model file has changed.
 
-    The message must name the change. If `resume_allow` contains the kind of file, the run resumes.
+    The message must name the changed file. If `resume_allow` contains the kind of the file, the run
+    is resumed.
     """
     folder = tmp_path / "run"
     run(folder, *words, recipe="gsm8k-smollm2-1.7b")

@@ -15,8 +15,10 @@ from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.models.loading import load_policy
 from tests.command_line import invoke, refused, write_recipe
 from tests.tiny import TEXTS, tiny_folder
+from tests.train.test_hostile_input import change_json
 
 LAYER = "model.layers.1."
+CONFIG = "config.json"
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,6 @@ def weights_of(folder: Path, change) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def set_config(folder, **fields):
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
 FILE, UP = "model.safetensors", LAYER + "mlp.up_proj.weight"
 LARGER = [chr(0x4E00 + i) * 3 for i in range(99)]
 # Maps a kind of damage to a function that damages the folder of a model, and to parts of the
@@ -51,9 +48,11 @@ DAMAGE = {
                   f"m/{FILE}", "not fully covered"),
     "garbage": (lambda f: (f / FILE).write_bytes(b"\xff" * 999), f"m/{FILE}"),
     "gone": (lambda f: (f / FILE).unlink(), f"no file named {FILE}"),
-    "another vocabulary": (lambda f: set_config(f, vocab_size=99), "in place of (99, 32)"),
-    "config.json": (lambda f: (f / "config.json").write_text("{"), "config.json"),
-    "a field of config.json": (lambda f: set_config(f, num_hidden_layers="x"), "num_hidden_layers"),
+    "another vocabulary": (lambda f: change_json(f / CONFIG, vocab_size=99),
+                           "in place of (99, 32)"),
+    CONFIG: (lambda f: (f / CONFIG).write_text("{"), CONFIG),
+    "a field of config.json": (lambda f: change_json(f / CONFIG, num_hidden_layers="x"),
+                               "num_hidden_layers"),
     "tokenizer.json": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
     "a larger tokenizer": (lambda f: build_bpe_tokenizer(LARGER, 500).save_pretrained(f),
                            "expected token ids below 295", "got 499"),

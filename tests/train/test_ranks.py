@@ -21,8 +21,9 @@ from tests.train.ranks import CASES, SMALL, Ranks, differences
 UNSHARDED = ("exact", "apart", "local", "sampled", "warm")
 COMPARED = [
     *((case, "ddp", 2) for case in CASES),
-    # Two cases cannot run with sharded weights: "exact" logs the gradient variance, and the engine
-    # of "apart" copies unsharded weights. The other excluded cases would test nothing new.
+    # The case "exact" logs the gradient variance, and the engine of "apart" copies unsharded
+    # weights. Both do not work with sharded weights. The other excluded cases would test nothing
+    # new.
     *((case, "fsdp2", 2) for case in CASES if case not in UNSHARDED),
     *((case, "ddp", 4) for case in ("few", "ppo")),
     *((case, "hsdp", 4) for case in ("mu", "distill")),
@@ -74,10 +75,9 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
 
 
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
-    """Check that all ranks load the same weights, buffers, tied weights and adapters.
+    """Check that a sharded model has the same weights, buffers and adapters as an unsharded model.
 
-    They must equal the tensors of a model that is loaded without sharding. Only rank 0 reads the
-    files.
+    Of the sharded model, only rank 0 reads the files. Tied weights must stay tied.
     """
     folders = [str(tiny_folder(tmp_path / family, family)) for family in FAMILIES]
     for [apart] in ranks(2, ["load_shards", *folders]):
@@ -246,7 +246,7 @@ def test_a_warm_start_of_shards_is_refused(ranks, tmp_path):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others(ranks, tmp_path, dead):
-    """Check that the other rank ends with an error, even without torchrun."""
+    """Check that a rank ends with an error if the other rank is killed, even without torchrun."""
     found = ranks(2, ["ended", str(tmp_path / "run"), dead])
     survivor, gone = found[1 - dead], found[dead]
     assert gone == [] and survivor[0]["error"] == "RankError", survivor

@@ -19,7 +19,8 @@ from grpo_fast.train.config import RolloutConfig, RunConfig
 from grpo_fast.train.config.words import validated
 from grpo_fast.train.loop import train
 from grpo_fast.train.metrics.clock import Clock
-from tests.tiny import tiny_folder, tiny_model
+from tests.data.test_data import write_lines
+from tests.tiny import tiny_folder, tiny_policy
 from tests.train.tiny_runs import steps_of
 from tests.train.tiny_steps import accumulate, batch_of, taken
 
@@ -28,11 +29,6 @@ RECORDED = Path(__file__).parents[1] / "integrations" / "recorded" / "verifiers-
 
 def records():
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
-
-
-def written(path, traces):
-    path.write_text("\n".join(map(json.dumps, traces)) + "\n")
-    return path
 
 
 def settings(tmp_path, **changes):
@@ -59,21 +55,15 @@ def collector(policy, path, **options):
     )
 
 
-def tiny():
-    """Return a policy with a tiny random model.
-
-    Training on traces must not use its tokenizer, which is unrelated to the recorded texts.
-    """
-    from grpo_fast.data.tokenizer import build_symbol_tokenizer
-    from grpo_fast.train.models.policy import Policy
-
-    tokenizer = build_symbol_tokenizer([str(n) for n in range(59)])
-    return Policy(tiny_model("llama", vocab_size=61), tokenizer)
+@pytest.fixture
+def policy():
+    """Return a tiny policy whose vocabulary contains all recorded token ids."""
+    return tiny_policy(vocab_size=61)
 
 
 @pytest.mark.parametrize("credited", [0, 2, 4], ids=["rewards", "both", "credit"])
 @pytest.mark.parametrize("budget", [1000, 60])
-def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
+def test_one_step_is_that_of_the_flattened_samples(policy, tmp_path, credited, budget):
     """Check the gradient of one training step on recorded traces.
 
     It must equal the gradient of the mean of -advantage · logp over the sampled tokens. The
@@ -83,7 +73,7 @@ def test_one_step_is_that_of_the_flattened_samples(tmp_path, credited, budget):
     for number, trace in enumerate(traces[:credited]):
         for node in trace["nodes"]:
             node["advantages"] = [math.sin(number + i) for i in range(len(node["logprobs"]))]
-    path, policy = written(tmp_path / "t.jsonl", traces), tiny()
+    path = write_lines(tmp_path / "t.jsonl", *traces)
     samples, _ = collector(policy, path).next(1, Clock())
     options = {"group_size": 2, "trees": True, "budget": budget}
     batch = batch_of(samples, samples.advantages, **options)
@@ -134,14 +124,14 @@ def test_a_run_trains_on_traces(tmp_path):
     assert all(not torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
 
-def test_sampling_masks_are_the_support(tmp_path, monkeypatch):
-    """Check that the log-probs are computed over the recorded sets of kept tokens.
+def test_sampling_masks_are_the_support(policy, monkeypatch):
+    """Check that log-probs are computed over the recorded sets of tokens that the sampler kept.
 
-    They must be the same for a packed tree and for separate rows.
+    The log-probs of a packed tree must equal the log-probs of separate rows.
     """
     from grpo_fast.data import traces as module
 
-    policy, read = tiny(), module.load_traces
+    read = module.load_traces
 
     def masked(path):
         found = read(path)
@@ -179,7 +169,7 @@ def test_rollouts_that_are_not_sampled_need_no_room_for_new_tokens(tmp_path):
     node = traces[-1]["nodes"][0]
     node.update(token_ids=node["token_ids"] * 100, mask=node["mask"] * 100)
     again = {**config, "output_dir": str(tmp_path / "other")}
-    again["data"] = {"task": "traces", "path": str(written(tmp_path / "t.jsonl", traces))}
+    again["data"] = {"task": "traces", "path": str(write_lines(tmp_path / "t.jsonl", *traces))}
     with pytest.raises(ValueError, match="at most 512 tokens in a branch .* in 'task-1'"):
         train(validated(RunConfig, again))
 
@@ -214,8 +204,8 @@ def test_settings_that_exclude_traces_are_refused(tmp_path, changes, message):
         (lambda t: t[0]["nodes"][1]["token_ids"].__setitem__(2, 4000), "token ids from 0 to 60"),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_trained_on(tmp_path, change, message):
+def test_files_that_cannot_be_trained_on(policy, tmp_path, change, message):
     traces = records()
     change(traces)
     with pytest.raises(ValueError, match=message):
-        collector(tiny(), written(tmp_path / "t.jsonl", traces))
+        collector(policy, write_lines(tmp_path / "t.jsonl", *traces))

@@ -76,9 +76,9 @@ def test_the_sets_are_those_of_plain_top_k_and_top_p(policy, options):
 
 
 def test_who_is_not_asked_hands_on_nothing(policy):
-    """Check that samples have no sets of kept tokens in an evaluation or with replay_support=off.
+    """Check that an evaluation and replay_support=off store no sets of tokens the sampler kept.
 
-    The sampled tokens must be the same as with the sets.
+    The sampled tokens must be the same as in a rollout that stores the sets.
     """
     rollout, _ = sampled(policy, top_p=0.6)
     off, _ = sampled(policy, top_p=0.6, replay_support="off")

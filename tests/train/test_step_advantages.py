@@ -35,11 +35,12 @@ def test_the_mean_of_the_steps_before():
     # Without a constant the baseline is a running mean.
     assert running_baseline("baseline", {}).value == 0.0
     assert running_baseline("centered", {}) is None
-    other = RunningBaseline(value=0.25, decay=0.5)
-    other.load_state_dict(json.loads(json.dumps(baseline.state_dict())))
-    for each in (baseline, other):
+    restored = RunningBaseline(value=0.25, decay=0.5)
+    restored.load_state_dict(json.loads(json.dumps(baseline.state_dict())))
+    assert restored.value == baseline.value
+    for each in (baseline, restored):
         each.update(torch.tensor([0.1, 0.7]))
-    assert other.value == baseline.value != seen[-1]
+    assert restored.value == baseline.value != seen[-1]
 
 
 def test_a_step_is_measured_by_those_before_it(tmp_path, spied):

@@ -1,4 +1,4 @@
-"""Advantages of completions, relative to their group or to a running baseline."""
+"""Advantages of completions, relative to the mean of a group or to a running baseline."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Advantages:
         return group_advantages(rewards, self.mode, group_size=self.group_size, **options)
 
     def observe(self, rewards: Tensor) -> None:
-        """Update the running baseline, if any, with the rewards of a step.
+        """Update the running baseline with the rewards of a step, if the mode has a baseline.
 
         Call this after `of`, so that the baseline of a step contains only rewards of earlier steps.
         """

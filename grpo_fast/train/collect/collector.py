@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -37,24 +37,16 @@ from grpo_fast.train.ranks.rollouts import generate, generate_share, join_ranks,
 
 log = logging.getLogger(__name__)
 
-WATCHED_STEPS = 5  # the warning about equal rewards averages over this many steps
+WATCHED_STEPS = 5  # number of steps in a row after which a warning about equal rewards is logged
 
 Collected = tuple[Samples, dict[str, float]]  # samples of a step, and its metrics
-
-
-@dataclass
-class Ahead:
-    """Unscored samples for the next step, and the seconds that sampling took."""
-
-    samples: Samples
-    seconds: float
 
 
 @dataclass
 class Collector:
     """Collector that samples completions, scores them and computes their advantages.
 
-    With `rollout.ahead` the completions of the next step are sampled with the weights from before
+    With `rollout.ahead`, the completions of the next step are sampled with the weights from before
     the current step's updates. An engine on a separate device samples them in a thread during
     training. Any other engine samples them before the updates of the current step begin.
     """
@@ -67,10 +59,10 @@ class Collector:
     advantages: Advantages
     seed: int  # seed of the run
     steps: int  # steps of the run
-    sampled: Ahead | None = None  # samples of the next step
+    sampled: Samples | None = None  # unscored samples of the next step
+    seconds: float = 0.0  # time that sampling them took, which a checkpoint does not store
     logged: dict[str, list[float]] = field(default_factory=dict)  # values logged by rewards
-    no_spread: deque[float] = field(default_factory=lambda: deque(maxlen=WATCHED_STEPS))
-    has_warned: bool = False
+    steps_without_spread: int = 0  # latest steps in which most groups had equal rewards
     coming: Future[tuple[Samples | None, float]] | None = None  # result of the sampling thread
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "rollout.ahead")
@@ -93,17 +85,17 @@ class Collector:
         dynamic = self.config.dynamic
         wanted = self.config.prompts_per_step
         ahead = self.sampled
+        self.sampled = None
         metrics: dict[str, float] = {}
         self.logged = {}
         uses: list[Use] = ["kept"] * wanted
         # 1. Sample and score the prompts of the step. Skip sampling if it was done ahead.
         if ahead is not None:
-            clock.seconds["rollout"] = ahead.seconds
+            clock.seconds["rollout"] = self.seconds
         is_idle = ahead is not None and dynamic is None
         with nullcontext() if is_idle else awake(self.engine, self.policy, version=step - 1):
             places = self.queue.take(wanted)
-            samples = None if ahead is None else ahead.samples
-            samples, lost = self._scored(places, (self.seed, step), clock, samples)
+            samples, lost = self._scored(places, (self.seed, step), clock, ahead)
             # 2. Replace groups whose rewards are all equal with groups of the next prompts.
             if dynamic is not None:
                 rounds = 0
@@ -136,9 +128,6 @@ class Collector:
             **staleness(samples, step, most=self.config.ahead),
         }
         self._warn_without_spread(metrics["frac_reward_zero_std"])
-        # Clear the samples that were drawn ahead only at the end of the step. If the step is
-        # interrupted before, its repetition uses them again.
-        self.sampled = None
         return chosen, metrics
 
     def begin_ahead(self, step: int, clock: Clock) -> None:
@@ -148,8 +137,7 @@ class Collector:
             step: number of the current step, counted from 1.
             clock: clock that measures the time of the sampling.
         """
-        is_wanted = self.config.ahead and step < self.steps
-        if not is_wanted or self.sampled is not None or self.coming is not None:
+        if not self.config.ahead or step == self.steps:
             return
         places = self.queue.next(self.config.prompts_per_step)  # the next step consumes these
 
@@ -162,9 +150,7 @@ class Collector:
             if self.engine.is_apart:
                 self.coming = self.threads.submit(sample, generate_share)
             else:
-                samples, seconds = sample(generate)
-                assert samples is not None
-                self.sampled = Ahead(samples, seconds)
+                self.sampled, self.seconds = sample(generate)
         clock.lap("ahead")
 
     def settle_ahead(self, clock: Clock) -> None:
@@ -177,8 +163,8 @@ class Collector:
         if coming is None:
             return
         with distributed.together():
-            own, seconds = coming.result()
-        self.sampled = Ahead(join_ranks(own), seconds)
+            own, self.seconds = coming.result()
+        self.sampled = join_ranks(own)
         clock.lap("ahead")
 
     def examples_of(self, samples: Samples) -> list[Example]:
@@ -198,21 +184,20 @@ class Collector:
         self.rewards.load_state_dict(state["lost_rewards"])
         self.advantages.load_state_dict(state["baseline"])
 
-    def take_ahead(self, ahead: Ahead | None) -> None:
-        """Restore the samples of the next step, or None, from a checkpoint.
+    def take_ahead(self, samples: Samples | None) -> None:
+        """Restore the samples that were drawn ahead from a checkpoint. None means there are none.
 
         Raises:
             ValueError: the samples do not belong to the next prompts.
         """
-        if ahead is not None:
-            samples = ahead.samples
+        if samples is not None:
             samples.check(self.policy.head.weight.shape[0])
             places = torch.tensor(self.queue.next(self.config.prompts_per_step))
             fits = torch.equal(samples.group, places.repeat_interleave(self.config.group_size))
             expected = f"samples of the prompts {int(places[0])} to {int(places[-1])}"
             require(fits, "ahead.group", expected, samples.group.tolist()[:8])
             samples.texts = decoded(self.policy.tokenizer, samples.completion_ids)
-        self.sampled = ahead
+        self.sampled = samples
 
     def _sample(
         self, by: Callable[..., Samples | None], places: range, seed: tuple[int, ...]
@@ -276,20 +261,18 @@ class Collector:
         return judged.view(-1, self.config.group_size)
 
     def _warn_without_spread(self, fraction: float) -> None:
-        """Log one warning per run if most groups of the latest steps have equal rewards.
+        """Log a warning if most groups of WATCHED_STEPS steps in a row had equal rewards.
 
         Args:
             fraction: fraction of this step's groups in which all rewards are equal.
         """
-        self.no_spread.append(fraction)
-        is_full = len(self.no_spread) == WATCHED_STEPS
-        mean = sum(self.no_spread) / len(self.no_spread)
-        if is_full and mean > 0.5 and not self.has_warned and self.config.group_size > 1:
-            self.has_warned = True
+        is_counted = fraction > 0.5 and self.config.group_size > 1
+        self.steps_without_spread = self.steps_without_spread + 1 if is_counted else 0
+        if self.steps_without_spread == WATCHED_STEPS:
             log.warning(
-                "%.0f%% of the groups in the last %d steps have equal rewards, and nothing is "
-                "learned from them: the prompts may be too easy or too hard "
-                "(rollout.dynamic={} replaces such groups)", 100 * mean, WATCHED_STEPS,
+                "most groups of the last %d steps have equal rewards, and nothing is learned from "
+                "them: the prompts may be too easy or too hard (rollout.dynamic={} replaces such "
+                "groups)", WATCHED_STEPS,
             )  # fmt: skip
 
     def _dynamic_metrics(self, uses: list[Use], rounds: int) -> dict[str, float]:

@@ -54,8 +54,8 @@ def uses_of(judged: Tensor, wanted: int) -> list[Use]:
     Returns:
         "kept", "filled" or "dropped" for each group.
     """
-    # If no sample of a group has a reward, its minimum is +inf and its maximum is -inf. The
-    # comparison then counts the group as one with equal rewards.
+    # If no sample of a group has a reward, the minimum is +inf and the maximum is -inf. The group
+    # then counts as a group with equal rewards.
     low = judged.nan_to_num(nan=torch.inf).amin(1)
     spread = (judged.nan_to_num(nan=-torch.inf).amax(1) > low).tolist()
     missing = wanted - sum(spread)

@@ -1,4 +1,4 @@
-"""Functions that find, check and add LoRA adapters, which are new or were saved by peft."""
+"""Functions that find, check and add LoRA adapters. An adapter is new, or peft has saved it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def with_saved(
         found: configuration of the adapter.
         lora: settings of a new adapter. If they are given, the saved adapter is merged into the
             weights. None keeps the saved adapter for training.
-        empty: True if the model has no weights yet. Sharding copies them from rank 0 later.
+        empty: True if the model is on the meta device. Sharding later copies the weights of rank 0.
 
     Raises:
         UserWarning: a weight of the adapter is missing.

@@ -72,8 +72,7 @@ def load_policy(
                 model = with_saved(model, str(config.path), saved, config.lora, empty)
         if config.lora is not None:
             model = with_new(model, config.lora)
-    # 4. Build the policy. Then compare its log-probs on random tokens with those of the model's own
-    # forward pass.
+    # 4. Build the policy. Then compare its log-probs with the model's logits on random tokens.
     tokenizer = tokenizer or load_tokenizer(config)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     policy = Policy(model, tokenizer, autocast=autocast, home=device)
@@ -162,7 +161,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def build_tokenizer(model: ModelConfig, splits: Splits) -> PreTrainedTokenizerBase | None:
-    """Build a tokenizer from the training examples. Return None if the model comes with one."""
+    """Build a tokenizer from the training examples. Return None if the model has a tokenizer."""
     if model.tokenizer == "symbols":
         return build_symbol_tokenizer(splits.symbols())
     if model.tokenizer is None:

@@ -21,7 +21,6 @@ from grpo_fast.attention import (
     register,
     shared_prompt_supported,
 )
-from grpo_fast.errors import require
 from grpo_fast.rollout import SampledModel
 from grpo_fast.train.ranks import distributed, sharding
 
@@ -40,7 +39,7 @@ class Policy(SampledModel):
         model: a causal language model of transformers, or a peft model around one.
         tokenizer: tokenizer of the model.
         autocast: dtype in which the trunk computes while its weights are fp32, or None.
-        home: device to report while the model is on the meta device.
+        home: device that the property `device` returns while the model is on the meta device.
 
     Raises:
         ValueError: packed attention or the fused head does not support the model.
@@ -63,8 +62,7 @@ class Policy(SampledModel):
         disable_dropout(self.lm)
         fast_layers(self.lm.base_model)
         self.lm.set_attn_implementation(register())
-        # True if the policy started from its base model, False if it started from a trained
-        # adapter.
+        # True if the initial policy is its base model, False if it has a trained adapter.
         self.starts_at_base = True
         self.is_sharded = self._is_apart = self._is_inside = False
 
@@ -153,8 +151,8 @@ class Policy(SampledModel):
     def agreed(self) -> AbstractContextManager[None]:
         """Return a context that re-raises an error from any rank on all ranks.
 
-        The context only has an effect if the weights are sharded. Inside `apart` it has no effect,
-        because ranks there run different numbers of passes.
+        The context only has an effect if the weights are sharded. It has no effect inside the
+        context `apart`, in which the ranks run different numbers of forward passes.
         """
         in_step = self.is_sharded and not self._is_apart
         return distributed.together() if in_step else nullcontext()
@@ -180,11 +178,6 @@ class Policy(SampledModel):
         finally:
             self._is_apart = False
 
-    def without_adapter(self) -> AbstractContextManager[None]:
-        """Return a context in which the LoRA adapter is switched off."""
-        require(self.model is not self.lm, "model.lora", "a peft model", "a plain one")
-        return self.model.disable_adapter()
-
     def frozen_copy(self) -> Policy:
         """Return a frozen copy of the policy for use as the reference. It shares no weights."""
         # Copy only the weights. The tokenizer and the settings are shared with the original.
@@ -195,7 +188,7 @@ class Policy(SampledModel):
     def trainable_copy(self) -> Policy:
         """Return a copy of the policy that a critic can train.
 
-        The copy trains the same parameters as the policy, except an untied LM head.
+        In the copy, the same parameters require grad as in the policy, except an untied LM head.
         """
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)

@@ -30,7 +30,7 @@ class Reference:
     Args:
         policy: the policy after the warm start and before the first training step.
         config: the section `reference`.
-        another: a different model loaded by `load_another`, or None.
+        another: a different model, from `load_another`. None uses the policy as the reference.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Reference:
         for copy, current in zip(copies, self.policy.model.parameters(), strict=True):
             copy.lerp_(current.to(copy.dtype), self.config.mixing)
 
-    # If there is no copy, the reference is the policy with its adapter disabled.
+    # Without `copy`, the reference is the policy with its adapter disabled.
     def _switched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.copy is not None else self.policy.without_adapter()
+        return nullcontext() if self.copy is not None else self.policy.model.disable_adapter()
 
 
 def load_another(config: ReferenceConfig, model: ModelConfig, policy: Policy) -> Policy | None:

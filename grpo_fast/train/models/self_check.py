@@ -1,4 +1,4 @@
-"""Check packed rows and the fused head when a policy is loaded."""
+"""Self-check of packed rows and the fused LM head, which runs when a policy is loaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def self_check(policy: Policy) -> float:
     """Compare log-probabilities of packed rows with the model's logits on random tokens.
 
     The check finds models that packed training does not support: heads that transform the logits in
-    an unknown way, attention that ignores the packed layout, random choice of experts in training
-    mode, and position limits that packed rows would exceed. A second round uses random fp32
-    weights, with which small errors are visible.
+    an unknown way, attention that ignores the packed layout, experts that are chosen at random in
+    training mode, and position limits that packed rows would exceed. A second round uses random
+    fp32 weights, with which small errors are visible.
 
     Returns:
         The largest difference of a log-probability in nats, in the round with the model's weights.
@@ -29,24 +29,20 @@ def self_check(policy: Policy) -> float:
     Raises:
         ValueError: the difference exceeds the tolerance of the dtype, or logits are NaN.
     """
-    with trial.in_fp32(policy):
-        return _self_check(policy)
-
-
-def _self_check(policy: Policy) -> float:
     least = trial.LENGTH
     expected = f"at least {least}"
     require(policy.positions >= least, "max_position_embeddings", expected, policy.positions)
     kind = policy.lm.config.model_type
-    dtype = policy.autocast or policy.head.weight.dtype
-    tolerance = check_tolerance(dtype)
     training = policy.lm.training
     try:
-        difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
+        with trial.in_fp32(policy):
+            dtype = policy.autocast or policy.head.weight.dtype
+            difference, worst = trial.worst_gap(policy, lambda starts: _largest_gap(policy, starts))
     except (AttributeError, TypeError) as error:  # raised by models that require a mask
         raise ValueError(f"model_type {kind}: packed attention fails: {error}") from error
     finally:
         policy.lm.train(training)
+    tolerance = check_tolerance(dtype)
     fits = not math.isnan(difference)
     require(fits, f"model_type {kind}", "weights with finite logits", "NaN")
     if not worst <= tolerance:
@@ -60,7 +56,7 @@ def _self_check(policy: Policy) -> float:
 
 
 def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
-    """Return the largest log-prob difference, in nats, of packed rows from padded batches.
+    """Return the largest difference, in nats, between log-probs of packed rows and padded batches.
 
     Args:
         policy: the policy.
@@ -94,16 +90,16 @@ def _largest_gap(policy: Policy, starts: Sequence[int]) -> float:
 def _gap(
     policy: Policy, pack: PackedTree, rows: list[list[list[int]]], starts: Sequence[Sequence[int]]
 ) -> float:
-    """Return the largest difference between the log-probs of a packed row and of padded batches.
+    """Return the largest difference between log-probs of a packed row and of padded batches.
 
     Args:
         policy: the policy.
         pack: the packed row.
-        rows: batches of token ids, which the model computes with padding.
+        rows: token ids of each row of each batch. The model pads the rows of a batch.
         starts: first position of each row of each batch.
 
     Returns:
-        The difference in nats.
+        The largest difference of a log-probability in nats.
     """
     policy.lm.train()  # training mode reveals a random choice of experts
     ours = policy.logps(pack)

@@ -1,7 +1,7 @@
 """The processes (ranks) of a run: their number, collectives, and errors that all ranks raise.
 
 If torch has no default process group, every function treats this process as the only rank. torch
-pickles the objects that ranks exchange. This is safe, because all ranks belong to one launch.
+pickles the objects that ranks exchange. This is safe, because one launcher started all ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def is_main() -> bool:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return True if an error is of a collective call, for example because a rank has ended."""
+    """Return True if a collective call raised the error, for example because a rank has ended."""
     return isinstance(error, (dist.DistError, RankError)) or "gloo/" in str(error)
 
 
@@ -91,7 +91,9 @@ def as_rank_error() -> Iterator[None]:
 
 @contextmanager
 def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> Iterator[None]:
-    """Join the launcher's process group, and leave it at the end. An existing group is reused.
+    """Create the process group of the ranks, and destroy it at the end.
+
+    If torch already has a process group, it is used and not destroyed.
 
     Args:
         kind: value of the setting `distributed`.
@@ -99,8 +101,9 @@ def process_group(kind: str | None, replicas: int | None, timeout_s: float) -> I
         timeout_s: seconds that a rank waits for the others.
 
     Raises:
-        ValueError: there are several ranks and no `kind`, or a `kind` and no launcher, or
-            `replicas` does not divide the number of ranks.
+        ValueError: `kind` is None although there are several ranks, or `kind` is set although no
+            launcher started the process. Also raised if `replicas` does not divide the number of
+            ranks.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     exists = dist.is_available() and dist.is_initialized()
@@ -169,8 +172,9 @@ def together(*, in_step: bool = False) -> Iterator[None]:
     because the other ranks would wait for a failed rank.
 
     Args:
-        in_step: True if the code inside calls collectives, as sharded models do. Errors are then
-            not exchanged. A failing rank ends, and the other ranks time out.
+        in_step: True if the code inside calls collectives, as the passes of sharded models do. The
+            ranks then do not exchange errors. A rank with an error ends, and the other ranks wait
+            for it until their timeout.
     """
     if size() == 1 or in_step:
         yield
@@ -209,13 +213,10 @@ def _twin(error: BaseException) -> BaseException:
 
 # ---------------------------------------------------------------------------------- Weights
 @torch.no_grad()
-def align(modules: Iterable[nn.Module]) -> None:
+def align(module: nn.Module) -> None:
     """Copy the weights and buffers of rank 0 to all ranks. Collective call."""
-    if size() == 1:
-        return
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor, 0)
+    for tensor in (*module.parameters(), *module.buffers()) if size() > 1 else ():
+        dist.broadcast(tensor, 0)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Sampling on several ranks. Each rank samples for a part of the prompts, and rank 0 scores all."""
+"""Sampling on several ranks. Each rank samples for some prompts, and rank 0 scores all samples."""
 
 from __future__ import annotations
 

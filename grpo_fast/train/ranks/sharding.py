@@ -1,7 +1,7 @@
-"""Shard model weights over the ranks with FSDP2.
+"""Sharding of model weights over the ranks with FSDP2.
 
 FSDP2 gathers the weights of a decoder layer when the layer is computed. Embedding, final norm and
-head belong to the root module, whose weights are gathered inside `model.inside(work)`.
+LM head belong to the root module. Their weights are gathered inside `model.inside(work)`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shard_all(
     Args:
         models: the models. None entries are skipped.
         device: device of the shards.
-        replicas: number of copies of each shard. None means one copy.
+        replicas: number of ranks that store the same shard. None means 1.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,8 +59,8 @@ def shard(model: PreTrainedModel | PeftModel, mesh: DeviceMesh, device: torch.de
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Hidden states are a view of a batch of one. FSDP2 warns about in-place writes to views, but
-    # the trainer does not write to hidden states.
+    # FSDP2 warns that its output is a view, because in-place writes to views are wrong. The hidden
+    # states are a view, but the trainer never writes to them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     _take_dtypes(model)
@@ -96,16 +96,11 @@ def _take_dtypes(model: nn.Module) -> None:
 
     The dtypes are stored in the model's files, which only rank 0 has read.
     """
-    own = {name: (p.dtype, p.shape) for name, p in model.named_parameters()}
-    mains = distributed.from_main(lambda: own)
-    with distributed.together():
-        shapes = [{name: shape for name, (_, shape) in each.items()} for each in (own, mains)]
-        if shapes[0] != shapes[1]:
-            raise ValueError("model: expected the parameters of rank 0's model, built others")
-    for name, parameter in model.named_parameters():
-        dtype = mains[name][0]
-        if parameter.is_meta and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+    parameters = dict(model.named_parameters())
+    dtypes = distributed.from_main(lambda: {name: p.dtype for name, p in parameters.items()})
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            parameter.data = parameter.data.to(dtypes[name])
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
     splits: Splits  # the data with few-shot examples in the prompts
     settings: dict[str, Any]  # the configuration, and fingerprints of the files that it names
     policy: Policy
-    another: Policy | None  # the reference model, if it is not a copy of the policy
+    another: Policy | None  # the reference model, or None if the policy provides the reference
     evaluate: Evaluation
     asking: list[str]  # log lines about the format of questions and the signatures of rewards
 
@@ -111,7 +111,7 @@ def _load_inputs(start: Start) -> tuple[RewardSet, Splits, dict[str, Any]]:
 
 
 def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy | None]:
-    """Load the policy, and the reference if it is not a copy of the policy. Collective call."""
+    """Load the policy, and the model at `reference.path` if it is set. Collective call."""
     is_empty = config.is_sharded and not distributed.is_main()  # rank 0 sends the weights later
     with distributed.together():
         tokenizer = build_tokenizer(config.model, questions)
@@ -119,7 +119,7 @@ def _load_models(config: RunConfig, questions: Splits) -> tuple[Policy, Policy |
         policy.template_kwargs = config.data.template_kwargs
         another = load_another(config.reference, config.model, policy)
     if not config.is_sharded:
-        distributed.align([policy.model])
+        distributed.align(policy.model)
     return policy, another
 
 
@@ -129,8 +129,8 @@ def build(
     """Build the trainer, collector and saver, and load a checkpoint into them. Collective call.
 
     Args:
-        start: the start of the run. It may name a checkpoint to resume from.
-        loaded: the inputs and models.
+        start: the start of the run, which may contain a checkpoint.
+        loaded: the inputs and models of the run.
         engine: the engine that samples completions.
         report: the writer of the logs.
         stopping: the signal handler.
@@ -143,8 +143,8 @@ def build(
     if start.warm_start is not None:
         examples = loaded.questions.train
         warm_start(policy, examples, start.warm_start, seed=config.seed, log=report.log)
-    # Build the reference after the warm start, because a reference without a path copies the policy
-    # when it is built.
+    # Build the reference after the warm start. A reference without a path is a copy of the policy,
+    # and the copy must include the warm start.
     reference = Reference(policy, config.reference, loaded.another)
     trainer = Trainer(config, policy, reference, load_critic(config.critic, config.model, policy))
     queue = PromptQueue(loaded.splits.train)

@@ -7,14 +7,13 @@ that is killed during writing therefore never leaves an incomplete checkpoint wi
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import pydantic
 import torch
@@ -25,24 +24,27 @@ from torch import Tensor
 
 from grpo_fast.data import escape_control, reason
 from grpo_fast.errors import WriteError, require
-from grpo_fast.train.files import read_regular, sha256_of, sync, written
+from grpo_fast.train.files import read_regular, sha256_of, sync, write_on_main
 from grpo_fast.train.ranks import distributed
+
+log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
-FORMAT: Literal[7] = 7
+FORMAT = 7
 # Approximate size of a tensor file. While a file is written, two copies of it are in memory.
 FILE_BYTES = 1 << 28
-NAME = re.compile(r"step_(\d{6,12})")
+STEP = "step_"  # prefix of the name of a checkpoint's folder
+NAME = re.compile(rf"{STEP}\d{{6,12}}")
 
 
 class Manifest(pydantic.BaseModel, strict=True, extra="forbid"):
     """Manifest of a checkpoint: the format version, and the SHA-256 hash of each file."""
 
-    format: Literal[7] = FORMAT
+    format: int = FORMAT
     files: dict[str, str]
 
 
@@ -51,14 +53,8 @@ class FormatError(ValueError):
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of the step in the name of a checkpoint's folder.
-
-    Raises:
-        ValueError: the name does not have the form step_000010.
-    """
-    match = NAME.fullmatch(checkpoint.name)
-    require(match, "checkpoint", "a name such as step_000010", repr(checkpoint.name))
-    return int(match[1])  # type: ignore[index]
+    """Return the number of the step in a folder name such as step_000010."""
+    return int(checkpoint.name.removeprefix(STEP))
 
 
 def checkpoints_in(run: str | Path) -> list[Path]:
@@ -68,18 +64,13 @@ def checkpoints_in(run: str | Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest(run: str | Path, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """Return the newest checkpoint of a run that is not damaged, or None if none exists.
-
-    Args:
-        run: folder of the run.
-        say: function that receives a message about each damaged checkpoint.
-    """
+def newest(run: str | Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None. Log a warning for damaged ones."""
     for path in checkpoints_in(run):
         problem = problem_of(path)
         if problem is None:
             return path
-        say(escape_control(f"checkpoint {path} is damaged and passed over: {problem}"))
+        log.warning(escape_control(f"checkpoint {path} is damaged and passed over: {problem}"))
     return None
 
 
@@ -127,8 +118,9 @@ def write_checkpoint(
     Args:
         run: folder of the run.
         step: number of finished steps.
-        tensors: the tensors by name. A sharded tensor is given as this rank's shard.
-        fill: function that writes all other files into a given folder. It runs only on rank 0.
+        tensors: the tensors, keyed by name. For a sharded tensor, each rank passes its shard.
+        fill: function that writes all other files into the folder that it receives. Only rank 0
+            calls it.
 
     Returns:
         The folder of the checkpoint.
@@ -136,15 +128,14 @@ def write_checkpoint(
     Raises:
         WriteError: the disk is full or read-only. Older checkpoints stay intact.
     """
-    final = Path(run) / FOLDER / f"step_{step:06d}"
+    final = Path(run) / FOLDER / f"{STEP}{step:06d}"
     part = final.with_name(final.name + UNFINISHED)
     if distributed.from_main(lambda: final.exists() and problem_of(final) is None):
         return final
     try:
-        with written(final):
-            distributed.from_main(lambda: _begin(part, fill))
-            write_tensors(part / WEIGHTS, tensors)
-            distributed.from_main(lambda: _finish(part, final))
+        write_on_main(part, lambda: _begin(part, fill))
+        write_tensors(part / WEIGHTS, tensors)
+        write_on_main(final, lambda: _finish(part, final))
     except WriteError:
         if distributed.is_main():
             shutil.rmtree(part, ignore_errors=True)
@@ -153,53 +144,39 @@ def write_checkpoint(
 
 
 def _begin(part: Path, fill: Callable[[Path], None]) -> None:
-    with written(part):  # rank 0 sends the error to the other ranks, so it must be a WriteError
-        part.parent.mkdir(exist_ok=True)
-        for unfinished in part.parent.glob(f"*{UNFINISHED}"):
-            shutil.rmtree(unfinished)
-        (part / WEIGHTS).mkdir(parents=True)
-        fill(part)
+    part.parent.mkdir(exist_ok=True)
+    for unfinished in part.parent.glob(f"*{UNFINISHED}"):
+        shutil.rmtree(unfinished)
+    (part / WEIGHTS).mkdir(parents=True)
+    fill(part)
 
 
 def _finish(part: Path, final: Path) -> None:
     """Write the manifest, flush all files to disk, and give the folder its final name."""
-    with written(final):
-        files = sorted(path for path in part.rglob("*") if path.is_file())
-        sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
-        manifest = Manifest(files=sums)
-        (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        # Flush files and directory entries before the rename. Otherwise a power cut could leave a
-        # checkpoint with its final name and empty files.
-        for path in (*part.rglob("*"), part):
-            sync(path)
-        set_aside(final)  # move a damaged checkpoint away, because os.replace cannot overwrite it
-        os.replace(part, final)
-        sync(final.parent)
-        sync(final.parent.parent)
-
-
-def set_aside(checkpoint: Path) -> None:
-    """Rename the folder of a damaged checkpoint, so that no run uses it. It may not exist."""
-    if checkpoint.exists():
-        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
+    files = sorted(path for path in part.rglob("*") if path.is_file())
+    sums = {path.relative_to(part).as_posix(): sha256_of(path) for path in files}
+    manifest = Manifest(files=sums)
+    (part / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    # Flush files and directory entries before the rename. Otherwise a power cut could leave a
+    # checkpoint with its final name and empty files.
+    for path in (*part.rglob("*"), part):
+        sync(path)
+    os.replace(part, final)
+    sync(final.parent)
+    sync(final.parent.parent)
 
 
 def prune(run: str | Path, keep: int) -> None:
-    """Remove all checkpoints of a run except the `keep` newest ones and those it cannot read."""
-    readable = []
-    for path in checkpoints_in(run):
-        with suppress(OSError, ValueError):
-            read_manifest(path)
-            readable.append(path)
-    for path in readable[keep:]:
+    """Remove all checkpoints of a run except the `keep` newest ones."""
+    for path in checkpoints_in(run)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors into files of about FILE_BYTES each. Collective call.
 
-    The ranks gather one sharded tensor after the other, and rank 0 writes the full tensors. Only
-    the full tensors of one file are in memory at the same time.
+    Sharded tensors are gathered one after the other, and rank 0 writes them. At any time, only the
+    gathered tensors of one file are in memory.
     """
     names = list(tensors)
     full: dict[str, Tensor] = {}
@@ -210,9 +187,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         if distributed.is_main():
             full[name] = tensor.cpu().contiguous()
         if size >= FILE_BYTES or name == names[-1]:
-            with distributed.together(), written(folder):
-                if distributed.is_main():
-                    save_file(full, folder / f"{number:05d}.safetensors")
+            path = folder / f"{number:05d}.safetensors"
+            write_on_main(path, partial(save_file, full, path))
             full = {}
             size = 0
             number += 1
@@ -232,7 +208,7 @@ def stored_in(folder: Path) -> dict[str, Path]:
 
 
 def read_part(stored: Mapping[str, Path], prefix: str) -> dict[str, Tensor]:
-    """Read the stored tensors whose names begin with a prefix. The result's keys have no prefix."""
+    """Read the tensors whose names begin with a prefix. The keys of the result lack the prefix."""
     part = {}
     for name, path in stored.items():
         if name.startswith(prefix):
@@ -247,11 +223,11 @@ def read_tensors(stored: Mapping[str, Path], into: Mapping[str, Tensor]) -> None
 
     Args:
         stored: the file of each stored tensor, from `stored_in`.
-        into: the tensors to fill, by name. Of a sharded tensor, this rank's shard is filled.
+        into: the tensors to fill, keyed by name. Of a sharded tensor, only this rank's shard is
+            filled.
 
     Raises:
-        ValueError: a tensor exists only in `stored` or only in `into`, or its dtype or shape
-            differs.
+        ValueError: a name is missing in `stored` or in `into`, or the dtypes or shapes differ.
     """
     for name in sorted(stored.keys() | into.keys()):
         expected = "no such tensor"

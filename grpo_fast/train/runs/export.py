@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_fast.train.config import ModelConfig, RunConfig, require
-from grpo_fast.train.files import written
+from grpo_fast.train.files import write_on_main
 from grpo_fast.train.models.loading import load_policy, load_tokenizer
 from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed
@@ -19,11 +19,11 @@ from grpo_fast.train.runs.folder import check_folder, locked
 from grpo_fast.train.runs.saving import read_state, refused
 from grpo_fast.train.update.critic import Critic, load_critic
 
-log = logging.getLogger(__name__)
-
 
 def export(source: str | Path, out: str | Path) -> Path:
-    """Export the policy of a checkpoint to a folder that transformers can load. LoRA is merged.
+    """Export the policy of a checkpoint to a folder that transformers can load.
+
+    A LoRA adapter is merged into the weights.
 
     Args:
         source: folder of a checkpoint or of a run. For a run, the newest complete checkpoint is
@@ -39,7 +39,7 @@ def export(source: str | Path, out: str | Path) -> Path:
     """
     # 1. Find a complete checkpoint.
     path = Path(source)
-    checkpoint = files.newest(path, log.warning) if (path / files.FOLDER).is_dir() else path
+    checkpoint = files.newest(path) if (path / files.FOLDER).is_dir() else path
     problem = "there is none"
     if checkpoint is not None and path.is_dir():
         problem = files.problem_of(checkpoint)
@@ -98,7 +98,5 @@ def save_models(policy: Policy, critic: Critic | None, model: ModelConfig, folde
                 full = distributed.full_tensor(tensor.detach())
                 if distributed.is_main():
                     targets[name].detach().copy_(full)
-    with distributed.together(), written(folder / "model"):
-        if distributed.is_main():
-            for kind, unsharded in models.items():
-                unsharded.save(folder / kind)
+    for kind, unsharded in models.items():
+        write_on_main(folder / kind, partial(unsharded.save, folder / kind))

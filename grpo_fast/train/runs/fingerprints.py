@@ -1,4 +1,4 @@
-"""Checks that all ranks use the same settings and files, and that a resumed run does, too."""
+"""Checks that all ranks of a run use the same settings and files, and so does a resumed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_fast.train.ranks import distributed
 log = logging.getLogger(__name__)
 
 FILES = "files"  # key under which the fingerprints are stored next to the settings
-# Prefixes of settings that may differ between a run and its resumption.
+# Prefixes of the settings that may change when a run is resumed.
 FREE = ("output_dir.", "log.", "checkpoint.", "resume.", "resume_allow.", "rollout.vllm.",
         "distributed.", "distributed_replicas.", "distributed_timeout.")  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "config.json", "adapter_config.json")
@@ -30,9 +30,9 @@ def fingerprints(config: RunConfig) -> dict[str, str]:
     """Compute fingerprints of the custom rewards and models that a configuration names.
 
     Returns:
-        A dict with the keys `rewards.LABEL` for custom functions and reward models, and `reference`
-        for the reference model. If the policy starts from an adapter, the keys `adapter` and `base`
-        are for the adapter and its base model.
+        The fingerprints by key. The key of a custom reward function or a reward model is
+        `rewards.LABEL`. The reference model has the key `reference`. If the policy starts from an
+        adapter, the adapter has the key `adapter`, and its base model has the key `base`.
     """
     prints = {}
     for spec in config.rewards:
@@ -75,10 +75,10 @@ def check_ranks(settings: dict[str, Any]) -> None:
 
 
 def check_same(was: dict[str, Any], now: dict[str, Any], allowed: Collection[str] = ()) -> None:
-    """Raise a ValueError if a resumed run has other settings or files than the original run.
+    """Raise a ValueError if a resumed run has different settings or files than the original run.
 
-    The settings in FREE may change. If the learning rate is constant, the number of steps may
-    increase.
+    The settings in FREE may differ. With a constant learning rate, the number of steps may be
+    larger.
 
     Args:
         was: settings of the original run, including its fingerprints.
@@ -119,7 +119,7 @@ def _source(name: str) -> str | None:
 
 
 def _of_path(path: str) -> str:
-    """Fingerprint a file or a model's folder by a hash, and a model on the hub by its commit."""
+    """Return a hash of a file or of a model's folder, or the commit of a model on the hub."""
     place = Path(path)
     if place.is_file():
         return f"sha256 {sha256_of(place)[:16]}"

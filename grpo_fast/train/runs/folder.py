@@ -20,7 +20,8 @@ def run_folder(root: str | Path, name: str) -> Path:
     """Return the path of the folder with this name in `root`. It need not exist.
 
     Raises:
-        ValueError: the name is not the name of a single folder directly inside `root`.
+        ValueError: the name has a character that is not allowed, or the path is not directly inside
+            `root`.
     """
     place = Path(root) / name
     is_plain = name.isprintable() and not {*"/\\:"} & {*name}
@@ -37,27 +38,18 @@ def free_folder(folder: str | Path) -> Path:
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return True if the folder contains any file, except files of a failed start.
-
-    Raises:
-        ValueError: the folder cannot be read.
-    """
-    try:
-        return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
-    except (OSError, ValueError) as error:
-        raise _unusable(folder, error) from error
+    """Return True if the folder contains any file, except files of a failed start."""
+    return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise a ValueError if an existing folder is not empty or not writable."""
+    """Raise a ValueError if a folder is not empty."""
     if is_occupied(folder):
         listed = ", ".join(sorted({*os.listdir(folder)} - IGNORED)[:3])
         raise ValueError(
             f"output_dir: {folder} is occupied (it holds {listed}); choose an empty or new folder "
             "with output_dir=… or --name …"
         )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unusable(folder, "it is not writable")
 
 
 @contextmanager
@@ -80,8 +72,8 @@ def locked(folder: str | Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Remove the lock file before releasing the lock. After the release, another process could
-        # already have locked this file.
+        # Remove the lock file before the lock is released. After the release, a different process
+        # could already hold a lock on this file.
         with suppress(OSError):
             (path / LOCK).unlink()
             if is_new:

@@ -7,15 +7,17 @@ folder, so a failed start has no effect on an existing run.
 from __future__ import annotations
 
 import dataclasses
-import logging
+import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_fast.rollout import Samples
 from grpo_fast.train.config import RunConfig, WarmStartConfig, require
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.files import written
+from grpo_fast.train.files import write_on_main
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs.checkpoint import (
@@ -24,15 +26,12 @@ from grpo_fast.train.runs.checkpoint import (
     newest,
     read_part,
     read_tensors,
-    set_aside,
     step_of,
     stored_in,
 )
 from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import check_folder, is_occupied, locked
-from grpo_fast.train.runs.saving import Saver, State, ahead_of, read_state, refused, restore_random
-
-log = logging.getLogger(__name__)
+from grpo_fast.train.runs.saving import Saver, State, read_state, refused, restore_random
 
 CONFIG = "config.yaml"
 DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither weights nor moments
@@ -40,7 +39,7 @@ DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither wei
 
 @dataclass
 class Start:
-    """Starting point of a run, which is a checkpoint, or step 0 if `checkpoint` is None."""
+    """Starting point of a run: a checkpoint, or step 0 if `checkpoint` is None."""
 
     config: RunConfig
     checkpoint: Path | None = None
@@ -48,12 +47,15 @@ class Start:
 
     @property
     def warm_start(self) -> WarmStartConfig | None:
-        """The warm start to run, or None if there is none or the checkpoint includes it."""
+        """The warm start that must still run, or None. A checkpoint is saved after the warm start.
+
+        A run that resumes from a checkpoint therefore needs no warm start.
+        """
         return self.config.warm_start if self.checkpoint is None else None
 
     @property
     def logged(self) -> tuple[int, int]:
-        """Return the number of bytes of metrics.jsonl to keep, and the number of steps they log."""
+        """Number of bytes of metrics.jsonl to keep, and number of steps in these bytes."""
         if self.state is None:
             return 0, 0
         return self.state.length, self.state.step - (self.state.unlogged is not None)
@@ -61,18 +63,19 @@ class Start:
     def enter_folder(self, report: RunReport) -> None:
         """Save the configuration in the run's folder, and begin the report. Collective call.
 
-        If the run resumes, checkpoints that are newer than the loaded one are moved away.
+        If the run resumes, checkpoints that are newer than the loaded one are renamed.
         """
         folder = Path(self.config.output_dir)
-        with distributed.together():
-            if not distributed.is_main():
-                return
+
+        def enter() -> None:
             for path in checkpoints_in(folder):
                 if self.checkpoint and step_of(path) > step_of(self.checkpoint):
-                    set_aside(path)  # newer than the newest complete one, so damaged
-            with written(folder):
-                save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
+                    # The loaded checkpoint is the newest complete one, so this one is damaged.
+                    os.replace(path, f"{path}.damaged-{time.time_ns()}")
+            save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
             report.begin()
+
+        write_on_main(folder, enter)
 
 
 @contextmanager
@@ -93,13 +96,12 @@ def run_start(config: RunConfig) -> Iterator[Start]:
             with distributed.together():
                 with refused("resume", found):
                     state = read_state(found)
-                _check_log(Path(config.output_dir, "metrics.jsonl"), state.length)
         yield Start(config, found, state)
 
 
 def _find_checkpoint(config: RunConfig) -> Path | None:
     folder = Path(config.output_dir)
-    checkpoint = None if config.resume is None else newest(folder, log.warning)
+    checkpoint = None if config.resume is None else newest(folder)
     if checkpoint is None:
         if config.resume is not None and is_occupied(folder):
             _check_begins(folder, config)
@@ -128,18 +130,6 @@ def _check_begins(folder: Path, config: RunConfig) -> None:
     check_same(was.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
-def _check_log(file: Path, length: int) -> None:
-    """Raise a ValueError if the log is shorter than it was when the checkpoint was written.
-
-    Args:
-        file: path of the log.
-        length: length of the log in bytes when the checkpoint was written.
-    """
-    size = file.stat().st_size if file.is_file() else 0
-    expected = f"at least {length} bytes in {file}, as when the checkpoint was written"
-    require(size >= length, "resume", expected, f"{size} bytes")
-
-
 def resume(start: Start, saver: Saver) -> None:
     """Load the checkpoint of `start`, if it names one, into a run. Collective call.
 
@@ -157,14 +147,14 @@ def resume(start: Start, saver: Saver) -> None:
         stored = stored_in(start.checkpoint / WEIGHTS)
         random = read_part(stored, "random.")
         require("cpu" in random, "the tensor random.cpu", "the state of torch's generator", "none")
-        ahead = ahead_of(read_part(stored, "ahead."))
+        columns = read_part(stored, "ahead.")
         weights = {name: x for name, x in stored.items() if not name.startswith(DRAWN)}
         tensors = trainer.weights()
         tensors |= trainer.moments(tensors, weights)
         read_tensors(weights, tensors)
         trainer.load_state_dict(vars(start.state))
         collector.load_state_dict(vars(start.state))
-        collector.take_ahead(ahead)
+        collector.take_ahead(Samples.of_tensors(columns) if columns else None)
     # 2. Remove the log rows of steps after the checkpoint.
     start.enter_folder(saver.report)
     # 3. Restore the random state last, because building and loading draw random numbers.

@@ -24,9 +24,9 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError, require
+from grpo_fast.errors import SAVED, NonFiniteLogits, Stopped, WriteError
 from grpo_fast.rollout import Samples
-from grpo_fast.train.collect.collector import Ahead, Collector
+from grpo_fast.train.collect.collector import Collector
 from grpo_fast.train.config import RunConfig
 from grpo_fast.train.config.base import Count, Positive
 from grpo_fast.train.files import read_regular
@@ -56,8 +56,8 @@ class State:
 
     length: Count  # length of metrics.jsonl in bytes
     consumed: Count  # number of prompts that were taken from PromptQueue
-    # For each reward function and each of its latest calls: the number of samples without a reward,
-    # and the number of all samples.
+    # Maps the name of a reward function to one tuple for each of its latest calls: the number of
+    # samples without a reward, and the number of all samples.
     lost_rewards: dict[str, list[tuple[Count, Count]]]
     baseline: dict[str, float | None] | None  # running baseline of the advantages
     num_tokens: Count  # trunk tokens trained so far
@@ -71,34 +71,24 @@ class State:
     unlogged: Rows | None = None  # rows of a step that was finished and not yet logged
 
 
-def draws_now(ahead: Ahead | None) -> dict[str, Tensor]:
-    """Return torch's random state, and samples drawn ahead for the next step, as named tensors."""
+def draws_now(ahead: Samples | None) -> dict[str, Tensor]:
+    """Return torch's random state and the samples of the next step as a dict of tensors.
+
+    The argument `ahead` is None if no samples were drawn ahead for the next step.
+    """
     draws = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         draws["random.cuda"] = torch.cuda.get_rng_state()
     if ahead is not None:
-        draws["ahead.seconds"] = torch.tensor(ahead.seconds, dtype=torch.float64)
-        draws |= {f"ahead.{name}": column for name, column in ahead.samples.tensors().items()}
+        draws |= {f"ahead.{name}": column for name, column in ahead.tensors().items()}
     return draws
 
 
 def restore_random(states: Mapping[str, Tensor]) -> None:
-    """Restore torch's random state from tensors, whose keys are "cpu" and "cuda"."""
+    """Restore torch's random state. The keys are "cpu" and, if the run used a GPU, "cuda"."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def ahead_of(columns: dict[str, Tensor]) -> Ahead | None:
-    """Rebuild the samples drawn ahead from their stored tensors. Return None without tensors."""
-    if not columns:
-        return None
-    return Ahead(seconds=float(columns.pop("seconds")), samples=Samples.of_tensors(columns))
-
-
-def write_state(state: State, folder: Path) -> None:
-    text = json.dumps(dataclasses.asdict(state))
-    (folder / STATE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path) -> State:
@@ -108,14 +98,11 @@ def read_state(folder: Path) -> State:
         ValueError: a field of the file is invalid. The message names the field.
     """
     try:
-        state = TypeAdapter(State).validate_json(read_regular(folder / STATE))
+        return TypeAdapter(State).validate_json(read_regular(folder / STATE))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
         raise ValueError(f"{STATE}: {where}: {first['msg']}") from error
-    step = checkpoint.step_of(folder)
-    require(state.step == step, f"{STATE}: step", f"{step}, as its name says", state.step)
-    return state
 
 
 @contextmanager
@@ -140,20 +127,21 @@ def refused(argument: str, folder: Path) -> Iterator[None]:
 
 
 class Saver:
-    """Records the state of a run after each step, and writes checkpoints of the recorded state.
+    """Recorder of a run's state after each step, which also writes checkpoints of this state.
 
-    The method `mark` records references to the weights, and does not copy them. The recorded state
-    is therefore only valid until the next optimizer step changes the weights. A checkpoint that is
-    written later would mix two steps.
+    The method `mark` does not copy the weights. The recorded state is therefore only valid until
+    the next optimizer step changes the weights. A checkpoint that is written later would mix two
+    steps.
 
     Args:
         config: configuration of the run.
-        collector: provides the position in the training set, and samples that were drawn ahead.
-        trainer: provides weights, moments and counters.
-        report: provides the length of metrics.jsonl.
+        collector: the collector, which has the position in the training set, and the samples that
+            were drawn ahead.
+        trainer: the trainer, which has the weights, moments and counters.
+        report: the writer of the logs, which has the length of metrics.jsonl.
         settings: the configuration, and fingerprints of the files that it names.
-        stopping: signal handler. The saver sets its function `may_stop`, so that a signal ends the
-            run only while the recorded state is valid.
+        stopping: the signal handler. The saver sets its function `may_stop`, so that a signal ends
+            the run only while the recorded state is valid.
     """
 
     def __init__(
@@ -183,38 +171,22 @@ class Saver:
         """
         trainer = self.trainer
         collector = self.collector
-        tensors = trainer.weights()
-        tensors |= trainer.moments(tensors)
-        state = dataclasses.replace(
+        self.state = dataclasses.replace(
             self.state, length=self.report.length(), **collector.state_dict(),
             **trainer.state_dict(), **changes,
         )  # fmt: skip
-        draws = draws_now(collector.sampled)
-        # Assign the versions last. If an interrupt comes between these assignments, the old
-        # versions do not match the new tensors, and `has_moved` prevents saving a mixed state.
-        self.state = state
-        self.draws = draws
-        self.tensors = tensors
-        self.versions = {id(tensor): tensor._version for tensor in tensors.values()}
+        self.draws = draws_now(collector.sampled)
+        for optimizer in trainer.optimizers.values():
+            optimizer.has_moved = False
 
     def has_moved(self) -> bool:
-        """Return True if a weight or a moment has changed since the last call of `mark`.
-
-        The check compares the version counters of the tensors. The fused AdamW of torch does not
-        increment the versions of weights. However, it increments its step counters before it
-        changes a weight, and the step counters are tensors among the moments.
-        """
-        tensors = list(self.tensors.values())
-        for optimizer in self.trainer.optimizers.values():
-            for moments in optimizer.adam.state.values():
-                tensors += moments.values()
-        # A moment that was created after `mark` has version 0 until the first update changes it.
-        return any(tensor._version != self.versions.get(id(tensor), 0) for tensor in tensors)
+        """Return True if an optimizer has begun to change weights since the last call of `mark`."""
+        return any(optimizer.has_moved for optimizer in self.trainer.optimizers.values())
 
     def is_due(self) -> bool:
-        """Return True if the schedule requires a checkpoint now. Collective call.
+        """Return True if `checkpoint.every` or `checkpoint.every_minutes` requires a checkpoint.
 
-        All ranks use rank 0's clock, so that they agree.
+        Collective call. All ranks use rank 0's clock, so that they get the same result.
         """
         plan = self.config.checkpoint
         by_step = plan.every and self.state.step % plan.every == 0
@@ -224,18 +196,19 @@ class Saver:
 
     def save(self) -> Path:
         """Write a checkpoint of the recorded state, and delete old checkpoints. Collective call."""
-        state = self.state
-        plan = self.config.checkpoint
         run = self.report.folder
+        trainer = self.trainer
 
         def fill(folder: Path) -> None:
             self.report.sync()  # flush the log lines that `length` counts, in case of a power cut
-            self.trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
-            write_state(state, folder)
+            trainer.policy.tokenizer.save_pretrained(folder / checkpoint.TOKENIZER)
+            text = json.dumps(dataclasses.asdict(self.state))
+            (folder / STATE).write_text(text + "\n", encoding="utf-8")
 
-        tensors = self.tensors | self.draws
-        path = checkpoint.write_checkpoint(run, state.step, tensors, fill)
-        distributed.from_main(lambda: checkpoint.prune(run, plan.keep))
+        tensors = trainer.weights()
+        tensors |= trainer.moments(tensors) | self.draws
+        path = checkpoint.write_checkpoint(run, self.state.step, tensors, fill)
+        distributed.from_main(lambda: checkpoint.prune(run, self.config.checkpoint.keep))
         self.saved_at = time.monotonic()
         return path
 
@@ -243,7 +216,7 @@ class Saver:
     def saved_when_it_ends(self) -> Iterator[None]:
         """Save the recorded state if an error or a signal ends the run inside this context.
 
-        The error gets a note with the checkpoint from which the run can be resumed.
+        A note that is added to the error names the checkpoint from which the run can resume.
         """
         try:
             yield
@@ -254,8 +227,8 @@ class Saver:
         except NonFiniteLogits as error:
             advice = "a lower optim.lr or a wider model.dtype may help"
             error.add_note(f"this is after {self.state.step} steps; {advice}")
-            # Do not save the run. The weights are broken, and a checkpoint of them could replace a
-            # good one.
+            # Do not save a checkpoint, because the weights are broken. Old checkpoints, which are
+            # deleted after each save, may be the only ones with finite weights.
             error.add_note(self._newest())
             raise
         except BaseException as error:

@@ -47,12 +47,13 @@ class Stopping:
     ) -> Iterator[None]:
         """Handle signals inside this context.
 
-        In other threads than Python's main thread, which cannot handle signals, it has no effect.
+        Python handles signals only in its main thread. In any other thread, the context has no
+        effect.
 
         Args:
             model: module whose forward passes raise `Stopped` after a signal.
             agreed: function that returns a context manager. `Stopped` is raised inside this
-                context, which can make all ranks raise it together.
+                context. With several ranks, the context makes all ranks raise `Stopped` together.
         """
         if threading.current_thread() is not threading.main_thread():
             yield

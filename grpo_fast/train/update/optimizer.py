@@ -46,6 +46,7 @@ class Optimizer:
         self.steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self.has_moved = False  # True if weights may have changed since the run was last recorded
 
     @property
     def learning_rate(self) -> float:
@@ -69,6 +70,7 @@ class Optimizer:
         if math.isfinite(norm):
             for group in self.adam.param_groups:
                 group["lr"] = self.learning_rate
+            self.has_moved = True
             self.adam.step()
             self.skipped_in_a_row = 0
         else:

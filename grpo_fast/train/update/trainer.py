@@ -184,6 +184,7 @@ class Trainer:
         # 1. Advance the schedules, update a synced reference, and count tokens and memory.
         for optimizer in self.optimizers.values():
             optimizer.steps += self.updates_per_step - len(updates)
+            optimizer.has_moved = True  # even if all updates were skipped, the reference may change
         self.reference.after_step(step.number)
         self.num_tokens += batch.trunk_tokens
         self.peak_memory = max(self.peak_memory, clock.peaks.get("train", 0))

@@ -110,7 +110,7 @@ def evaluate(
 ) -> None:
     """Measure the accuracy of a model on held-out questions, or compare two models.
 
-    The answers are decoded greedily. With samples=N, answers are also sampled for pass@k.
+    The answers are decoded greedily. With samples=N, answers are also sampled for pass@k and maj@k.
     Two models get the same questions. Their difference is shown with standard error and p-value.
     """
     from grpo_fast.errors import NonFiniteLogits
@@ -230,7 +230,9 @@ def plan(
     with told(debug):
         if not model or "=" in model:
             words = [word for word in (model, *(settings or [])) if word]
-            typer.echo("\n".join(predict(name, words).verdict for name in KNOWN_MODELS))
+            plans = [predict(name, words) for name in KNOWN_MODELS]
+            plans.sort(key=lambda plan: not plan.fits)  # the models that fit come first
+            typer.echo("\n".join(plan.verdict for plan in plans))
             return
         Console().print(*render(predict(model, settings or [])), sep="", highlight=False)
 

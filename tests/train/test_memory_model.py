@@ -277,7 +277,17 @@ def test_a_config_json_that_is_none(tmp_path, content):
 
 
 def test_a_plan_without_a_model_is_for_every_known_model():
-    done = invoke("plan", "gpu=H100", "group=8")
+    """Check that the models that fit are printed first."""
+    done = invoke("plan", "gpu=16", "group=8")
     lines = done.output.splitlines()
     assert done.exit_code == 0 and len(lines) == len(KNOWN_MODELS)
     assert all(" fits " in line or " does not fit: " in line for line in lines)
+    fits = [" fits " in line for line in lines]
+    assert fits == sorted(fits, reverse=True) and len(set(fits)) == 2
+
+
+def test_the_options_that_fit_are_the_first_rows():
+    table = render(plan("qwen2.5-7b", ["gpu=80"]))[0]
+    labels = list(table.columns[0].cells)
+    assert set(labels) == set(OPTIONS)
+    assert labels[0] == "checkpointing, LoRA r=16" and labels[2] == "as configured"

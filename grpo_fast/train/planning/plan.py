@@ -102,6 +102,11 @@ class Plan(NamedTuple):
         return self.memory[options].tokens(self.usable) // self.tokens
 
     @property
+    def fits(self) -> bool:
+        """Return whether at least one group fits into memory with some of the options."""
+        return any(map(self.groups, self.memory))
+
+    @property
     def verdict(self) -> str:
         """Return a sentence that names the first options with which a group fits into memory."""
         completions = f"{self.size} completions of {self.completion:,}"
@@ -162,7 +167,9 @@ def render(plan: Plan) -> list[object]:
     largest = f"largest prompt\nC={plan.completion}, G={plan.size}"
     for name in ("fixed GB", "kB per\ntoken", "largest\ntokens", largest, "groups"):
         table.add_column(name, justify="right")
-    for label, memory in plan.memory.items():
+    # The options with which at least one group fits come first.
+    for label in sorted(plan.memory, key=lambda label: plan.groups(label) == 0):
+        memory = plan.memory[label]
         most = memory.tokens(plan.usable)
         prompt = max(0, most - plan.tokens + plan.prompt)
         shown = (f"{number:,}" if number else "—" for number in (most, prompt, plan.groups(label)))

@@ -105,7 +105,7 @@ def relative_l2(value: Tensor, exact: Tensor | LogitRows) -> float:
 
 
 def row_block(device: torch.device) -> int:
-    """Return the number of rows of a block. Its exact logits need less memory than the LM head."""
+    """Return the number of rows for which the exact logits need less memory than the LM head."""
     return 1024 if device.type == "cuda" else 128
 
 

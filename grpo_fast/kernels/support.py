@@ -64,7 +64,8 @@ class Support(NamedTuple):
         drawn = [one for one in sets if one is not None]
         if not drawn:
             return None
-        # An empty set means the full vocabulary. Every token of a completion without sets gets one.
+        # An empty set means the full vocabulary. If a completion has no sets, give each of its
+        # tokens an empty set.
         counts = [
             torch.zeros(length, dtype=torch.int64) if one is None else one[1]
             for one, length in zip(sets, lengths, strict=True)

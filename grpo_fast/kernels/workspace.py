@@ -139,7 +139,8 @@ def give_back_workspace(workspace: Tensor | None) -> None:
 
     Nothing is kept on a GPU, or if the workspace is large.
     """
-    # Outside of inference mode, the next call could not modify a tensor that was created in it.
+    # A tensor created in inference mode cannot be modified outside of inference mode, so a later
+    # call could not reuse it.
     if workspace is None or not workspace.is_cpu or workspace.is_inference():
         return
     # Keep the full allocation, not a view of it.

@@ -41,7 +41,7 @@ WRONG_LENGTH, NO_NUMBERS = "wrong_length", "not_a_number"  # values of RewardFai
 
 
 class RewardFailure(RuntimeError):
-    """Exception for a failed call of a reward function. `why` is the reason for the metrics."""
+    """Exception for a failed call of a reward function. The metrics show the reason `why`."""
 
     def __init__(self, message: str, why: str = "error") -> None:
         super().__init__(message)

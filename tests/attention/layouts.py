@@ -45,7 +45,7 @@ def inputs(
     """Return random tensors q, k, v and the gradient of the output, on the CPU.
 
     Args:
-        layout: Layout whose number of tokens the tensors have.
+        layout: Layout that determines the number of tokens.
         heads: Numbers of query heads and of key heads.
         dim: Head dimension.
         dtype: Dtype of the tensors.

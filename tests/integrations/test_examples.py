@@ -194,7 +194,8 @@ def of_policy_loss(loss, data: dict, **counts) -> tuple:
 def test_openrlhfs_loss():
     """Check that our loss and OpenRLHF's loss are equal for every correction and option.
 
-    The test uses small and large changes of the logps, and counts of the batch and of all ranks.
+    The test uses small and large changes of the logps. The losses are divided by the number of
+    tokens of the batch, and by that of all ranks.
     """
     theirs = trainer_packages.load_openrlhf_loss().PolicyLoss
     counts = {"dp_size": 4, "batch_num_tokens": 211.0, "global_batch_size": 24.0}

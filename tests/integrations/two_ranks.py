@@ -1,4 +1,4 @@
-"""Job of `test_two_processes.py`, which runs other trainers on two ranks."""
+"""Script that `test_two_processes.py` starts on two ranks. It runs trainers of other libraries."""
 
 import os
 import traceback
@@ -17,7 +17,7 @@ SECTIONS = (two_trl, two_verl, two_plain)
 def results_of(folder: str) -> dict[str, Any]:
     """Run all cases, and return the result or the traceback of each case on this rank.
 
-    The key "missing" has the messages of the trainers that are not installed.
+    The key "missing" has the import error of each trainer that is not installed.
     """
     os.environ["LOCAL_RANK"] = str(distributed.get_rank())  # torchrun would set it
     found: dict[str, Any] = {"missing": []}

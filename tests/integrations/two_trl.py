@@ -42,8 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "dapo", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
         "steps_per_generation": 4, "max_steps": 4, "max_grad_norm": 0.5,
     },
-    # In "empty_rank", the second rank has no scored token. In "no_prompt", its completions have no
-    # prompts.
+    # In "empty_rank", the second rank has no scored token. In "no_prompt", the completions of the
+    # second rank have empty prompts.
     "empty_rank": {"loss_type": "dapo", "mask_truncated_completions": True, **MOVING},
     "no_prompt": {"loss_type": "dapo", "beta": 0.05, **MOVING},
     "evaluation": {"loss_type": "dapo", "beta": 0.05, "num_generations_eval": 2, **MOVING},

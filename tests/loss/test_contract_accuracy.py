@@ -62,7 +62,7 @@ def loss_gradients(hidden, weight, ids, advantages, old, config, backend):
 
 
 def exact_of(hidden, weight, ids, advantages, options, old=None):
-    """Compute loss and gradients with the fp64 oracle, for one completion of all tokens."""
+    """Compute loss and gradients with the fp64 oracle. All tokens form one completion."""
     mask = torch.ones(1, len(ids), dtype=torch.bool)
     own = hidden[None], weight, ids[None], advantages[None], options
     return oracle_inputs.oracle_from_hidden(*own, mask=mask, old=None if old is None else old[None])

@@ -295,10 +295,10 @@ CONSTANTS = (
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_an_argument_that_requires_grad_but_would_get_none(name, function):
-    """Check that an argument without a gradient raises an error if it requires grad.
+    """Check the error for a tensor that requires grad, but for which the loss computes no gradient.
 
-    For example, plain torch would compute a gradient for `old_logps=logps`. Our code would not, so
-    without the error the gradients would silently differ. The error suggests .detach().
+    For example, plain torch would compute a gradient for `old_logps=logps`. Our loss computes none,
+    so without the error this gradient would be lost silently. The error suggests .detach().
     """
     given = {"advantages": CASE.advantages, "completion_mask": CASE.mask.float()}
     value = given.get(name, CASE.old if name.endswith("logps") else torch.tensor(9.0))

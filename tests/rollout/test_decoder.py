@@ -294,8 +294,9 @@ def parametrized(lm: Any) -> None:
     torch.nn.utils.parametrize.register_parametrization(layer, "weight", Double())
 
 
-# Changes of a model after its first rollout. Only the last one leaves the decoder in use, because
-# the key-value cache passes the scale of the attention to the decoder.
+# Changes of a model after its first rollout. After all changes but the last, the modules of the
+# model must compute the rollout. The decoder supports the last change, because it reads the scale
+# of the attention from the key-value cache.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook of the trunk": lambda lm: lm.model.register_forward_pre_hook(lambda *_: None),
     "a hook before a layer": lambda lm: lm.model.layers[0].register_forward_pre_hook(

@@ -1,7 +1,7 @@
-"""Attention of packed rows with torch's flex_attention, for inputs without a FlashAttention.
+"""Attention over packed rows with torch's flex_attention, on CUDA.
 
-It is used on CUDA. The block mask is built one row of blocks at a time, because `create_block_mask`
-would store T² entries.
+It is used for inputs that no FlashAttention kernel supports. The block mask is built one row of
+blocks at a time, because `create_block_mask` would store T² entries.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 else:
     GRPOTrainer = object
 
-# Fields of a generation config that our sampler reads, or that do not change tokens. If any other
-# field differs from its default, TRL samples.
+# Fields of a generation config that our sampler supports, or that do not affect the sampled tokens.
+# If any other field differs from its default, sampling is left to TRL.
 READ = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
     "pad_token_id", "bos_token_id", "max_length", "use_cache", "disable_compile",

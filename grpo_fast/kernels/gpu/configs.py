@@ -146,9 +146,9 @@ SUPPORT_COLUMNS = 8192
 def support_config(width: int, dtype: torch.dtype, *, aligned: bool) -> SupportConfig:
     """Return the block sizes of the kernel that reads the weight rows of a token set.
 
-    `width` is the hidden size. A thread loads 128 bytes of W at a time. Two programs with 4096
-    columns thus have 64 KiB of loads in flight per multiprocessor. If W is unaligned, a thread
-    loads only a quarter of this, because every element needs a separate address.
+    `width` is the hidden size. Each thread loads 128 bytes of W at a time, so that two programs
+    keep about 64 KiB of loads in flight on a multiprocessor. If W is unaligned, every element needs
+    a separate address, and a thread loads only a quarter as much.
     """
     # Round H up, because the size of a Triton block must be a power of two.
     block_h = max(1 << (width - 1).bit_length(), 128)

@@ -56,9 +56,9 @@ class LogitChunks:
         )
         gradient_bytes = weight.dtype.itemsize if self.has_16_bit_gradient else 0
         self.bytes_per_logit = self.dtype.itemsize + gradient_bytes
-        # Compute loss and d-logits in one row kernel only if there is no `head_logps`. If there is,
-        # passes without gradient use it, and the row kernel would give other bits of the logps than
-        # they do.
+        # Compute loss and d-logits in one row kernel only if there is no `head_logps`. Passes
+        # without gradients use `head_logps`, whose logps differ in the last bits from those of the
+        # row kernel.
         self.in_one_pass = route.kernels.head_logps is None
         self.max_rows = 0  # maximum number of rows of a chunk
         self.buffers = 1  # number of buffers of max_rows rows in the workspace

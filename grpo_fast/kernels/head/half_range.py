@@ -26,7 +26,7 @@ def needs_scaling(dtype: torch.dtype) -> bool:
 
 
 def weight_unit(weights: Tensor) -> Tensor:
-    """Return the power of two, 0-d fp32, that multiplies the largest weight into [0.5, 1)."""
+    """Return the power of two that scales the largest weight into [0.5, 1). It is a 0-d fp32."""
     return power_of_two(-largest_exponent(weights))
 
 

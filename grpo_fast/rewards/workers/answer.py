@@ -75,7 +75,7 @@ def module(name):
 
 
 def serve(request):
-    """Run the code, then execute requests of the judge, which runs the tests, until it ends."""
+    """Run the code of the answer. Then execute requests of the judge until the judge ends."""
     names = module("answer")
     answer = Answer(sandbox.take(0), names)
     answer.receive()  # wait until the judge has made its memory unreadable

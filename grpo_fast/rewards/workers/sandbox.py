@@ -116,7 +116,7 @@ def restrict_files():
 
 
 def filter_calls():
-    """Let the kernel deny system calls that are not in CALLS, and opening files to write."""
+    """Make the kernel reject system calls that are not in CALLS, and files opened for writing."""
     name = os.uname().machine
     if sys.platform != "linux" or name not in MACHINES:
         expected = "expected Linux on x86-64 or arm64 for its sandbox"

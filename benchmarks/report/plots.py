@@ -217,6 +217,42 @@ def draw(paths: list[str], out: Path) -> Path:
     return out
 
 
+def draw_steps(paths: list[Path], out: Path) -> None:
+    """Draw the time and the memory of an update with a pretrained model, by prompt length.
+
+    Args:
+        paths: results of benchmarks.trainers.step.
+        out: path of the picture.
+    """
+    reports = [json.loads(path.read_text()) for path in paths]
+    rows: dict[int, dict[str, Any]] = {}
+    for report in sorted(reports, key=lambda report: report["prompt_tokens"]):
+        found = rows.setdefault(report["prompt_tokens"][0], {})
+        found |= {name: row for name, row in report["providers"].items() if name not in found}
+    panels = (
+        ("median_ms", 1e-3, "CPU seconds of an update (lower is better)"),
+        ("peak_mib", 1 / 1024, "GiB beyond weights and moments (lower is better)"),
+    )
+    title = f"Update of SmolLM2-135M on one thread, {reports[0]['hardware']['cpu']}"
+    with picture(out, (9, 3.4), (1, 2), title, commits_of(reports)) as axes:
+        for panel, (value, scale, label) in zip(axes, panels, strict=True):
+            panel.set_title(label, loc="left", fontsize=10)
+            place, ticks = 0, []
+            for tokens, providers in rows.items():
+                ticks.append((place + (len(providers) - 1) / 2, f"{tokens:,} prompt tokens"))
+                for name, row in providers.items():
+                    height = row[value] * scale
+                    color = COLORS["ours" if name in ("shared", "packed") else "peer"]
+                    panel.bar(place, height, 0.85, color=color)
+                    style = {"ha": "center", "va": "bottom", "fontsize": 7}
+                    panel.text(place, height, f"{name}\n{height:.3g}", **style)
+                    place += 1
+                place += 1
+            panel.set_xticks(*zip(*ticks, strict=True), fontsize=8)
+            panel.margins(y=0.18)
+            panel.spines[["top", "right"]].set_visible(False)
+
+
 @contextlib.contextmanager
 def picture(
     out: Path, size: tuple[float, float], grid: tuple[int, int], title: str, note: str

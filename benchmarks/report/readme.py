@@ -67,6 +67,8 @@ STEPS = [
     Step("divergence", "-m benchmarks.trainers.divergence --device cpu", "--json"),
 ]
 PLOTTED = ("loss", "loss-large", "parts", "tokens")
+# Results of benchmarks.trainers.step with a pretrained model. docs/real_model.md has the commands.
+REAL_STEPS = ("step-real", "step-real-2k", "step-real-2k-trl")
 
 
 def file_of(name: str) -> Path:
@@ -166,8 +168,9 @@ def main(arguments: list[str]) -> int:
     status = 0 if options.tables else run_steps(steps, options.deadline)
     plots.draw([str(file_of(name)) for name in PLOTTED], RESULTS / "kernels.png")
     plots.draw_bars([str(file_of("loss"))], RESULTS / "readme.png")
+    plots.draw_steps([file_of(name) for name in REAL_STEPS], RESULTS / "step-real.png")
     PAGE.write_text(refreshed(PAGE.read_text()))
-    print(f"written: {PAGE.relative_to(ROOT)}, kernels.png and readme.png in benchmarks/results")
+    print(f"written: {PAGE.relative_to(ROOT)} and three pictures in benchmarks/results")
     return status
 
 

@@ -95,7 +95,7 @@ def test_majority():
 
 def test_maj_at_k_averages_over_blocks_of_k_samples(evaluated):
     """Check that samples after the last complete block are not used."""
-    said = {"q0": [1, 1, 1, 9, 9], "q1": [9, 1, 1, 9, 1]}
+    said = {"q0": [1, "1.0", 1, 9, 9], "q1": [9, 1, "1.0", 9, 1]}  # 1 and 1.0 are one answer
     replies = {question: [f"#### {x}" for x in answers] for question, answers in said.items()}
     options = EvalConfig(samples=5, temperature=1.0, k=[2, 3, 4, 5])
     found = evaluated(replies, examples("1", "1"), options).per_question

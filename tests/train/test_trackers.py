@@ -1,4 +1,4 @@
-"""Tests that send the metrics of a run to a tracker of accelerate."""
+"""Tests that send the metrics of a run to TensorBoard and other trackers of accelerate."""
 
 import math
 
@@ -86,3 +86,15 @@ def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="log.trackers: expected one of .*mlflow.*, got 'tensor'"):
         loop.train(load_recipe("sort", [*WORDS, "log.trackers=[tensor]", words[1]]))
     assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_reads_what_a_run_wrote(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["log.trackers=[tensorboard]", f"output_dir={tmp_path}/run"]
+    loop.train(load_recipe("sort", [*WORDS, *words]))
+    events = EventAccumulator(str(tmp_path / "run" / "trackers" / "grpo_fast"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("reward")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("eval_reward")] == [0, 3]

@@ -66,6 +66,10 @@ def test_loss_settings_are_the_arguments_of_the_loss():
     assert loss.temperature == 0.9 and loss.max_completion_length == 7
     warmer = validated(RunConfig, {**MINIMAL, "loss": {"temperature": 1.2, "delta": None}})
     assert warmer.loss_config().temperature == 1.2 and warmer.loss_config().delta is None
+    unset = {"temperature": None, "top_entropy_quantile": None}  # null means the default
+    config = validated(RunConfig, {**MINIMAL, "rollout": {"temperature": 0.9}, "loss": unset})
+    loss = config.loss_config()
+    assert (loss.temperature, loss.top_entropy_quantile) == (0.9, LossConfig.top_entropy_quantile)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def check_numbers(config: Any) -> None:
     teacher = config.distill and config.distill.teacher
     serves = bool(config.distill and config.distill.server)
     if serves and loss.temperature != 1:
-        section = "loss" if "temperature" in dict(config.loss) else "rollout"
+        section = "rollout" if getattr(config.loss, "temperature", None) is None else "loss"
         setting = f"{section}.temperature={loss.temperature:g}"
         raise conflict(setting, "a teacher's server", "the server computes at temperature 1")
     if serves and rollout.needs_support:

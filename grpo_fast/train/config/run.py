@@ -172,7 +172,8 @@ class RunConfig(Section):
 
     def loss_config(self) -> LossConfig:
         """Return the `LossConfig` of the run. Some arguments come from the section `rollout`."""
-        settings = dict(self.loss)
+        # Null means the default, also for arguments that do not accept None.
+        settings = {name: value for name, value in self.loss if value is not None}
         # With kl.into=reward the rewards already contain the KL, so the loss must not add it again.
         if self.kl.into == "reward":
             settings["beta"] = 0.0

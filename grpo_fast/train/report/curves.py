@@ -84,7 +84,10 @@ def series(rows: Rows, metric: str) -> Series:
 
 def smooth(points: Series) -> Series:
     """Smooth a series with a centered moving average over a twentieth of its points."""
-    sums = [0.0, *itertools.accumulate(value for _, value in points)]
+    # Sum the differences from the first value. Sums of the values would round, so that a constant
+    # series would not stay constant, and its axis would magnify the rounding.
+    first = points[0][1] if points else 0.0
+    sums = [0.0, *itertools.accumulate(value - first for _, value in points)]
     half = max(1, len(points) // 40)
     smoothed = []
     for index, (step, _) in enumerate(points):
@@ -92,7 +95,7 @@ def smooth(points: Series) -> Series:
         # shift the average of a rising or falling series.
         reach = min(half, index, len(points) - 1 - index)
         total = sums[index + reach + 1] - sums[index - reach]
-        smoothed.append((step, total / (2 * reach + 1)))
+        smoothed.append((step, first + total / (2 * reach + 1)))
     return smoothed
 
 

@@ -103,9 +103,11 @@ class RunReport(AbstractContextManager[Any]):
         # because the run will repeat these steps.
         finished = []
         for path in sorted((folder / "completions").glob("step_*.parquet")):
-            step = int(path.stem.removeprefix("step_"))
-            if step <= self._step:
-                finished.append((step, path))
+            digits = path.stem.removeprefix("step_")
+            if not digits.isdecimal():
+                continue  # a copy with another name, which belongs to the user
+            if int(digits) <= self._step:
+                finished.append((int(digits), path))
             else:
                 path.unlink()
         for step, path in [*finished[:1], *finished[1:][1 - MOST_STEPS :]]:

@@ -86,3 +86,13 @@ def test_a_missing_package_is_refused_before_the_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="log.trackers: expected one of .*mlflow.*, got 'tensor'"):
         loop.train(load_recipe("sort", [*WORDS, "log.trackers=[tensor]", words[1]]))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tracker_without_its_server_is_no_full_disk(tmp_path, fake, monkeypatch):
+    def unreachable(*_):
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(Fake, "store_init_configuration", unreachable)
+    words = ["log.trackers=[trackio]", f"output_dir={tmp_path}/run"]
+    with pytest.raises(ConnectionError, match="^no server$"):
+        loop.train(load_recipe("sort", [*WORDS, *words]))

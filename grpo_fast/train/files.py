@@ -60,6 +60,16 @@ def check_regular(path: Path) -> None:
     require(fits, str(path), "a regular file", "a folder, a pipe or a device")
 
 
+def check_length(path: Path, length: int) -> None:
+    """Raise a ValueError if the path is not a regular file with at least `length` bytes.
+
+    A missing file counts as an empty file.
+    """
+    check_regular(path)
+    size = path.stat().st_size if path.exists() else 0
+    require(size >= length, str(path), f"at least {length} bytes", f"{size} bytes")
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file as hexadecimal digits."""
     check_regular(path)
@@ -93,9 +103,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        check_regular(path)
-        size = path.stat().st_size if path.exists() else 0
-        require(size >= length, str(path), f"at least {length} bytes", f"{size} bytes")
+        check_length(path, length)
         self.path = path
         self.length = length
         # In append mode, each write goes to the end of the file, even after a truncation. Do not

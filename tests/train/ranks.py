@@ -261,6 +261,21 @@ def load_shards(*folders: str) -> Any:
     return apart
 
 
+def load_other(size: int) -> str:
+    """Shard a model that is larger on rank 1 by `size`. Return the error's message, or ""."""
+    fields = {"model_type": "llama", "hidden_size": 16 + size * distributed.rank(),
+              "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "tie_word_embeddings": False}  # fmt: skip
+    config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
+    policy = load_policy(config, build_symbol_tokenizer(list("0123456789")),
+                         empty=not distributed.is_main())  # fmt: skip
+    try:
+        sharding.shard_all([policy], policy.device, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def load_large(megabytes: int) -> Any:
     """Return how much the memory of this rank grows while a model is loaded and sharded.
 

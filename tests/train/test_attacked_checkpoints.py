@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_fast.train.files import sha256_of
 from grpo_fast.train.runs import build, resume, saving
-from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of
+from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_checkpoint
 from grpo_fast.train.runs.folder import locked
 from tests.command_line import invoke, refused
 from tests.train.resuming import run
@@ -90,7 +90,12 @@ def write(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     sign(checkpoint)
 
 
+def contents(place: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
 FIELDS = [
+    ("step", 10**9, "state.json: step: expected 2, as its name says"),
     ("step", "2", "state.json: step: Input should be a valid integer"),
     ("consumed", -1, "state.json: consumed: Input should be greater"),
     ("length", DELETE, "state.json: length: Field required"),
@@ -106,12 +111,10 @@ FIELDS = [
 
 @pytest.mark.parametrize("path, value, said", FIELDS)
 def test_a_wrong_state_is_refused_with_the_name_of_the_field(folder, newest, path, value, said):
-    before = checkpoints_in(folder)
     change(newest, path, value)
-    logged = (folder / "metrics.jsonl").read_bytes()
+    files = contents(folder)
     is_refused(folder, said)
-    assert (folder / "metrics.jsonl").read_bytes() == logged
-    assert checkpoints_in(folder) == before
+    assert contents(folder) == files
 
 
 TENSORS = {  # for each case a function that edits the tensors, and a part of the message
@@ -280,22 +283,28 @@ def test_an_exported_config_is_data(newest, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def contents(place: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-
-
 def test_another_format_is_not_damage(folder, newest, tmp_path):
     """Check that a checkpoint of a different format version is refused but not treated as damaged.
 
     A damaged checkpoint would be renamed, and the run would resume from an older checkpoint.
     """
     before = contents(folder / "checkpoints")
-    for was in (6, 8):
+    for was in (7, 9):
         text = json.dumps({"format": was, "step": 2, "anything": {}})
         (newest / "manifest.json").write_text(text)
-        is_refused(folder, f"format 7, which .* got format {was} in")
+        is_refused(folder, f"format 8, which .* got format {was} in")
         assert refused(invoke("export", str(newest), str(tmp_path / "out")), f"format {was}")
     assert contents(folder / "checkpoints").keys() == before.keys()
+
+
+def test_a_checkpoint_that_is_damaged_during_the_run_is_written_again(folder, newest):
+    """Check that a damaged checkpoint of the same step does not prevent saving."""
+    tensors = load_file(newest / FILE)
+    (newest / "state.json").write_text("half")
+    again = write_checkpoint(folder, 2, tensors, lambda _: None)
+    assert again == newest and problem_of(newest) is None
+    [aside] = newest.parent.glob("*.damaged-*")
+    assert (aside / "state.json").read_text() == "half"
 
 
 def test_a_run_does_not_begin_again_when_all_checkpoints_are_damaged(folder):

@@ -74,6 +74,11 @@ def test_a_rank_holds_its_shard_of_weights_gradients_and_moments(ranks, tmp_path
             assert all(abs(found[x] - share) < 0.05 for x in ("weights", "grads", "moments")), found
 
 
+def test_a_model_that_differs_between_ranks_is_refused(ranks):
+    for [found] in ranks(2, ["load_other", 16]):
+        assert "model: expected the parameters of rank 0's model" in found
+
+
 def test_what_rank_0_reads_is_what_all_have(ranks, tmp_path):
     """Check that a sharded model has the same weights, buffers and adapters as an unsharded model.
 

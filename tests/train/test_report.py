@@ -16,7 +16,7 @@ from grpo_fast.train.report import report as module
 from grpo_fast.train.report.curves import plot_runs, read_metrics, series, smooth
 from grpo_fast.train.report.lines import final_line
 from grpo_fast.train.report.page import MOST_STEPS
-from grpo_fast.train.runs.folder import check_folder, locked, run_folder
+from grpo_fast.train.runs.folder import check_folder, free_folder, locked, run_folder
 from tests.train.resuming import opened
 from tests.train.test_completions import row
 from tests.train.test_train_config import MINIMAL
@@ -123,6 +123,16 @@ def test_occupied_folder_is_refused(tmp_path):
         with pytest.raises(ValueError, match="output_dir: cannot use "), locked(wrong):
             pytest.fail("it was made")
     assert link.is_symlink()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    def denied(_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", denied)  # root may list every folder
+        with pytest.raises(ValueError, match="output_dir: cannot use .*: Permission denied"):
+            free_folder(tmp_path)
 
 
 def test_a_folder_that_stays_empty_is_removed(tmp_path):

@@ -98,3 +98,13 @@ def test_tensorboard_reads_what_a_run_wrote(tmp_path):
     events.Reload()
     assert [e.step for e in events.Scalars("reward")] == [1, 2, 3]
     assert [e.step for e in events.Scalars("eval_reward")] == [0, 3]
+
+
+def test_a_tracker_without_its_server_is_no_full_disk(tmp_path, fake, monkeypatch):
+    def unreachable(*_):
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(Fake, "store_init_configuration", unreachable)
+    words = ["log.trackers=[trackio]", f"output_dir={tmp_path}/run"]
+    with pytest.raises(ConnectionError, match="^no server$"):
+        loop.train(load_recipe("sort", [*WORDS, *words]))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo_fast.errors import require
 from grpo_fast.train.ranks import distributed
 
 if TYPE_CHECKING:
@@ -95,9 +96,17 @@ def _take_dtypes(model: nn.Module) -> None:
     """Cast the parameters of a model on the meta device to the dtypes of rank 0's parameters.
 
     The dtypes are stored in the model's files, which only rank 0 has read.
+
+    Raises:
+        ValueError: a rank has parameters with other names or shapes than rank 0.
     """
     parameters = dict(model.named_parameters())
-    dtypes = distributed.from_main(lambda: {name: p.dtype for name, p in parameters.items()})
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+    mains, dtypes = distributed.from_main(lambda: (shapes, dtypes))
+    with distributed.together():  # otherwise broadcasts of different sizes would fail or hang
+        expected = "the parameters of rank 0's model"
+        require(shapes == mains, "model", expected, "others")
     for name, parameter in parameters.items():
         if parameter.is_meta:
             parameter.data = parameter.data.to(dtypes[name])

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished"
 WEIGHTS = "weights"
 TOKENIZER = "tokenizer"
-FORMAT = 7
+FORMAT = 8
 # Approximate size of a tensor file. While a file is written, two copies of it are in memory.
 FILE_BYTES = 1 << 28
 STEP = "step_"  # prefix of the name of a checkpoint's folder
@@ -161,9 +162,16 @@ def _finish(part: Path, final: Path) -> None:
     # checkpoint with its final name and empty files.
     for path in (*part.rglob("*"), part):
         sync(path)
+    set_aside(final)  # os.replace cannot overwrite a damaged checkpoint of the same step
     os.replace(part, final)
     sync(final.parent)
     sync(final.parent.parent)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename the folder of a damaged checkpoint, so that no run uses it. It may not exist."""
+    if checkpoint.exists():
+        os.replace(checkpoint, f"{checkpoint}.damaged-{time.time_ns()}")
 
 
 def prune(run: str | Path, keep: int) -> None:

@@ -38,8 +38,15 @@ def free_folder(folder: str | Path) -> Path:
 
 
 def is_occupied(folder: str | Path) -> bool:
-    """Return True if the folder contains any file, except files of a failed start."""
-    return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
+    """Return True if the folder contains any file, except files of a failed start.
+
+    Raises:
+        ValueError: the folder cannot be listed.
+    """
+    try:
+        return os.path.isdir(folder) and bool({*os.listdir(folder)} - IGNORED)
+    except OSError as error:
+        raise _unusable(folder, error) from error
 
 
 def check_folder(folder: str | Path) -> None:

@@ -7,8 +7,6 @@ folder, so a failed start has no effect on an existing run.
 from __future__ import annotations
 
 import dataclasses
-import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from pathlib import Path
 from grpo_fast.rollout import Samples
 from grpo_fast.train.config import RunConfig, WarmStartConfig, require
 from grpo_fast.train.config.recipes import load_recipe, save_config
-from grpo_fast.train.files import write_on_main
+from grpo_fast.train.files import check_length, write_on_main
 from grpo_fast.train.ranks import distributed
 from grpo_fast.train.report.report import RunReport
 from grpo_fast.train.runs.checkpoint import (
@@ -26,12 +24,13 @@ from grpo_fast.train.runs.checkpoint import (
     newest,
     read_part,
     read_tensors,
+    set_aside,
     step_of,
     stored_in,
 )
 from grpo_fast.train.runs.fingerprints import check_same
 from grpo_fast.train.runs.folder import check_folder, is_occupied, locked
-from grpo_fast.train.runs.saving import Saver, State, read_state, refused, restore_random
+from grpo_fast.train.runs.saving import STATE, Saver, State, read_state, refused, restore_random
 
 CONFIG = "config.yaml"
 DRAWN = ("random.", "ahead.")  # prefixes of stored tensors that are neither weights nor moments
@@ -71,11 +70,13 @@ class Start:
             for path in checkpoints_in(folder):
                 if self.checkpoint and step_of(path) > step_of(self.checkpoint):
                     # The loaded checkpoint is the newest complete one, so this one is damaged.
-                    os.replace(path, f"{path}.damaged-{time.time_ns()}")
+                    set_aside(path)
             save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
-            report.begin()
 
         write_on_main(folder, enter)
+        with distributed.together():
+            if distributed.is_main():
+                report.begin()
 
 
 @contextmanager
@@ -96,6 +97,10 @@ def run_start(config: RunConfig) -> Iterator[Start]:
             with distributed.together():
                 with refused("resume", found):
                     state = read_state(found)
+                    step = step_of(found)
+                    require(state.step == step, f"{STATE}: step", f"{step}, as its name says",
+                            state.step)  # fmt: skip
+                check_length(Path(config.output_dir, "metrics.jsonl"), state.length)
         yield Start(config, found, state)
 
 

@@ -72,9 +72,11 @@ def main(arguments: list[str]) -> int:
     options = measuring(__doc__, arguments)
     shapes = SHAPES if options.device == "cuda" else [SMALL]
     report = measure.header("kernel times", options.device)
-    report |= {"cases": [], "profiles": [profiled(shape, options.device) for shape in shapes]}
-    if options.out:
-        write(Path(options.out), report)
+    report |= {"cases": [], "profiles": []}
+    for shape in shapes:
+        report["profiles"].append(profiled(shape, options.device))
+        if options.out:  # after each shape, because the session ends the command at a time limit
+            write(Path(options.out), report)
     return 0
 
 

@@ -210,6 +210,18 @@ def test_what_runs_on_the_gpu_runs_here_at_tiny_sizes(module, tmp_path, capsys):
     assert found.get("checks") or found.get("profiles")
 
 
+def test_kernel_times_keeps_the_profiles_before_an_error(tmp_path, monkeypatch):
+    """Check that the report has the first profile if the command ends during the second one."""
+    profiles = iter([{"shape": [1, 2, 3]}])
+    monkeypatch.setattr(kernel_times, "SHAPES", [None, None])
+    monkeypatch.setattr(kernel_times.measure, "header", lambda *_: {})
+    monkeypatch.setattr(kernel_times, "profiled", lambda *_: next(profiles))
+    file = tmp_path / "out.json"
+    with pytest.raises(StopIteration):
+        kernel_times.main(["--device", "cuda", "--out", str(file)])
+    assert json.loads(file.read_text())["profiles"] == [{"shape": [1, 2, 3]}]
+
+
 @pytest.mark.parametrize("error", [float("nan"), 1.5])
 def test_the_smoke_test_fails_on_a_wrong_result(error, monkeypatch, capsys):
     monkeypatch.setitem(smoke.CHECKS, "head", lambda device: (error, "by hand"))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from grpo_fast.data.tokenizer import build_symbol_tokenizer
 from grpo_fast.rollout.vllm import adapter, transfer
+from grpo_fast.rollout.vllm import servers as servers_module
 from grpo_fast.rollout.vllm.adapter import AdapterFolder
 from grpo_fast.rollout.vllm.answers import ServerError
 from grpo_fast.rollout.vllm.options import VLLMOptions
@@ -81,6 +82,15 @@ def test_the_base_weights_are_sent_once(policy, server):
     assert server.calls[UPDATE] == server.calls[FINISH] == 1 and server.versions == [engine.base]
     assert server.calls[LOAD] == 3 and server.calls[UNLOAD] == 2
     assert list(server.adapters) == [engine.label]  # the server has unloaded the older versions
+
+
+def test_an_update_of_the_adapter_computes_no_base_weights(policy, server, monkeypatch):
+    engine = checked(policy, server)
+    engine.update(policy, 0)
+    monkeypatch.setattr(servers_module, "buckets", lambda *args, **options: pytest.fail("computed"))
+    change(policy)
+    engine.update(policy, 1)
+    assert difference(policy, generate(policy, engine)) < CLOSE
 
 
 def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):

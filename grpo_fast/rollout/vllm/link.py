@@ -139,6 +139,12 @@ class Link:
         self._post("/update_weights", {"update_info": info})
         sent.result(remaining(self.deadline))
 
+    def has_weights(self, label: str) -> bool:
+        """Return whether the server reports the weights named `label`. False if it fails."""
+        with suppress(EngineError):
+            return self.server.weight_version() == label
+        return False
+
     def load_adapter(self, label: str, folder: str) -> None:
         """Make the server load the adapter in `folder` under the name `label`.
 

@@ -156,8 +156,14 @@ class VLLMServers(Engine):
             if self.rank:
                 each(reached, partial(Link.look, label=self.label, base=self.base))
             elif reached:
-                weights = weights or list(buckets(self.policy, merged=self.base is None))
-                each(reached, partial(self._send, weights=weights))
+                lacking = reached
+                if self.base is not None:
+                    lacking = [link for link in reached if not link.has_weights(self.base)]
+                # Compute the weights only if a server needs them, because this copies the experts
+                # of an MoE model.
+                if lacking and weights is None:
+                    weights = list(buckets(self.policy, merged=self.base is None))
+                each(reached, partial(self._send, weights=weights or [], lacking=lacking))
                 failures += 1
             ready = self._ready()
             if ready:
@@ -170,21 +176,18 @@ class VLLMServers(Engine):
     def _ready(self) -> list[Link]:
         return [link for link in self.links if link.label == self.label]
 
-    def _send(self, link: Link, weights: list[Named]) -> None:
+    def _send(self, link: Link, weights: list[Named], lacking: list[Link]) -> None:
         """Send the policy to a server: its weights, or its adapter if all servers load adapters.
-
-        If the server does not have the base weights of the adapter, it receives them first.
 
         Args:
             link: the connection to the server.
             weights: the merged weights, or the base weights of the adapter.
+            lacking: the connections to all servers that need `weights`.
         """
-        if self.base is None:
-            link.receive(weights, self.label)
-            return
-        if link.server.weight_version() != self.base:
-            link.receive(weights, self.base)
-        link.load_adapter(self.label, self.folder.path)
+        if link in lacking:
+            link.receive(weights, self.base or self.label)
+        if self.base is not None:
+            link.load_adapter(self.label, self.folder.path)
 
     def _errors(self) -> str:
         errors = [str(link.error) for link in self.links if link.error is not None]

@@ -10,7 +10,8 @@ GSM8K questions as prompts. The EOS is a token that the model does not sample, s
 has `max_new_tokens` tokens.
 
 The peak memory of each step is measured, too. `--rows` limits the number of completions that TRL
-processes at a time; TRL needs the least memory with `--rows 1`.
+processes at a time; TRL needs the least memory with `--rows 1`. FastGRPOTrainer processes all
+completions at a time.
 
 Rollouts are also timed alone. Our rollout returns the sampler's logps. transformers' `generate`
 runs with its defaults and returns no logps. Before the timing, our logps are compared with those of
@@ -279,7 +280,8 @@ def trl_steps(
         subject: model, tokenizer and prompts.
         shape: sizes of the step.
         device: "cpu" or "cuda".
-        rows: number of completions in one forward and backward pass.
+        rows: number of completions in one forward and backward pass of `GRPOTrainer`.
+            `FastGRPOTrainer` processes all completions at a time, so that they share their prompt.
     """
     from datasets import Dataset
     from transformers.utils import logging as logging_of_transformers
@@ -289,11 +291,16 @@ def trl_steps(
 
     logging_of_transformers.disable_progress_bar()
     steps = {}
-    passes = shape.prompts * shape.group // rows
-    for label, cls in (("TRL", GRPOTrainer), ("FastGRPOTrainer in TRL", FastGRPOTrainer)):
+    completions = shape.prompts * shape.group
+    trainers = (
+        ("TRL", GRPOTrainer, rows),
+        ("FastGRPOTrainer in TRL", FastGRPOTrainer, completions),
+    )
+    for label, cls, rows_per_pass in trainers:
+        passes = completions // rows_per_pass
         arguments = GRPOConfig(
             output_dir=tempfile.mkdtemp(), num_generations=shape.group, report_to=[], bf16=False,
-            per_device_train_batch_size=rows, gradient_accumulation_steps=passes,
+            per_device_train_batch_size=rows_per_pass, gradient_accumulation_steps=passes,
             save_strategy="no",
             max_completion_length=shape.length, gradient_checkpointing=False, learning_rate=1e-6,
             use_cpu=device == "cpu", max_steps=1000, beta=0.0, loss_type="dapo", temperature=1.0,

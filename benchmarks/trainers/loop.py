@@ -10,7 +10,8 @@ model, with GSM8K questions as prompts. The EOS is a token that the model does n
 completion has the maximum length.
 
 The peak memory of each step is measured, too. `--rows` limits the number of completions that TRL
-processes at a time. TRL needs the least memory with `--rows 1`.
+processes at a time. TRL needs the least memory with `--rows 1`. FastGRPOTrainer always processes
+all completions at a time.
 
 Rollouts are also timed alone. Our rollout returns the logps of the sampler. The `generate` of
 transformers runs with its defaults and returns no logps. Our logps are first compared with those of
@@ -231,18 +232,24 @@ def trl_steps(
         subject: model, tokenizer and prompts.
         shape: sizes of the step.
         device: "cpu" or "cuda".
-        rows: number of completions in one forward and backward pass.
+        rows: number of completions in one forward and backward pass of `GRPOTrainer`.
+            `FastGRPOTrainer` processes all completions at a time, so that they share their prompt.
     """
     from trl import GRPOTrainer
 
     from grpo_fast.integrations.trl import FastGRPOTrainer
 
-    passes = shape.prompts * shape.group // rows
+    completions = shape.prompts * shape.group
+    trainers = (
+        ("TRL", GRPOTrainer, rows),
+        ("FastGRPOTrainer in TRL", FastGRPOTrainer, completions),
+    )
     steps = {}
-    for label, cls in (("TRL", GRPOTrainer), ("FastGRPOTrainer in TRL", FastGRPOTrainer)):
+    for label, cls, rows_per_pass in trainers:
+        passes = completions // rows_per_pass
         trainer = make_trainer(
             cls, subject.model, subject.tokenizer, subject.texts, reward, device,
-            num_generations=shape.group, per_device_train_batch_size=rows,
+            num_generations=shape.group, per_device_train_batch_size=rows_per_pass,
             gradient_accumulation_steps=passes, max_completion_length=shape.length,
             learning_rate=1e-6, max_steps=1000, beta=0.0, loss_type="dapo", temperature=1.0,
         )  # fmt: skip

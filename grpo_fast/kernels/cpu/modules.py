@@ -244,10 +244,15 @@ def _swiglu_mlp(module: Any, *inputs: Any, **options: Any) -> Any:
 class _Rotated(NamedTuple):
     """A copy of an attention module's forward that calls `layers.rotary`.
 
-    `names` contains the global variables that the original forward used at the time of the copy.
+    Attributes:
+        forward: the copy.
+        theirs: all global variables of the original forward, with their current values.
+        names: the global variables that the original forward uses, with their values at the time
+            of the copy.
     """
 
     forward: Callable[..., Any]
+    theirs: dict[str, Any]
     names: dict[str, Any]
 
 
@@ -257,10 +262,9 @@ def _attention(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     # the copy there.
     ours = None if torch.compiler.is_compiling() else _rotated_by_ours(forward)
     if ours is not None:
-        names = inspect.unwrap(forward).__globals__
         # The copy does not see a global variable that was patched later, so use it only if the
         # globals of the original are unchanged.
-        if all(names.get(name) is value for name, value in ours.names.items()):
+        if all(ours.theirs.get(name) is value for name, value in ours.names.items()):
             return ours.forward(module, *inputs, **options)
     return forward(module, *inputs, **options)
 
@@ -291,7 +295,7 @@ def _rotated_by_ours(forward: Any) -> _Rotated | None:
     names = {**inner.__globals__, ROTARY: rotate}
     used = {n: inner.__globals__[n] for n in code.co_names if n in inner.__globals__}
     ours = _rewrapped(forward, _copy_of(inner, names, inner.__closure__))
-    return None if ours is None else _Rotated(ours, used)
+    return None if ours is None else _Rotated(ours, inner.__globals__, used)
 
 
 def _copy_of(function: Any, names: dict[str, Any], closure: Any) -> Callable[..., Any]:

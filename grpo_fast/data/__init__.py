@@ -31,7 +31,7 @@ TASKS = ("sort", "open", *FILES, TRACES)
 
 
 def load_splits(
-    data: Any, seed: int, count_tokens: Callable[[str], int]
+    data: Any, seed: int, count_tokens: Callable[[str], int], *, test_only: bool = False
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Return the training examples and the test examples of a data set.
 
@@ -44,6 +44,8 @@ def load_splits(
             that runs can be compared.
         count_tokens: function that returns the number of tokens of a text. It is called only if
             `data.shots_tokens` is set.
+        test_only: True does not read the training split of files if the test split and worked
+            examples can do without it. The training split is then empty.
 
     Raises:
         ValueError: a file or package is missing, or a row is bad (`file:line: reason`).
@@ -57,4 +59,4 @@ def load_splits(
     if data.task == TRACES:  # nothing is sampled, so the splits may be equal
         examples = trace_examples(data.path)
         return examples, examples
-    return load_file_splits(data, seed, count_tokens)
+    return load_file_splits(data, seed, count_tokens, test_only)

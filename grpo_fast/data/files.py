@@ -29,16 +29,19 @@ class Survey(NamedTuple):
 
 
 def load_file_splits(
-    data: Any, seed: int, count_tokens: Callable[[str], int]
+    data: Any, seed: int, count_tokens: Callable[[str], int], test_only: bool
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Return both splits of a file, folder or hub dataset. See `load_splits`."""
-    # 1. Read both splits, and check that they have examples.
+    # 1. Read the splits, and check that they have examples. Worked examples are training examples.
     form = Form.of(data)
-    train, test, notes = survey(data)
+    needs_train = not test_only or data.shots_tokens is not None
+    train, test, notes = survey(data, needs_train)
     for note in notes:
         log.warning("data: %s", note)
     require(test, "data", f"at least one test example in {data.path}", "none")
-    require(train, "data", f"at least one training example in {data.path}", "none")
+    require(
+        train or not needs_train, "data", f"at least one training example in {data.path}", "none"
+    )
     ordered = list(train)
     random.Random(f"{seed}/order").shuffle(ordered)
     # 2. Write the prompts, with worked examples from the training split if the settings request it.
@@ -67,7 +70,7 @@ def read_examples(data: Any) -> list[Example]:
     return [form.apply(example) for example, _ in _parsed(read_file(Path(data.path)), data)]
 
 
-def survey(data: Any) -> Survey:
+def survey(data: Any, needs_train: bool = True) -> Survey:
     """Read both splits of a data source, without applying the prompt template.
 
     If the source has no test split, some rows of the training split become the test split. The
@@ -75,13 +78,14 @@ def survey(data: Any) -> Survey:
 
     Args:
         data: the section `data` of a configuration.
+        needs_train: False skips the training split if the source has a test split.
     """
     # 1. Read the splits. If there is no test split, hold out some training rows for it.
     local = is_local(data.path)
     splits = local_splits(Path(data.path)) if local else hub_splits(data.path)
     train_name = "train" if "train" in splits else next(iter(splits))
     test_name = next((n for n in TEST_SPLITS if n in splits and n != train_name), None)
-    rows = _parsed(splits[train_name](), data)
+    rows = _parsed(splits[train_name](), data) if needs_train or test_name is None else []
     train = [example for example, _ in rows]
     if test_name is None:
         train, test = _hold_out(train, data.n_test, data.path)

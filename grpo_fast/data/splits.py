@@ -29,16 +29,23 @@ class Splits:
         seed: seed of the training split's order.
         tokenizer: the tokenizer that counts the tokens of worked examples (`data.shots_tokens`).
             With None, the prompts contain no worked examples.
+        test_only: see `load_splits`.
     """
 
     def __init__(
-        self, data: Any, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
+        self,
+        data: Any,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        test_only: bool = False,
     ) -> None:
         self.data = data
         self.seed = seed
         if tokenizer is None:
             data = data.model_copy(update={"shots_tokens": None})
-        self.train, self.test = load_splits(data, seed, token_counter(tokenizer))
+        count_tokens = token_counter(tokenizer)
+        self.train, self.test = load_splits(data, seed, count_tokens, test_only=test_only)
 
     def for_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Splits:
         """Return the splits with prompts in the format of this tokenizer's model.

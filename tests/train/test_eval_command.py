@@ -72,6 +72,13 @@ def test_a_setting_counts_before_the_recipe(models, recipe, asked):
     assert options.max_new_tokens == 2 and prompts[0][0]["content"] == "Other."
 
 
+def test_the_training_split_is_not_read(models, recipe, tmp_path):
+    """Check that a bad row of the training file does not prevent an evaluation."""
+    write_lines(tmp_path / "train.jsonl", "{")
+    found = run_eval(models[:1], [f"recipe={recipe}", "samples=1", "k=[]"])
+    assert found["greedy"]["eval_n"] == 2
+
+
 def settings_of(*words, recipe=None):
     """Return the configuration of an evaluation of a plain model."""
     named = [] if recipe is None else [f"recipe={recipe}"]

@@ -178,5 +178,5 @@ def _examples(config: RunConfig, model: ModelConfig, words: Sequence[str]) -> Se
         examples: Sequence[Example] = read_examples(data)
     else:
         tokenizer = None if data.shots_tokens is None else loading.load_tokenizer(model)
-        examples = Splits(data, config.seed, tokenizer).test
+        examples = Splits(data, config.seed, tokenizer, test_only=True).test
     return examples[: config.eval.n]

@@ -1,13 +1,14 @@
 """Pictures for benchmarks/README.md, and the bar chart of the main README.md.
 
-`python -m benchmarks.report.readme` draws both from the files in benchmarks/results/.
+`python -m benchmarks.report.readme` draws them from the files in benchmarks/results/.
 
 The first picture has four panels: time and memory over the number of tokens, time relative to the
 limit, and a roofline. All points of a curve come from one run. The roof of the roofline consists of
 limits that were measured on the same machine: the bandwidth is that of the fastest copy, and the
 peak comes from benchmarks/kernels/ceiling.py. Without these measurements, no roof is drawn.
 
-The second picture compares the time and the memory of all providers at one shape.
+The second picture compares the time and the memory of all providers at one shape. The third
+picture compares the time and the memory of an update with a pretrained model.
 """
 
 from __future__ import annotations
@@ -229,6 +230,14 @@ def draw_steps(paths: list[Path], out: Path) -> None:
     for report in sorted(reports, key=lambda report: report["prompt_tokens"]):
         found = rows.setdefault(report["prompt_tokens"][0], {})
         found |= {name: row for name, row in report["providers"].items() if name not in found}
+    shown: list[tuple[int, str, dict[str, Any]]] = []  # place, name and results of each bar
+    ticks = {}
+    for number, (tokens, providers) in enumerate(rows.items()):
+        start = len(shown) + number  # leaves a gap between the prompt lengths
+        ticks[start + (len(providers) - 1) / 2] = f"{tokens:,} prompt tokens"
+        shown += [(start + i, name, row) for i, (name, row) in enumerate(providers.items())]
+    places, names, results = zip(*shown, strict=True)
+    colors = [COLORS["ours" if name in ("shared", "packed") else "peer"] for name in names]
     panels = (
         ("median_ms", 1e-3, "CPU seconds of an update (lower is better)"),
         ("peak_mib", 1 / 1024, "GiB beyond weights and moments (lower is better)"),
@@ -237,18 +246,10 @@ def draw_steps(paths: list[Path], out: Path) -> None:
     with picture(out, (9, 3.4), (1, 2), title, commits_of(reports)) as axes:
         for panel, (value, scale, label) in zip(axes, panels, strict=True):
             panel.set_title(label, loc="left", fontsize=10)
-            place, ticks = 0, []
-            for tokens, providers in rows.items():
-                ticks.append((place + (len(providers) - 1) / 2, f"{tokens:,} prompt tokens"))
-                for name, row in providers.items():
-                    height = row[value] * scale
-                    color = COLORS["ours" if name in ("shared", "packed") else "peer"]
-                    panel.bar(place, height, 0.85, color=color)
-                    style = {"ha": "center", "va": "bottom", "fontsize": 7}
-                    panel.text(place, height, f"{name}\n{height:.3g}", **style)
-                    place += 1
-                place += 1
-            panel.set_xticks(*zip(*ticks, strict=True), fontsize=8)
+            heights = [row[value] * scale for row in results]
+            labels = [f"{name}\n{height:.3g}" for name, height in zip(names, heights, strict=True)]
+            panel.bar_label(panel.bar(places, heights, 0.85, color=colors), labels, fontsize=7)
+            panel.set_xticks([*ticks], [*ticks.values()], fontsize=8)
             panel.margins(y=0.18)
             panel.spines[["top", "right"]].set_visible(False)
 

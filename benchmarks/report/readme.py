@@ -5,8 +5,9 @@
     python -m benchmarks.report.readme --tables        only update tables and pictures
 
 Measure on a quiet machine. Each step writes a file in benchmarks/results/, mostly cpu-STEP.json.
-The command then draws kernels.png and readme.png from these files, and updates the tables in
-benchmarks/README.md. No step starts after the deadline (option --deadline).
+The command then draws kernels.png and readme.png from these files, draws step-real.png from the
+results of the pretrained model, and updates the tables in benchmarks/README.md. No step starts
+after the deadline (option --deadline).
 """
 
 from __future__ import annotations

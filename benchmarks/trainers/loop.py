@@ -121,10 +121,9 @@ def measure_shape(options: argparse.Namespace, name: str, shape: Shape) -> dict[
     error = error_of(policy, rollouts["grpo_fast"]())
     if error is None or not error <= TOLERANCE:
         raise SystemExit(f"{name}: sampler logps off by {error} nats; a wrong one is not timed")
-    rows_per_pass = options.rows or shape.prompts * shape.group
     steps = {
         "grpo_fast": our_step(policy, subject.texts, shape),
-        **trl_steps(subject, shape, options.device, rows_per_pass),
+        **trl_steps(subject, shape, options.device, options.rows),
     }
     # Measure the memory before the times, because these calls also warm up the steps. The memory
     # includes gradients and Adam's moments, but not the weights.
@@ -224,7 +223,7 @@ def our_step(policy: Policy, texts: list[str], shape: Shape) -> Callable[[], Non
 
 
 def trl_steps(
-    subject: Subject, shape: Shape, device: str, rows: int
+    subject: Subject, shape: Shape, device: str, rows: int | None
 ) -> dict[str, Callable[[], None]]:
     """Return a step of TRL's `GRPOTrainer`, and a step of `FastGRPOTrainer`, keyed by name.
 
@@ -232,7 +231,7 @@ def trl_steps(
         subject: model, tokenizer and prompts.
         shape: sizes of the step.
         device: "cpu" or "cuda".
-        rows: number of completions in one forward and backward pass of `GRPOTrainer`.
+        rows: number of completions in one forward and backward pass of `GRPOTrainer`. None: all.
             `FastGRPOTrainer` processes all completions at a time, so that they share their prompt.
     """
     from trl import GRPOTrainer
@@ -241,7 +240,7 @@ def trl_steps(
 
     completions = shape.prompts * shape.group
     trainers = (
-        ("TRL", GRPOTrainer, rows),
+        ("TRL", GRPOTrainer, rows or completions),
         ("FastGRPOTrainer in TRL", FastGRPOTrainer, completions),
     )
     steps = {}

@@ -27,7 +27,6 @@ VERLS_ANSWER = "reward_model.ground_truth"
 # Columns that may contain the gold answer. If a row has none of them, the answer is extracted from
 # the solution.
 ANSWERS = ("answer", "ground_truth", VERLS_ANSWER)
-ROLES = ("prompt", "answer", "solution")  # keys of `data.columns`
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 # Matches one half of a UTF-16 surrogate pair. JSON may contain a single half, but tokenizers reject
 # it.

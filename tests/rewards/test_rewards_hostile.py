@@ -15,7 +15,7 @@ from tests.reward_specs import own, spec
 
 # The function `odd` behaves as the prompt says, so that one worker process can serve all tests.
 MODULE = r"""
-import asyncio, collections, decimal, itertools, os, sys
+import asyncio, collections, decimal, itertools, sys
 import numpy as np
 import torch
 

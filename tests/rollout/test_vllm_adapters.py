@@ -93,6 +93,17 @@ def test_an_update_of_the_adapter_computes_no_base_weights(policy, server, monke
     assert difference(policy, generate(policy, engine)) < CLOSE
 
 
+def test_a_version_of_the_adapter_is_written_once(policy, server, spied):
+    engine = checked(policy, server)
+    writes = spied(AdapterFolder, "write")
+    for version in (0, 0, 1, 1, 0):
+        engine.update(policy, version)
+    assert len(writes) == 3 and server.calls[LOAD] == 3
+    other = adapted(r=2)
+    engine.update(other, 0)  # same version number, but a different model
+    assert len(writes) == 4 and difference(other, generate(other, engine)) < CLOSE
+
+
 def test_a_restarted_server_receives_base_and_adapter_again(policy, servers):
     engine = checked(policy, *servers)
     engine.update(policy, 0)

@@ -91,7 +91,7 @@ def cut(row: dict[int, Any], count: int) -> dict[int, Any]:
     return dict(list(row.items())[:count])
 
 
-def each(logp: float, topk: Any = None) -> Any:
+def each(logp: float) -> Any:
     """Return a function that sets all log-probabilities in a teacher's response to `logp`."""
 
     def changed(answer: dict[str, Any]) -> None:

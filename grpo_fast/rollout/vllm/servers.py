@@ -111,6 +111,7 @@ class VLLMServers(Engine):
             ServerError: no server has received the weights within `rollout.vllm.patience`.
         """
         self.policy = policy
+        written = self.base and self.label  # name of the adapter that is in the folder
         self.version = version
         weights = None
         self.base = None
@@ -118,7 +119,8 @@ class VLLMServers(Engine):
             self.count += policy.lm is not self.lm
             self.lm = policy.lm
             self.base = f"{self.run}-base-{self.count}"
-            self.folder.write(policy, is_writer=self.rank == 0)
+            if self.label != written:  # an evaluation and the next rollout use the same version
+                self.folder.write(policy, is_writer=self.rank == 0)
         is_sharded = any(hasattr(p, "full_tensor") for p in policy.lm.parameters())
         # Gather sharded weights now, because gathering later would make all ranks wait for servers.
         if is_sharded:

@@ -37,8 +37,7 @@ void check(const Product& p) {
   STD_TORCH_CHECK(is_fp32(p.a) || !is_fp32(p.b),
                   "b: expected bfloat16 if a has 16 bits, got float32");
   STD_TORCH_CHECK(b_k == p.k(), "b: expected K = ", p.k(), " as in a, got ", b_k);
-  STD_TORCH_CHECK(p.out.size(0) == p.m() && p.out.size(1) == p.n(), "out: expected (", p.m(), ", ",
-                  p.n(), ")");
+  check_shape(p.out, "out", p.m(), p.n());
   STD_TORCH_CHECK(!p.tiles || (!is_fp32(p.b) && torch_kernel().brgemm),
                   "tiles: expected a bfloat16 b and a torch with brgemm");
   STD_TORCH_CHECK(!p.is_positive() || !p.a_transposed || !p.b_transposed,

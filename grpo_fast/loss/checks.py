@@ -164,11 +164,16 @@ def transform(x: LogitTransform, like: Tensor) -> None:
     number("logit_scale", x.logit_scale, "a finite number, not 0", lambda x: x != 0)
     if x.softcap is not None:
         number("softcap", x.softcap, "None or a finite number > 0", lambda x: x > 0)
-    if isinstance(x.temperature, Tensor):
-        like_logps("temperature", x.temperature, like)
-        constant("temperature", x.temperature)
+    temperature(x.temperature, like)
+
+
+def temperature(x: float | Tensor, like: Tensor) -> None:
+    """Check a temperature, which is a number or a tensor of the shape of `like`."""
+    if isinstance(x, Tensor):
+        like_logps("temperature", x, like)
+        constant("temperature", x)
     else:
-        number("temperature", x.temperature, "a finite number > 0", lambda x: x > 0)
+        number("temperature", x, "a finite number > 0", lambda x: x > 0)
 
 
 def row_options(options: RowOptions) -> None:
@@ -220,7 +225,7 @@ def tokens(config: LossConfig, inputs: BatchInputs, *, has_logits: bool) -> None
         why = "these corrections read the sampler's logps; pass sampling_logps"
         raise conflict("sampling_logps=None", f"corrections of kind {reading[0].kind!r}", why)
     if has_logits:
-        transform(LogitTransform(temperature=config.temperature), like)
+        temperature(config.temperature, like)
     if config.uses_reference and inputs.ref_logps is None:
         why = "the KL needs the reference's logps; pass ref_logps"
         raise conflict("ref_logps=None", f"beta={config.beta}", why)

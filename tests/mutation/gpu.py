@@ -92,7 +92,7 @@ PLANTS = {
         ("triton-targets-run", "triton_gradients", "a run of more than eight rows is cut",
          "range(place.to(tl.int32), end, ROWS)", "range(place.to(tl.int32), place.to(tl.int32) + 1, ROWS)"),
         ("triton-targets-flag", "triton_gradients", "rows that nearly cancel stay rounded twice",
-         "cancels = (size > CANCELS", "cancels = (size < 0.0 * CANCELS"),
+         "cancels = (size > tl.sum", "cancels = (size < 0.0 * tl.sum"),
         ("triton-targets-depth", "triton_gradients", "a recomputed row sums its first block only",
          "depth = tl.where(tl.max(places, 0) >= 0, n_rows, 0)", "depth = tl.where(tl.max(places, 0) >= 0, BLOCK_T, 0)"),
     ],

@@ -91,12 +91,15 @@ class LogitChunks:
             self._gradient_16_bit = self.weight.new_empty((self.max_rows, self.weight.shape[0]))
         return self._gradient_16_bit[:rows]
 
-    def raw_logits(self, h: Tensor) -> Tensor:
+    def raw_logits(self, h: Tensor, *, cached: bool = False) -> Tensor:
         """Compute the raw logits h·Wᵀ + bias in the workspace, in fp32.
 
-        If the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
+        With `cached`, the workspace already contains the logits of the last `raw_logits` call. If
+        the weight has no rows, as in an empty vocabulary shard, there is nothing to multiply.
         """
         z = self.workspace(h.shape[0])
+        if cached:
+            return z
         if self.weight.shape[0]:
             matmul_logits(h, self.weight, out=z)
         if self.bias is not None:
@@ -113,7 +116,7 @@ class LogitChunks:
         count = target_ids.shape[0]
         if self.kernels.head_logps is None:
             # Exclude the padding rows, which only the GEMM needs.
-            z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+            z = self.raw_logits(h, cached=cached)
             return self.kernels.row_logps(
                 z[:count], target_ids, transform, return_entropy=return_entropy
             )
@@ -134,7 +137,7 @@ class LogitChunks:
         has_entropy = config.needs_entropy
         if self.in_one_pass:
             d = self._gradient(h.shape[0])
-            z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+            z = self.raw_logits(h, cached=cached)
             part = self.kernels.row_loss_(
                 z[:count], d[:count], target_ids, terms, config, transform,
                 return_entropy=has_entropy,

@@ -128,8 +128,7 @@ class VocabularyChunks(LogitChunks):
     def logps(self, at: ChunkRows, *, return_entropy: bool, cached: bool = False) -> RowStats:
         """Compute the statistics of this shard, and combine them with those of other shards."""
         h, target_ids, transform = at
-        z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
-        z = z[: target_ids.shape[0]]
+        z = self.raw_logits(h, cached=cached)[: target_ids.shape[0]]
         own = self.shard.own(target_ids)
         if z.shape[1]:
             stats = self.row_logps(z, own, transform, return_entropy=return_entropy)
@@ -144,7 +143,7 @@ class VocabularyChunks(LogitChunks):
     ) -> ChunkGradients:
         """Compute the d-logits of this shard's columns, without communication."""
         h, target_ids, transform = at
-        z = self.workspace(h.shape[0]) if cached else self.raw_logits(h)
+        z = self.raw_logits(h, cached=cached)
         d = self._gradient(h.shape[0])
         count = target_ids.shape[0]
         if z.shape[1]:

@@ -34,6 +34,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config import ModelConfig
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.models.loading import load_policy
+from grpo_fast.train.models.policy import Policy
 from grpo_fast.train.ranks import distributed, sharding
 from grpo_fast.train.report import report, trackers
 from grpo_fast.train.runs import checkpoint
@@ -261,16 +262,25 @@ def load_shards(*folders: str) -> Any:
     return apart
 
 
+def sharded_policy(fields: dict[str, Any], *, empty: bool) -> Policy:
+    """Build and shard a Llama model with random weights and these fields of its configuration.
+
+    If `empty` is True, the model is on the meta device until it is sharded.
+    """
+    config = ModelConfig(config={"model_type": "llama", **fields}, tokenizer="symbols",
+                         device="cpu")  # fmt: skip
+    policy = load_policy(config, build_symbol_tokenizer(list("0123456789")), empty=empty)
+    sharding.shard_all([policy], policy.device, None)
+    return policy
+
+
 def load_other(size: int) -> str:
     """Shard a model that is larger on rank 1 by `size`. Return the error's message, or ""."""
-    fields = {"model_type": "llama", "hidden_size": 16 + size * distributed.rank(),
-              "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    fields = {"hidden_size": 16 + size * distributed.rank(), "intermediate_size": 16,
+              "num_hidden_layers": 1, "num_attention_heads": 2,
               "tie_word_embeddings": False}  # fmt: skip
-    config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
-    policy = load_policy(config, build_symbol_tokenizer(list("0123456789")),
-                         empty=not distributed.is_main())  # fmt: skip
     try:
-        sharding.shard_all([policy], policy.device, None)
+        sharded_policy(fields, empty=not distributed.is_main())
     except ValueError as error:
         return str(error)
     return ""
@@ -284,16 +294,13 @@ def load_large(megabytes: int) -> Any:
     """
     import resource
 
-    fields = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
-              "num_hidden_layers": round(megabytes / 8.5), "num_attention_heads": 8,
+    fields = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
               "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-    config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
-    load = [ModelConfig(config={**fields, "num_hidden_layers": 1}, tokenizer="symbols"), config]
     peaks = []
-    for one in load:  # load a small model first, so that the growth excludes the memory of imports
-        policy = load_policy(one, build_symbol_tokenizer(list("0123456789")),
-                             empty=not distributed.is_main())  # fmt: skip
-        sharding.shard_all([policy], policy.device, None)
+    # Load a small model first, so that the growth excludes the memory of imports.
+    for layers in (1, round(megabytes / 8.5)):
+        policy = sharded_policy({**fields, "num_hidden_layers": layers},
+                                empty=not distributed.is_main())  # fmt: skip
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     size = sum(p.numel() * p.element_size() for p in policy.lm.parameters()) / 2**20
     return {"grown": peaks[1] - peaks[0], "size": size}
@@ -306,11 +313,9 @@ def pass_unevenly() -> Any:
         Two bools. The first is True if the layers are sharded again after the forward pass of the
         training. The second is True if all parameters have gradients.
     """
-    fields = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
-              "num_hidden_layers": 3, "num_attention_heads": 2}  # fmt: skip
-    config = ModelConfig(config=fields, tokenizer="symbols", device="cpu")
-    policy = load_policy(config, build_symbol_tokenizer(list("0123456789")))
-    sharding.shard_all([policy], policy.device, None)
+    fields = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
+              "num_attention_heads": 2}  # fmt: skip
+    policy = sharded_policy(fields, empty=False)
     with policy.whole(), policy.generation():
         passing = policy.lm.base_model if distributed.is_main() else policy.lm
         passing(input_ids=torch.tensor([[1, 2, 3]]))

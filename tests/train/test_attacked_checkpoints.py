@@ -20,6 +20,7 @@ from grpo_fast.train.runs.checkpoint import checkpoints_in, problem_of, write_ch
 from grpo_fast.train.runs.folder import locked
 from tests.command_line import invoke, refused
 from tests.train.resuming import run
+from tests.train.test_hostile_input import change_json
 
 FILE = "weights/00000.safetensors"
 WORDS = ["steps=2", "checkpoint.every=1", "checkpoint.keep=9", "log.save_model=false",
@@ -57,14 +58,13 @@ def is_refused(folder: Path, said: str, *words: str) -> None:
 
 def sign(checkpoint: Path) -> None:
     """Rewrite the manifest so that its hashes match the changed files, as an attacker would."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
     files = (path for path in checkpoint.rglob("*") if path.is_file())
-    manifest["files"] = {
+    sums = {
         path.relative_to(checkpoint).as_posix(): sha256_of(path)
         for path in files
         if path.name != "manifest.json"
     }
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    change_json(checkpoint / "manifest.json", files=sums)
 
 
 def change(checkpoint: Path, path: str, value: Any) -> None:

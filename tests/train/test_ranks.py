@@ -3,7 +3,6 @@
 They cover equality with one process, shared errors, and resuming on another number of processes.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +14,7 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs.checkpoint import checkpoints_in
 from grpo_fast.train.update.batch import balanced
+from tests.data.test_data import write_lines
 from tests.tiny import FAMILIES, tiny_folder
 from tests.train.ranks import CASES, SMALL, Ranks, differences
 
@@ -135,7 +135,7 @@ def test_ranks_with_other_data_or_rewards_do_not_train(ranks, tmp_path):
         here = tmp_path / str(rank)
         here.mkdir()
         rows = [{"prompt": f"{i} {i}", "answer": str(i + rank * (i == 5))} for i in range(8)]
-        (here / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(here / "d.jsonl", *rows)
         words.append(["data.task=jsonl", "data.path=d.jsonl", "data.n_test=2", "cd=" + str(here),
                       "model.tokenizer=symbols", "rewards=[{name: exact_match}]"])  # fmt: skip
     for [one] in ranks(2, ["train_apart", "ddp", str(tmp_path / "run"), *words]):

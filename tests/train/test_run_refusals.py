@@ -1,6 +1,5 @@
 """Tests that a run's folder cannot execute code, and that errors appear before model loading."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from grpo_fast.train import loop
 from grpo_fast.train.config.recipes import load_recipe
 from grpo_fast.train.runs import build
 from tests.command_line import RECIPE, invoke, refused, write_recipe
+from tests.data.test_data import write_lines
+from tests.train.test_hostile_input import change_json
 
 REWARD = "def score(prompts, completions, answers):\n    return [1.0] * len(prompts)\n"
 
@@ -67,10 +68,8 @@ def plant_model_code(model: Path, marker: Path) -> None:
 
     The code creates a file `marker` in the folder `marker` if it is executed.
     """
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config["model_type"] = "planted"
-    config["auto_map"] = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    auto_map = {"AutoConfig": "planted.C", "AutoModelForCausalLM": "planted.M"}
+    change_json(model / "config.json", model_type="planted", auto_map=auto_map)
     (model / "planted.py").write_text(
         mark(marker) + "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "class C(LlamaConfig):\n    model_type = 'planted'\n"
@@ -108,10 +107,8 @@ def test_the_tokenizer_that_counts_worked_examples_asks_nobody(run, tmp_path):
     False, transformers asks the user whether to execute the code.
     """
     plant_model_code(run / "model", tmp_path)
-    file = run / "model" / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config |= {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "planted.T"]}}
-    file.write_text(json.dumps(config), encoding="utf-8")
+    auto_map = {"AutoTokenizer": [None, "planted.T"]}
+    change_json(run / "model" / "tokenizer_config.json", tokenizer_class="T", auto_map=auto_map)
     (tmp_path / "train.jsonl").write_text('{"question": "2+2?", "answer": "#### 4"}\n' * 3)
     (tmp_path / "test.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
     change(run, data={"task": "gsm8k", "path": str(tmp_path), "shots_tokens": 40})
@@ -142,8 +139,8 @@ def texts_recipe(folder, lines, n_test=1):
 
     `n_test` is the number of test questions.
     """
-    (folder / "d.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = f"data: {{task: jsonl, path: {folder / 'd.jsonl'}, n_test: {n_test}}}"
+    path = write_lines(folder / "d.jsonl", *lines)
+    data = f"data: {{task: jsonl, path: {path}, n_test: {n_test}}}"
     return write_recipe(folder, TEXTS.replace("data: {task: sort, digits: 3, n_test: 8}", data))
 
 

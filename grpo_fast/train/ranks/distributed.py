@@ -215,7 +215,9 @@ def _twin(error: BaseException) -> BaseException:
 @torch.no_grad()
 def align(module: nn.Module) -> None:
     """Copy the weights and buffers of rank 0 to all ranks. Collective call."""
-    for tensor in (*module.parameters(), *module.buffers()) if size() > 1 else ():
+    if size() == 1:
+        return
+    for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor, 0)
 
 

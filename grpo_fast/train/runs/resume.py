@@ -74,9 +74,7 @@ class Start:
             save_config(self.config.model_copy(update={"resume": None}), folder / CONFIG)
 
         write_on_main(folder, enter)
-        with distributed.together():
-            if distributed.is_main():
-                report.begin()
+        distributed.from_main(report.begin)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.mutation.__main__ import all_plants, problems
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "grpo_fast"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -239,3 +241,8 @@ def test_adding_a_loss_touches_one_place():
     for path in SOURCES:
         found = re.search(r"^[^#\n]*loss_type *(?:==|!=|in|not in)\s.*", path.read_text(), re.M)
         assert path == table or not found, f"{path} branches on a loss's name: {found[0]}"
+
+
+def test_every_mutation_fits_the_sources():
+    """Check that the text that each planted bug replaces occurs exactly once in its file."""
+    assert problems(all_plants()) == []

@@ -3,10 +3,10 @@
     python -m benchmarks.gpu.shards [--processes 16] [--seconds 105] [--dry] FILE ...
     python -m benchmarks.gpu.shards --failed
 
-Every result is printed immediately and added to gpu_tests.json in $OUT, so that a run that is
-killed keeps its results. Tests with small sizes run first. `--failed` repeats the tests that
-benchmarks/results/gpu_tests.json lists as failed or unfinished, unless they have been deleted. The
-exit code is 0 if every test passed.
+Every result is printed immediately, with the traceback of a failed test, and added to
+gpu_tests.json in $OUT, so that a run that is killed keeps its results. Tests with small sizes run
+first. `--failed` repeats the tests that benchmarks/results/gpu_tests.json lists as failed or
+unfinished, unless they have been deleted. The exit code is 0 if every test passed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,35 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks import RESULTS, ROOT
 from benchmarks.gpu import session
 from benchmarks.options import new_parser
 from benchmarks.report.files import write
 
-OPTIONS = ["-p", "no:cacheprovider", "-m", "gpu"]
+OPTIONS = ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.shards", "-m", "gpu"]
 NO_TESTS = 5  # pytest's exit status if it collected nothing
 NAME = "gpu_tests.json"
 RESULT = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)$")
+
+
+class Tracebacks:
+    """A plugin of pytest that prints a traceback immediately, not after the last test."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\n{report.longreprtext[-3000:]}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Register `Tracebacks`. The workers of pytest-xdist have no terminal."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        session.config.pluginmanager.register(Tracebacks(terminal))
 
 
 def collected(files: list[str]) -> list[str]:
